@@ -1,0 +1,1 @@
+"""jaxpipe: pipeline-parallel training of decoder language models in JAX."""
