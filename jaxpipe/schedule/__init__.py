@@ -1,0 +1,35 @@
+"""Schedules as data: who computes what in which order, proved and lowered to integer tables.
+
+Pure Python and numpy; nothing here knows jax.
+"""
+
+from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.assignment import assign_layers
+from jaxpipe.schedule.builders import BUILDERS, build, forward_only
+from jaxpipe.schedule.cells import Costs
+from jaxpipe.schedule.draw import timeline
+from jaxpipe.schedule.lower import Tables, lower
+from jaxpipe.schedule.simulate import Report, simulate
+from jaxpipe.schedule.validate import validate
+
+NAMES = tuple(BUILDERS)
+
+__all__ = [
+    "BUILDERS",
+    "NAMES",
+    "Action",
+    "Costs",
+    "Op",
+    "Placement",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Tables",
+    "assign_layers",
+    "build",
+    "forward_only",
+    "lower",
+    "simulate",
+    "timeline",
+    "validate",
+]

@@ -1,0 +1,86 @@
+"""How many layers each stage gets: even, weighted by the embedding and head, pinned, or by list."""
+
+from collections.abc import Sequence
+
+from jaxpipe.schedule.action import ScheduleError
+
+
+def assign_layers(
+    layers: int,
+    stages: int,
+    policy: str | Sequence[int] = "even",
+    *,
+    input_weight: int = 1,
+    output_weight: int = 1,
+    first: int = 0,
+    last: int = 0,
+) -> tuple[int, ...]:
+    """Layers per stage, in order; they sum to `layers` and none is empty.
+
+    `even` gives the remainder to the first stages. `weighted` counts the embedding as
+    `input_weight` layers of stage 0 and the head as `output_weight` layers of the last stage, then
+    splits evenly. `first` or `last` above zero pins that many layers to the stage at that end and
+    splits the rest evenly, whatever the policy. A sequence is taken as it is.
+
+    Raises `ScheduleError` where a stage would be empty or a list does not fit.
+
+    >>> assign_layers(32, 3)
+    (11, 11, 10)
+    >>> assign_layers(80, 4, "weighted")
+    (20, 21, 20, 19)
+    >>> assign_layers(8, 4, first=1, last=1)
+    (1, 3, 3, 1)
+    """
+    if stages < 1 or layers < stages:
+        raise ScheduleError(
+            f"{layers} layers cannot fill {stages} stages: every stage needs a layer; "
+            f"use between 1 and {layers} stages."
+        )
+    if not isinstance(policy, str):
+        counts = tuple(policy)
+        _check_list(counts, layers, stages)
+    elif first or last:
+        counts = _pinned(layers, stages, first, last)
+    elif policy == "even":
+        counts = _even(layers, stages)
+    elif policy == "weighted":
+        total = list(_even(layers + input_weight + output_weight, stages))
+        total[0] -= input_weight
+        total[-1] -= output_weight
+        counts = tuple(total)
+    else:
+        raise ScheduleError(
+            f"unknown layer split {policy!r}: use 'even', 'weighted' or a list of {stages} counts."
+        )
+    if min(counts) < 1:
+        raise ScheduleError(
+            f"layer split {policy!r} of {layers} layers over {stages} stages gives "
+            f"{list(counts)} (input_weight={input_weight}, output_weight={output_weight}): every "
+            f"stage needs a layer; lower the weights or the pins, or use fewer stages."
+        )
+    return counts
+
+
+def _even(items: int, stages: int) -> tuple[int, ...]:
+    base, extra = divmod(items, stages)
+    return tuple(base + (s < extra) for s in range(stages))
+
+
+def _pinned(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    pins = (first > 0) + (last > 0)
+    rest, middle = layers - first - last, stages - pins
+    if rest < middle or (middle <= 0 and rest != 0):
+        raise ScheduleError(
+            f"pinning {first} layers to the first and {last} to the last of {stages} stages leaves "
+            f"{rest} of {layers} layers for {max(middle, 0)} stages: change the pins."
+        )
+    inner = _even(rest, middle) if middle else ()
+    return (*([first] if first else []), *inner, *([last] if last else []))
+
+
+def _check_list(counts: tuple[int, ...], layers: int, stages: int) -> None:
+    if len(counts) != stages or sum(counts) != layers:
+        raise ScheduleError(
+            f"layer split {list(counts)} has {len(counts)} entries with sum {sum(counts)}: it "
+            f"needs {stages} entries (one per stage) with sum {layers} (the layers)."
+        )

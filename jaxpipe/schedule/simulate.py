@@ -1,0 +1,109 @@
+"""How long a schedule takes and how much it holds, before any device is touched.
+
+Two clocks. *Asynchronous*: a rank starts an action once it is free and the inputs have arrived (one
+program per rank). *Lockstep*: the scan's ticks, each as long as its slowest rank (`cells.place`).
+
+Two bubbles. *Global*: idle share of the time from the first start to the last end of all. *Span*:
+the same with each rank's own first start to last end, the longest one (Qi et al. 2024, Table 2).
+"""
+
+from dataclasses import dataclass
+
+from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, needed_by, produced_by
+from jaxpipe.schedule.cells import Costs, lockstep_cost, place
+
+
+@dataclass(frozen=True)
+class Report:
+    """Times in the unit of the costs; peaks in microbatches, per rank.
+
+    `peak_until_b` counts a microbatch from its F to its B or BW, `peak_until_w` to its W or BW.
+    Bubbles are fractions of the time in question: 0 is perfect.
+    """
+
+    makespan: float
+    max_span: float
+    lockstep_makespan: float
+    bubble_global: float
+    bubble_span: float
+    bubble_lockstep: float
+    peak_until_b: tuple[int, ...]
+    peak_until_w: tuple[int, ...]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    transfer_ticks: int = 1,
+    in_flight: int | None = None,
+) -> Report:
+    """Times and peaks of a schedule; `transfer_ticks` and `in_flight` shape the lockstep only.
+
+    Raises `ScheduleError` where the schedule cannot finish.
+
+    >>> from jaxpipe.schedule import build
+    >>> report = simulate(build("1f1b", pp=4, microbatches=8))
+    >>> report.makespan, round(report.bubble_global, 4), report.peak_until_w
+    (33.0, 0.2727, (4, 3, 2, 1))
+    """
+    costs = costs or Costs()
+    starts, ends = _asynchronous(schedule, costs)
+    makespan = max(ends) - min(starts)
+    max_span = max(end - start for start, end in zip(starts, ends))
+    grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    lockstep = lockstep_cost(grid, costs)
+    work = sum(costs.of(action) for _, action in schedule.actions()) / schedule.pp
+    return Report(
+        makespan=makespan,
+        max_span=max_span,
+        lockstep_makespan=lockstep,
+        bubble_global=1 - work / makespan,
+        bubble_span=1 - work / max_span,
+        bubble_lockstep=1 - work / lockstep,
+        peak_until_b=_peaks(schedule, frees=(Op.B, Op.BW)),
+        peak_until_w=_peaks(schedule, frees=(Op.W, Op.BW)),
+    )
+
+
+def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[float]]:
+    """First start and last end of every rank when each runs as early as it can."""
+    made: dict[Value, tuple[int, float]] = {}
+    clock = [0.0] * schedule.pp
+    starts: list[float | None] = [None] * schedule.pp
+    position = [0] * schedule.pp
+    left = sum(map(len, schedule.ranks))
+    while left:
+        before = left
+        for rank, order in enumerate(schedule.ranks):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                needs = needed_by(action, schedule.stages)
+                if not all(value in made for value in needs):
+                    break
+                arrivals = (
+                    time + (costs.transfer if source != rank else 0.0)
+                    for source, time in map(made.__getitem__, needs)
+                )
+                begin = max([clock[rank], *arrivals])
+                clock[rank] = begin + costs.of(action)
+                starts[rank] = begin if starts[rank] is None else starts[rank]
+                if value := produced_by(action):
+                    made[value] = (rank, clock[rank])
+                position[rank] += 1
+                left -= 1
+        if left == before:
+            raise ScheduleError(f"deadlock: {left} actions of {schedule.name} can never start.")
+    return [start or 0.0 for start in starts], clock
+
+
+def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
+    """Most (microbatch, stage) pairs a rank holds at once, following its order."""
+    peaks = []
+    for order in schedule.ranks:
+        held = peak = 0
+        for action in order:
+            held += (action.op is Op.F) - (action.op in frees)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,79 @@
+"""Is a schedule complete, well placed and free of deadlock? Errors name the rank and the action."""
+
+from collections import Counter
+
+from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError, Value, needed_by
+from jaxpipe.schedule.action import produced_by
+
+
+def validate(schedule: Schedule) -> None:
+    """Check every rule; raise `ScheduleError` at the first that is broken.
+
+    Rules: each action on the rank that owns its stage; each (stage, microbatch) exactly one F, and
+    either no gradient at all (forward only), or one BW, or one B and one W; every action can start
+    once those before it have run (no deadlock).
+    """
+    _check_placement(schedule)
+    _check_complete(schedule)
+    _check_progress(schedule)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    pp, stages = schedule.pp, schedule.stages
+    if len(schedule.ranks) != pp:
+        raise ScheduleError(f"placement has {pp} ranks but {len(schedule.ranks)} orders are given.")
+    if missing := set(range(pp)) - set(schedule.placement.rank_of):
+        raise ScheduleError(f"rank {min(missing)} owns no stage: give every rank a stage.")
+    for rank, action in schedule.actions():
+        if not (0 <= action.stage < stages and 0 <= action.microbatch < schedule.microbatches):
+            raise ScheduleError(
+                f"rank {rank}, {action}: stage or microbatch out of range, with {stages} stages "
+                f"and {schedule.microbatches} microbatches."
+            )
+        owner = schedule.placement.rank_of[action.stage]
+        if owner != rank:
+            raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} is on rank {owner}.")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    seen = Counter(action for _, action in schedule.actions())
+    for action, times in seen.items():
+        if times > 1:
+            raise ScheduleError(f"{action} appears {times} times: it must appear once.")
+    trained = any(action.op is not Op.F for action in seen)
+    for stage in range(schedule.stages):
+        for m in range(schedule.microbatches):
+            ops = {op for op in Op if Action(op, stage, m) in seen}
+            legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
+            if ops not in legal:
+                have = " ".join(str(Action(op, stage, m)) for op in Op if op in ops) or "nothing"
+                raise ScheduleError(
+                    f"stage {stage}, microbatch {m} has {have}: it needs F and then BW, "
+                    f"or F, B and W{'' if trained else ', or F alone in every stage'}."
+                )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    done: set[Value] = set()
+    position = [0] * schedule.pp
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.ranks):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                if not done.issuperset(needed_by(action, schedule.stages)):
+                    break
+                if value := produced_by(action):
+                    done.add(value)
+                position[rank] += 1
+                moved = True
+    for rank, order in enumerate(schedule.ranks):
+        if position[rank] < len(order):
+            action = order[position[rank]]
+            waits = [v for v in needed_by(action, schedule.stages) if v not in done]
+            wanted = ", ".join(f"{v.kind} of stage {v.stage}" for v in waits)
+            raise ScheduleError(
+                f"deadlock: rank {rank} waits at {action} (position {position[rank]}) for {wanted} "
+                f"of microbatch {action.microbatch}, which never comes."
+            )
