@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule, or the request for one, breaks a rule; the message names the rule and the cell."""
+    """A schedule, or the request for one, breaks a rule; the message names rule and place."""
 
 
 class Op(enum.Enum):

@@ -10,8 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError, Value
-from jaxpipe.schedule.action import needed_by, produced_by
+from jaxpipe.schedule.action import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    Value,
+    needed_by,
+    produced_by,
+)
 
 
 @dataclass(frozen=True)

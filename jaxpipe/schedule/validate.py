@@ -2,8 +2,15 @@
 
 from collections import Counter
 
-from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError, Value, needed_by
-from jaxpipe.schedule.action import produced_by
+from jaxpipe.schedule.action import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    Value,
+    needed_by,
+    produced_by,
+)
 
 
 def validate(schedule: Schedule) -> None:

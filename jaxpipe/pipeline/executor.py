@@ -1,0 +1,255 @@
+"""The pipelined step: one `shard_map`, one scan over the ticks of a schedule's tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpipe.parallel.layout import batch_spec, shared_axis, state_specs
+from jaxpipe.parallel.mesh import DP, PP
+from jaxpipe.pipeline.split import POLICIES, split_layer
+from jaxpipe.pipeline.stage import SharedPart, StageFunctions
+from jaxpipe.pipeline.tick import RankWork
+from jaxpipe.schedule import Schedule, Tables, forward_only, lower
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a schedule is run; none of it changes what is computed.
+
+    `transfer_ticks` and `in_flight` are explained at `jaxpipe.schedule.cells.place`, `remat` names
+    a policy of `jaxpipe.pipeline.split.POLICIES`. Parameters are cast to `compute_dtype` once a
+    step (None: kept); gradients are accumulated in the parameters' own dtype. `poison_bubbles`
+    fills idle messages and free slots with NaN, to show that no result depends on them.
+    """
+
+    transfer_ticks: int = 1
+    in_flight: int | None = None
+    remat: str = "none"
+    compute_dtype: Any = None
+    poison_bubbles: bool = False
+
+
+def loss_and_gradients(
+    functions: StageFunctions,
+    params: Tree,
+    batch: Tree,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    execution: Execution | None = None,
+) -> tuple[jax.Array, Tree]:
+    """Loss and gradients of one step, by pipeline.
+
+    Args:
+      functions: the model as stages see it.
+      params: parameters in stage form (`jaxpipe.parallel.StageLayout.stack`).
+      batch: tree of arrays `[M, B, ...]`; B is cut over dp.
+      schedule: which rank does what in which order; its M must be the batch's.
+      mesh: a (pp, dp, tp) mesh; its pp must be the schedule's.
+      layers_per_stage: layers of each stage (None: every slot of every rank holds one).
+      execution: how the schedule is run.
+
+    Returns:
+      The summed loss over all examples divided by the number of its terms (0 where there are
+      none), and its gradients in the form, dtype and sharding of `params`.
+
+    Raises:
+      ValueError: schedule, mesh, batch and parameters do not fit together.
+
+    A regression through four layers on two ranks:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxpipe import schedule
+    >>> from jaxpipe.parallel import StageLayout, make_mesh
+    >>> toy = StageFunctions(
+    ...     embed=lambda shared, mb: mb["inputs"] @ shared["enter"],
+    ...     layer=lambda w, x, mb: x + jnp.tanh(x @ w),
+    ...     head=lambda shared, x, mb: jnp.sum((x @ shared["leave"] - mb["targets"]) ** 2),
+    ...     count=lambda mb: jnp.size(mb["targets"]),
+    ... )
+    >>> layout = StageLayout((2, 2))
+    >>> params = {
+    ...     "shared": {"enter": jnp.eye(4), "leave": jnp.ones((4, 1))},
+    ...     "layers": layout.stack([0.1 * jnp.eye(4)] * 4),
+    ... }
+    >>> batch = {"inputs": jnp.ones((8, 2, 4)), "targets": jnp.ones((8, 2, 1))}
+    >>> mesh = make_mesh(pp=2, devices=jax.devices()[:2])
+    >>> one_f_one_b = schedule.build("1f1b", pp=2, microbatches=8)
+    >>> loss, gradients = loss_and_gradients(toy, params, batch, one_f_one_b, mesh)
+    >>> print(f"{loss:.3f}", gradients["layers"][0].shape)
+    23.492 (2, 4, 4)
+    """
+    losses, gradients = losses_and_gradients(
+        functions, params, batch, schedule, mesh,
+        layers_per_stage=layers_per_stage, execution=execution,
+    )  # fmt: skip
+    return losses.sum(), gradients
+
+
+def losses_and_gradients(
+    functions: StageFunctions,
+    params: Tree,
+    batch: Tree,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    execution: Execution | None = None,
+) -> tuple[jax.Array, Tree]:
+    """As `loss_and_gradients`, with each microbatch's share of the loss: `[M]`, summing to it."""
+    return _run(functions, params, batch, schedule, mesh, layers_per_stage, execution)
+
+
+def evaluate(
+    functions: StageFunctions,
+    params: Tree,
+    batch: Tree,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    execution: Execution | None = None,
+) -> jax.Array:
+    """Each microbatch's share of the loss, `[M]`, by a forward-only pass over the same placement."""
+    schedule = forward_only(schedule.placement, schedule.microbatches)
+    losses, _ = _run(functions, params, batch, schedule, mesh, layers_per_stage, execution)
+    return losses
+
+
+def _run(
+    functions: StageFunctions,
+    params: Tree,
+    batch: Tree,
+    schedule: Schedule,
+    mesh: Mesh,
+    layers_per_stage: Sequence[int] | None,
+    execution: Execution | None,
+) -> tuple[jax.Array, Tree]:
+    execution = execution or Execution()
+    _check_fit(params, batch, schedule, mesh, layers_per_stage)
+    tables = lower(
+        schedule, transfer_ticks=execution.transfer_ticks, in_flight=execution.in_flight
+    )
+    specs = state_specs(params, schedule.pp)
+    counts = jnp.asarray(layers_per_stage or [len(params["layers"])] * schedule.pp)
+    even = layers_per_stage is None or len(set(layers_per_stage)) == 1
+    body = partial(_rank_program, functions, tables, execution, even, specs["shared"])
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(specs, batch_spec(), PartitionSpec(None, PP), PartitionSpec(PP)),
+        out_specs=(PartitionSpec(), specs if tables.trains else None),
+        check_vma=False,  # raw collectives below stand outside everything differentiated
+    )(params, batch, tables.columns, counts)
+
+
+def _check_fit(
+    params: Tree,
+    batch: Tree,
+    schedule: Schedule,
+    mesh: Mesh,
+    layers_per_stage: Sequence[int] | None,
+) -> None:
+    pp, dp = mesh.shape[PP], mesh.shape[DP]
+    if schedule.pp != pp:
+        raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
+    slots = len(params["layers"])
+    if layers_per_stage is not None and (
+        len(layers_per_stage) != pp or max(layers_per_stage) != slots
+    ):
+        raise ValueError(
+            f"layers_per_stage={list(layers_per_stage)} needs {pp} entries whose largest is the "
+            f"number of layer slots, {slots}."
+        )
+    for leaf in jax.tree.leaves(batch):
+        if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
+            raise ValueError(
+                f"a batch leaf has shape {leaf.shape}: it needs [M, B, ...] with the schedule's "
+                f"M={schedule.microbatches} and B a multiple of dp={dp}."
+            )
+
+
+def _rank_program(
+    functions: StageFunctions,
+    tables: Tables,
+    execution: Execution,
+    even: bool,
+    shared_specs: Tree,
+    params: Tree,
+    batch: Tree,
+    columns: dict[str, jax.Array],
+    count: jax.Array,
+) -> tuple[jax.Array, Tree]:
+    """The whole step as one rank sees it: local shapes, pp and dp bound."""
+    layers = jax.tree.map(lambda leaf: _cast(leaf[0], execution), params["layers"])
+    shared = jax.tree.map(
+        lambda leaf, spec: _gather(_cast(leaf, execution), spec), params["shared"], shared_specs
+    )
+    microbatch = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
+    x = jax.eval_shape(functions.embed, shared, microbatch)
+    split = None
+    if tables.trains:
+        split = split_layer(functions.layer, layers[0], x, microbatch, POLICIES[execution.remat])
+
+    terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
+    loss = jax.eval_shape(functions.head, shared, x, microbatch)
+    seed = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+    work = RankWork(
+        functions=functions,
+        embed=SharedPart.trace(functions.embed, shared, microbatch),
+        head=SharedPart.trace(functions.head, shared, x, microbatch),
+        split=split,
+        shared=shared,
+        layers=layers,
+        active=tuple(None if even else slot < count[0] for slot in range(len(layers))),
+        batch=batch,
+        seed=seed,
+        poison=execution.poison_bubbles,
+    )
+    totals = {
+        "shared": jax.tree.map(
+            lambda whole, leaf: jax.ShapeDtypeStruct(whole.shape, leaf.dtype),
+            shared, params["shared"],
+        ),
+        "layers": jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
+        ),
+    }  # fmt: skip
+    carry, _ = lax.scan(
+        lambda carry, row: (work.tick(carry, row), None),
+        work.first_carry(tables, x, totals),
+        {name: column[:, 0] for name, column in columns.items()},
+    )
+    losses = lax.psum(carry.losses, (PP, DP))
+    if split is None:
+        return losses, None
+    return losses, {
+        "shared": jax.tree.map(_scatter, carry.shared_gradients, shared_specs),
+        "layers": jax.tree.map(lambda leaf: lax.psum(leaf, DP)[None], carry.layer_gradients),
+    }
+
+
+def _cast(leaf: jax.Array, execution: Execution) -> jax.Array:
+    return leaf if execution.compute_dtype is None else leaf.astype(execution.compute_dtype)
+
+
+def _gather(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """A shared leaf whole, from its shards over pp."""
+    return lax.all_gather(leaf, PP, axis=spec.index(PP), tiled=True) if PP in spec else leaf
+
+
+def _scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """This rank's shard of a shared leaf's gradient, summed over pp and dp."""
+    gradient = lax.psum(gradient, DP)
+    if PP not in spec:
+        return lax.psum(gradient, PP)
+    return lax.psum_scatter(gradient, PP, scatter_dimension=spec.index(PP), tiled=True)

@@ -1,0 +1,85 @@
+"""Flat jaxprs: inline the calls, find what depends on what, and run only a slice."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+# Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
+_INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+
+
+def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The jaxpr of `function` at the shapes of `args`, with every call inlined."""
+    closed = jax.make_jaxpr(function)(*args)
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+
+    def inlined(*leaves: Any) -> list[Any]:
+        return _evaluate(closed.jaxpr, closed.consts, leaves)
+
+    return jax.make_jaxpr(inlined)(*shapes)
+
+
+def run_slice(jaxpr: Jaxpr, known: dict[Var, Any], outputs: Iterable[Any]) -> list[Any]:
+    """Values of `outputs`, computed from the `known` ones by the equations that reach them."""
+    outputs = list(outputs)
+    values = dict(known)
+    for eqn in equations_to(jaxpr, outputs, known):
+        _bind(eqn, values)
+    return [_read(values, var) for var in outputs]
+
+
+def equations_to(jaxpr: Jaxpr, outputs: Iterable[Any], known: Collection[Var]) -> list[JaxprEqn]:
+    """The equations, in order, that `outputs` need when the variables in `known` are given."""
+    wanted = {var for var in outputs if isinstance(var, Var) and var not in known}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if wanted.intersection(eqn.outvars):
+            found.append(eqn)
+            wanted.update(var for var in variables_in(eqn) if var not in known)
+    return found[::-1]
+
+
+def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
+    """The variables that the equations take in, then the outputs themselves; each once."""
+    every = [var for eqn in equations for var in variables_in(eqn)]
+    every += [var for var in outputs if isinstance(var, Var)]
+    return list(dict.fromkeys(every))
+
+
+def dependents(jaxpr: Jaxpr, source: Var) -> set[Var]:
+    """`source` and every variable computed from it."""
+    found = {source}
+    for eqn in jaxpr.eqns:
+        if found.intersection(variables_in(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def variables_in(eqn: JaxprEqn) -> list[Var]:
+    """The equation's operands that are variables."""
+    return [var for var in eqn.invars if isinstance(var, Var)]
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
+    for eqn in jaxpr.eqns:
+        _bind(eqn, values)
+    return [_read(values, var) for var in jaxpr.outvars]
+
+
+def _bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
+    """Run one equation, inlining it if it is a call, and note what it makes."""
+    args = [_read(values, var) for var in eqn.invars]
+    if eqn.primitive.name in _INLINED:
+        body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+        outs = _evaluate(body.jaxpr, body.consts, args)
+    else:
+        outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+        outs = outs if eqn.primitive.multiple_results else [outs]
+    values.update(zip(eqn.outvars, outs))
+
+
+def _read(values: dict[Var, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else values[var]

@@ -1,0 +1,233 @@
+"""One layer, traced once, cut into F, B and W.
+
+Forward and backward of a layer are traced together into one flat jaxpr, in which every equation
+either depends on the output gradient `dy` (backward) or does not (forward). Then
+
+  F = the forward equations that reach `y` and the residuals;
+  B = the backward equations that reach `dx` and the gradients of vectors (norm gains);
+  W = the other backward equations, those that reach the gradients of matrices.
+
+Residuals are the forward values that B or W reads *and that depend on x*; what depends only on
+parameters, constants or the microbatch's own data is computed again, never stored. The stash is
+what W reads of B. Rematerialisation is the same cut made elsewhere: a policy says which forward
+values may be stored, and B computes the others again from those.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, run_slice, trace_flat
+
+Tree = Any
+Layer = Callable[[Tree, jax.Array, Tree], jax.Array]  # (params, x, microbatch) -> y
+Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
+
+# One-operand equations that only rearrange, widen or narrow: cheaper to repeat than to store.
+_LAYOUT = {
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "reshape", "squeeze",
+    "transpose",
+}  # fmt: skip
+
+
+def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Store the outputs of weight matrices and of fused attention, and nothing else."""
+    if primitive.name.startswith("dot_product_attention"):
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+
+
+POLICIES: dict[str, Policy] = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "selective": _save_products,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Residuals(NamedTuple):
+    """Forward values kept for the backward: `for_b` until B, `for_w` until W."""
+
+    for_b: tuple[Any, ...]
+    for_w: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """The pieces of one layer; made by `split_layer`, free of the values it was traced with.
+
+    `residuals` and `stash` hold the shapes and dtypes of what is stored per microbatch. The
+    methods take the layer's parameters and microbatch in the form they were traced in.
+    """
+
+    residuals: Residuals
+    stash: tuple[jax.ShapeDtypeStruct, ...]
+    _closed: ClosedJaxpr  # (params, microbatch, x, dy) -> (y, dx, gradients)
+    _arguments: Any  # treedef of (params, microbatch)
+    _in_b: tuple[bool, ...]  # per parameter leaf: does B make its gradient?
+    _kept: Residuals  # the residuals, and below the stash, as variables
+    _stashed: tuple[Var, ...]
+
+    def forward(self, params: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Residuals]:
+        """F: the output and the residuals."""
+        y, *kept = self._run(
+            params, microbatch, {self._x: x}, [self._y, *self._kept.for_b, *self._kept.for_w]
+        )
+        cut = len(self._kept.for_b)
+        return y, Residuals(tuple(kept[:cut]), tuple(kept[cut:]))
+
+    def backward_input(
+        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: jax.Array
+    ) -> tuple[jax.Array, Tree, tuple[jax.Array, ...]]:
+        """B: the input's gradient, the vectors' gradients (None for matrices), and the stash."""
+        known = self._known(residuals) | {self._dy: dy}
+        vectors = self._grads(in_b=True)
+        dx, *rest = self._run(params, microbatch, known, [self._dx, *vectors, *self._stashed])
+        return dx, self._gradients(rest, in_b=True), tuple(rest[len(vectors) :])
+
+    def backward_weight(
+        self,
+        params: Tree,
+        microbatch: Tree,
+        for_w: tuple[jax.Array, ...],
+        stash: tuple[jax.Array, ...],
+    ) -> Tree:
+        """W: the matrices' gradients (None for vectors)."""
+        known = dict(zip(self._kept.for_w, for_w)) | dict(zip(self._stashed, stash))
+        grads = self._run(params, microbatch, known, self._grads(in_b=False))
+        return self._gradients(grads, in_b=False)
+
+    def backward(
+        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        """BW: the input's gradient and every parameter's."""
+        known = self._known(residuals) | {self._dy: dy}
+        outputs = self._closed.jaxpr.outvars[1:]
+        dx, *grads = self._run(params, microbatch, known, outputs)
+        return dx, jax.tree.unflatten(self._params, grads)
+
+    @property
+    def _x(self) -> Var:
+        return self._closed.jaxpr.invars[-2]
+
+    @property
+    def _dy(self) -> Var:
+        return self._closed.jaxpr.invars[-1]
+
+    @property
+    def _y(self) -> Any:
+        return self._closed.jaxpr.outvars[0]
+
+    @property
+    def _dx(self) -> Any:
+        return self._closed.jaxpr.outvars[1]
+
+    @property
+    def _params(self) -> Any:
+        return self._arguments.children()[0]
+
+    def _grads(self, *, in_b: bool) -> list[Any]:
+        return [g for g, b in zip(self._closed.jaxpr.outvars[2:], self._in_b) if b is in_b]
+
+    def _gradients(self, values: Iterable[jax.Array], *, in_b: bool) -> Tree:
+        """The parameters' tree with `values` at the leaves of one kind and None at the others."""
+        values = iter(values)
+        return jax.tree.unflatten(self._params, [next(values) if b is in_b else None for b in self._in_b])
+
+    def _known(self, residuals: Residuals) -> dict[Var, Any]:
+        kept = (*self._kept.for_b, *self._kept.for_w)
+        return dict(zip(kept, (*residuals.for_b, *residuals.for_w)))
+
+    def _run(
+        self, params: Tree, microbatch: Tree, known: dict[Var, Any], outputs: list[Any]
+    ) -> list[Any]:
+        jaxpr = self._closed.jaxpr
+        given = dict(zip(jaxpr.constvars, self._closed.consts))
+        given |= dict(zip(jaxpr.invars, jax.tree.leaves((params, microbatch))))
+        return run_slice(jaxpr, given | known, outputs)
+
+
+def split_layer(
+    layer: Layer, params: Tree, x: Any, microbatch: Tree, policy: Policy = POLICIES["none"]
+) -> LayerSplit:
+    """Trace a layer at the given shapes and cut it.
+
+    `params`, `x` and `microbatch` may be arrays or `jax.ShapeDtypeStruct`. Inside `shard_map` the
+    layer may use collectives over bound axes. An inner loop, or a layer already wrapped in
+    `jax.checkpoint`, is one opaque equation: B then makes the gradients of its weights.
+    """
+    params, x, microbatch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, microbatch)
+    )
+
+    def both(params: Tree, microbatch: Tree, x: jax.Array, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
+        dparams, dx = pull(dy)
+        return y, dx, dparams
+
+    y = jax.eval_shape(layer, params, x, microbatch)
+    closed = trace_flat(both, params, microbatch, x, y)
+    in_b = tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params))
+    kept, stashed = _cut(closed.jaxpr, in_b, policy)
+    return LayerSplit(
+        residuals=Residuals(_shapes(kept.for_b), _shapes(kept.for_w)),
+        stash=_shapes(stashed),
+        _closed=closed,
+        _arguments=jax.tree.structure((params, microbatch)),
+        _in_b=in_b,
+        _kept=kept,
+        _stashed=stashed,
+    )
+
+
+def _cut(
+    jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy
+) -> tuple[Residuals, tuple[Var, ...]]:
+    """Which values cross from F to B, from F to W, and from B to W."""
+    *given, x, dy = jaxpr.invars
+    free = {*jaxpr.constvars, *given}
+    on_dy = dependents(jaxpr, dy)
+    on_x = dependents(jaxpr, x) - on_dy
+    grads = jaxpr.outvars[2:]
+    b_outputs = [jaxpr.outvars[1], *(grad for grad, b in zip(grads, in_b) if b)]
+    w_outputs = [grad for grad, b in zip(grads, in_b) if not b]
+
+    layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
+    saved = {x} | {
+        var
+        for eqn in jaxpr.eqns
+        for var in eqn.outvars
+        if var in on_x - layout and policy(eqn.primitive, *_avals(eqn), **eqn.params) is True
+    }
+    # W stops at what B has made and at forward values that B will compute again for it.
+    by_b = {var for eqn in equations_to(jaxpr, b_outputs, free) for var in eqn.outvars}
+    handed = ((by_b & on_dy) | (on_x - saved) | {dy}) - layout
+    from_b_or_f = reads(equations_to(jaxpr, w_outputs, free | saved | handed), w_outputs)
+    stash = [var for var in from_b_or_f if var in handed]
+    for_w = [var for var in from_b_or_f if var in saved]
+    b_and_stash = [*b_outputs, *stash]
+    from_f = reads(equations_to(jaxpr, b_and_stash, free | saved | {dy}), b_and_stash)
+    for_b = [var for var in from_f if var in saved and var not in for_w]
+    return Residuals(tuple(for_b), tuple(for_w)), tuple(stash)
+
+
+def _only_rearranges(eqn: JaxprEqn) -> bool:
+    """Whether the equation moves or casts one operand and makes it no smaller."""
+    if eqn.primitive.name not in _LAYOUT or len(eqn.invars) != 1:
+        return False
+    return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)
+
+
+def _bytes(aval: Any) -> int:
+    return prod(aval.shape) * aval.dtype.itemsize
+
+
+def _avals(eqn: JaxprEqn) -> list[Any]:
+    return [var.aval for var in eqn.invars]
+
+
+def _shapes(variables: Iterable[Var]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables)

@@ -1,0 +1,74 @@
+"""A small model with everything that can go wrong: matrices, vectors, masks, uneven targets."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.pipeline import StageFunctions
+
+IGNORE = -100
+VOCAB, WIDTH, LENGTH = 11, 8, 6
+
+
+def _embed(shared, microbatch):
+    return shared["embed"][microbatch["inputs"]]
+
+
+def _layer(params, x, microbatch):
+    scaled = x * params["gain"][None, None] / jnp.sqrt(1 + jnp.mean(x * x, axis=-1, keepdims=True))
+    mixed = jnp.cumsum(scaled, axis=1) / (1 + microbatch["positions"][..., None].astype(x.dtype))
+    hidden = jax.nn.silu(mixed @ params["up"]) * (scaled @ params["gate"])
+    return x + hidden @ params["down"]
+
+
+def _head(shared, x, microbatch):
+    logits = (x * shared["norm"][None, None]) @ shared["head"]
+    valid = microbatch["targets"] != IGNORE
+    picked = jnp.where(valid, microbatch["targets"], 0)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), picked[..., None], -1)[..., 0]
+    return jnp.sum(jnp.where(valid, losses, 0))
+
+
+def _count(microbatch):
+    return jnp.sum(microbatch["targets"] != IGNORE)
+
+
+TOY = StageFunctions(embed=_embed, layer=_layer, head=_head, count=_count)
+
+
+def toy_params(key, layers, dtype=jnp.float32):
+    """`(shared, [layer, ...])` of random parameters."""
+
+    def normal(index, *shape):
+        return jax.random.normal(jax.random.fold_in(key, index), shape, dtype) / shape[0] ** 0.5
+
+    shared = {
+        "embed": normal(0, VOCAB, WIDTH) * 3,
+        "norm": 1 + 0.1 * normal(1, WIDTH),
+        "head": normal(2, WIDTH, VOCAB),
+    }
+    return shared, [
+        {
+            "gain": 1 + 0.1 * normal(10 * i + 3, WIDTH),
+            "up": normal(10 * i + 4, WIDTH, 2 * WIDTH),
+            "gate": normal(10 * i + 5, WIDTH, 2 * WIDTH),
+            "down": normal(10 * i + 6, 2 * WIDTH, WIDTH),
+        }
+        for i in range(layers)
+    ]
+
+
+def toy_batch(key, microbatches, examples, ignore="some"):
+    """Tokens `[M, B, L]`; `ignore` is none, some (unevenly), or whole (one microbatch counts nothing)."""
+    k_inputs, k_targets, k_mask = jax.random.split(key, 3)
+    shape = (microbatches, examples, LENGTH)
+    targets = jax.random.randint(k_targets, shape, 0, VOCAB)
+    if ignore != "none":
+        chance = jnp.linspace(0.1, 0.8, shape[0] * shape[1]).reshape(*shape[:2], 1)
+        targets = jnp.where(jax.random.uniform(k_mask, shape) < chance, IGNORE, targets)
+    if ignore == "whole":
+        targets = targets.at[microbatches // 2].set(IGNORE)
+    return {
+        "inputs": jax.random.randint(k_inputs, shape, 0, VOCAB),
+        "targets": targets,
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH), shape),
+    }
