@@ -1,0 +1,181 @@
+"""What XLA is given and makes of it: permutes, copies, memory, size, time and FLOPs of the step."""
+
+import re
+import time
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from toy import TOY, toy_batch, toy_params
+
+from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.pipeline import Execution, losses_and_gradients
+from jaxpipe.schedule import build, lower, simulate
+
+WIDE = 4  # examples per microbatch
+
+
+def lowered(name, pp, microbatches, *, layers_each=2, examples=WIDE, **execution):
+    shared, layers = toy_params(jax.random.key(0), pp * layers_each)
+    params = {"shared": shared, "layers": StageLayout((layers_each,) * pp).stack(layers)}
+    batch = toy_batch(jax.random.key(1), microbatches, examples)
+    mesh = make_mesh(pp, devices=jax.devices()[:pp])
+    schedule = build(name, pp=pp, microbatches=microbatches)
+
+    def step(params, batch):
+        return losses_and_gradients(
+            TOY, params, batch, schedule, mesh, execution=Execution(**execution)
+        )
+
+    return jax.jit(step).trace(params, batch), schedule
+
+
+def compiled(*args, **kwargs):
+    return lowered(*args, **kwargs)[0].lower().compile()
+
+
+def while_body(text):
+    """The text of the computation that is the tick loop's body."""
+    (name,) = set(re.findall(r"while\(.*?body=%?([\w.\-]+)", text))
+    start = re.search(rf"^%?{re.escape(name)} .*{{$", text, re.M)
+    return text[start.start() : text.index("\n}", start.start())]
+
+
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 4), (4, 16), (8, 8)])
+def test_two_permutes_a_tick(pp, microbatches, transfer_ticks):
+    text = compiled("1f1b", pp, microbatches, transfer_ticks=transfer_ticks).as_text()
+    permutes = re.findall(r"= .*collective-permute(?:-start)?\(", text)
+    assert len(permutes) == 2
+    assert len(re.findall(r"= .*collective-permute(?:-start)?\(", while_body(text))) == 2
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_no_ring_is_copied_in_the_loop(name):
+    trace, schedule = lowered(name, 4, 6)
+    slots = lower(schedule).residual_slots
+    text = trace.lower().compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    # Every residual of the toy layer is a ring [slots, examples, length, ...].
+    ring = rf"\w+\[{slots},{WIDE},[\d,]+\]\S* copy\("
+    loop_copies = set(re.findall(ring, text.replace(entry, "")))
+    assert not loop_copies
+
+
+def test_size_and_compile_time_do_not_grow_with_microbatches():
+    sizes, seconds = [], []
+    for microbatches in (4, 64):
+        trace, _ = lowered("1f1b", 4, microbatches)
+        rounds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            text = trace.lower().compile().as_text()
+            rounds.append(time.perf_counter() - start)
+        sizes.append(len(text.splitlines()))
+        seconds.append(min(rounds))
+    assert sizes[1] <= 1.02 * sizes[0]
+    assert seconds[1] <= 1.5 * seconds[0]
+
+
+ACTIVATION = 64 * 6 * 8 * 4  # bytes: examples x LENGTH x WIDTH x float32
+
+
+def bytes_a_microbatch(name, remat):
+    """Growth of the step's temporary memory per microbatch, in bytes."""
+    small, large = (
+        compiled(name, 4, microbatches, examples=64, remat=remat)
+        .memory_analysis()
+        .temp_size_in_bytes
+        for microbatches in (8, 40)
+    )
+    return (large - small) / 32
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_1f1b_memory_is_flat_in_microbatches(remat):
+    assert bytes_a_microbatch("1f1b", remat) <= 0.02 * ACTIVATION
+
+
+def test_gpipe_memory_grows_by_its_residuals():
+    assert bytes_a_microbatch("gpipe", "full") >= 2 * ACTIVATION  # two layers' inputs
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 24])
+def test_slots_are_the_simulated_peak(pp, microbatches):
+    schedule = build("1f1b", pp=pp, microbatches=microbatches)
+    declared = tuple(min(microbatches, pp - r) for r in range(pp))
+    assert lower(schedule).residual_slots_of == declared
+    assert simulate(schedule).peak_until_w == declared
+    assert lower(schedule).residual_slots == declared[0]
+
+
+def dot_flops(jaxpr, count_cond):
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+        elif eqn.primitive.name == "cond":
+            total += count_cond(eqn)
+        else:
+            bodies = [p for p in eqn.params.values() if hasattr(p, "jaxpr") or hasattr(p, "eqns")]
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            total += times * sum(dot_flops(getattr(b, "jaxpr", b), count_cond) for b in bodies)
+    return total
+
+
+def find_scan(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            return eqn
+        for param in eqn.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns") and (found := find_scan(inner)):
+                return found
+    return None
+
+
+def executed_flops(trace, tables, rank):
+    """FLOPs of matrix products that one rank's conds really execute in one step."""
+    body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
+    conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
+    columns = ["forward", "head", "gradient", "embed_gradient"]
+    assert len(conds) == len(columns)
+
+    def larger_branch(eqn):
+        return max(dot_flops(branch.jaxpr, larger_branch) for branch in eqn.params["branches"])
+
+    return sum(
+        larger_branch(eqn) * int(tables.columns[name][:, rank].sum())
+        for name, eqn in zip(columns, conds)
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("remat", "extra"), [("none", 0), ("full", 1)])
+def test_no_wasted_flops(name, remat, extra):
+    pp, microbatches, layers_each = 4, 8, 2
+    trace, schedule = lowered(name, pp, microbatches, layers_each=layers_each, remat=remat)
+    tables = lower(schedule)
+    shared, layers = toy_params(jax.random.key(0), pp * layers_each)
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
+
+    def loss(params):
+        x = TOY.embed(params["shared"], microbatch)
+        for layer in params["layers"]:
+            x = TOY.layer(layer, x, microbatch)
+        return TOY.head(params["shared"], x, microbatch)
+
+    params = {"shared": shared, "layers": layers}
+    reference = dot_flops(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, None) * microbatches
+    x = jnp.zeros((WIDE, 6, 8))
+    forward = jax.make_jaxpr(lambda p, x: TOY.layer(p, x, microbatch))(layers[0], x)
+    # A recomputed layer repeats its products once, less the last one, which no gradient reads.
+    down = 2 * WIDE * 6 * 16 * 8
+    repeated = dot_flops(forward.jaxpr, None) - down
+    want = reference + extra * repeated * len(layers) * microbatches
+    got = sum(executed_flops(trace, tables, rank) for rank in range(pp))
+    assert got == want
