@@ -2,17 +2,11 @@
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "16")
+from jaxpipe.runtime import use_cpu_devices
+
+if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    use_cpu_devices(8)
 
 import jax
-import pytest
 
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-@pytest.fixture
-def key() -> jax.Array:
-    return jax.random.key(0)

@@ -66,9 +66,22 @@ class Cell(NamedTuple):
 Grid = list[list[Cell]]  # [tick][rank]
 
 
-def lockstep_cost(grid: Grid, costs: Costs) -> float:
-    """Sum over ticks of the slowest rank's cell."""
-    return sum(max(sum(map(costs.of, cell.actions)) for cell in row) for row in grid)
+def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
+    """Time of the whole grid when ranks meet at the transfers.
+
+    One-tick transfers end every tick with a meeting of all: the sum over ticks of the slowest
+    cell. With two ticks a rank needs at tick t only what its neighbours on the ring had sent by
+    the end of tick t - 2, so it may run one cell ahead of them.
+    """
+    times = [[sum(map(costs.of, cell.actions)) for cell in row] for row in grid]
+    if transfer_ticks == 1:
+        return sum(map(max, times))
+    pp = len(times[0])
+    before, last = [0.0] * pp, [0.0] * pp  # ends of the two ticks past
+    for row in times:
+        starts = [max(last[r], before[r - 1], before[(r + 1) % pp]) for r in range(pp)]
+        before, last = last, [start + time for start, time in zip(starts, row)]
+    return max(last)
 
 
 @dataclass
@@ -102,11 +115,9 @@ def _line(order: Sequence[Action], in_flight: int | None) -> _Line:
             line.gradients.append(action)
     if in_flight is not None:
         # Run ahead of the order: F waits only for room, a gradient only for its own F.
+        forwards = len(line.forwards)
         freed = [g for g, action in enumerate(line.gradients, 1) if action.op is not Op.B]
-        line.before_f = [
-            0 if k < in_flight else min(before, freed[k - in_flight])
-            for k, before in enumerate(line.before_f)
-        ]
+        line.before_f = [freed[k - in_flight] if k >= in_flight else 0 for k in range(forwards)]
         line.before_g = [0] * len(line.before_g)
     return line
 
@@ -115,8 +126,9 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
     """The grid of a schedule: every action in the first tick that its order and inputs allow.
 
     `in_flight` None keeps each rank's order, one action a cell. A number lets every rank run
-    forwards ahead of its order while at most that many microbatches are held, and pairs an F with
-    a gradient action in one cell where both are ready: for 1F1B, 2P - 1 hides the lockstep's cost.
+    forwards ahead of its order while it holds at most that many microbatches; with one-tick
+    transfers it then also pairs an F with a gradient action in one cell, so that all ranks do the
+    same work in a tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
 
     Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, a cap below 1, or a deadlock.
     """
@@ -125,7 +137,7 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
     if in_flight is not None and in_flight < 1:
         raise ScheduleError(f"in_flight={in_flight}: a rank must hold at least 1 microbatch.")
     lines = [_line(order, in_flight) for order in schedule.ranks]
-    pairs = in_flight is not None
+    pairs = in_flight is not None and transfer_ticks == 1
     usable: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
     grid: Grid = []
     while not all(line.finished for line in lines):

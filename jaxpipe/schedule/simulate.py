@@ -52,7 +52,7 @@ def simulate(
     makespan = max(ends) - min(starts)
     max_span = max(end - start for start, end in zip(starts, ends))
     grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
-    lockstep = lockstep_cost(grid, costs)
+    lockstep = lockstep_cost(grid, costs, transfer_ticks)
     work = sum(costs.of(action) for _, action in schedule.actions()) / schedule.pp
     return Report(
         makespan=makespan,

@@ -1,0 +1,20 @@
+"""What must be set before jax starts. Importing this module does not import jax."""
+
+import os
+
+
+def use_cpu_devices(count: int) -> None:
+    """Make jax see `count` virtual CPU devices, on any number of cores.
+
+    Call before the first use of jax; afterwards it raises jax's `RuntimeError`. XLA sizes its
+    thread pool by NPROC: with fewer threads than devices, collectives can starve each other and
+    hang (jax 0.10.2 on 2 cores). A rank may wait for a slow neighbour far longer than XLA's
+    default of 40 seconds, so that limit is raised to ten minutes.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
+    limit = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,217 @@
+"""Everything a run needs, built from its configuration: mesh, model, state and compiled steps."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpipe import optimizer as optimizers
+from jaxpipe.config import Config
+from jaxpipe.model import Decoder
+from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
+from jaxpipe.pipeline import Execution, StageFunctions, evaluate, losses_and_gradients
+from jaxpipe.schedule import Schedule, assign_layers, build
+
+Tree = Any
+
+
+class State(NamedTuple):
+    """Parameters and moments in stage form, updates made so far, and whether all were finite."""
+
+    params: Tree
+    optimizer: Tree
+    step: jax.Array
+    healthy: jax.Array
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The pure parts of a run. Nothing here reads or writes files."""
+
+    config: Config
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The (pp, dp, tp) mesh over all devices."""
+        parallel = self.config.parallel
+        return make_mesh(parallel.pp, parallel.dp, parallel.tp)
+
+    @cached_property
+    def layout(self) -> StageLayout:
+        """Layers of each stage."""
+        parallel = self.config.parallel
+        return StageLayout(
+            assign_layers(
+                self.config.model.n_layers,
+                parallel.pp,
+                parallel.layer_split,
+                input_weight=parallel.input_weight,
+                output_weight=parallel.output_weight,
+                first=parallel.first_stage_layers,
+                last=parallel.last_stage_layers,
+            )
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of actions on every rank."""
+        config = self.config
+        return build(
+            config.parallel.schedule,
+            pp=config.parallel.pp,
+            microbatches=config.train.grad_accum_steps,
+        )
+
+    @cached_property
+    def execution(self) -> Execution:
+        """How the schedule is run on this kind of device."""
+        parallel, train = self.config.parallel, self.config.train
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return Execution(
+            transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
+            in_flight=parallel.in_flight or None,
+            remat=train.remat,
+            compute_dtype=jnp.dtype(train.compute_dtype),
+        )
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model."""
+        return Decoder(self.config.model)
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as the pipeline sees it."""
+        decoder = self.decoder
+        return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The chain of updates, learning rate included, clipping excluded."""
+        return optimizers.build(self.config.optimizer, self.config.train.steps)
+
+    @cached_property
+    def state_shapes(self) -> State:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self._init)
+
+    @cached_property
+    def state_shardings(self) -> State:
+        """Shardings of the state: parameters and moments alike, the rest on every device."""
+
+        def of(node: Tree) -> Tree:
+            staged = isinstance(node, dict)
+            specs = state_specs(node, self.config.parallel.pp) if staged else PartitionSpec()
+            return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+        return jax.tree.map(of, self.state_shapes, is_leaf=lambda node: isinstance(node, dict))
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch `[M, B, L]`."""
+        return NamedSharding(self.mesh, batch_spec())
+
+    def init(self) -> State:
+        """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
+        params_specs = state_specs(self.state_shapes.params, self.config.parallel.pp)
+        born = jax.shard_map(
+            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
+            check_vma=False,
+        )  # fmt: skip
+        return jax.jit(lambda: self._fresh(born()), out_shardings=self.state_shardings)()
+
+    @cached_property
+    def train_step(self) -> Any:
+        """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
+
+        A step whose loss or gradient norm is not finite changes nothing, nor does any after it:
+        `healthy` stays false. Metrics are scalars: loss, grad_norm, healthy.
+        """
+
+        def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+            losses, gradients = losses_and_gradients(
+                self.functions, state.params, batch, self.schedule, self.mesh,
+                layers_per_stage=self.layout.counts, execution=self.execution,
+            )  # fmt: skip
+            loss, norm = losses.sum(), optimizers.global_norm(gradients)
+            healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(norm)
+            gradients = optimizers.clip_by_global_norm(
+                gradients, norm, self.config.optimizer.clip_norm
+            )
+            updates, moments = self.optimizer.update(gradients, state.optimizer, state.params)
+            new = State(
+                optax.apply_updates(state.params, updates), moments, state.step + 1, healthy
+            )
+            state = state._replace(healthy=healthy)
+            state = jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, state)
+            return state, {"loss": loss, "grad_norm": norm, "healthy": healthy}
+
+        return jax.jit(
+            step,
+            in_shardings=(self.state_shardings, self.batch_sharding),
+            out_shardings=(self.state_shardings, None),
+            donate_argnums=0,
+        )
+
+    @cached_property
+    def eval_step(self) -> Any:
+        """Compiled `(params, batch) -> loss` by the forward-only pass."""
+
+        def loss(params: Tree, batch: Tree) -> jax.Array:
+            return evaluate(
+                self.functions, params, batch, self.schedule, self.mesh,
+                layers_per_stage=self.layout.counts, execution=self.execution,
+            ).sum()  # fmt: skip
+
+        return jax.jit(loss, in_shardings=(self.state_shardings.params, self.batch_sharding))
+
+    def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        """A host batch on the devices."""
+        return jax.device_put(batch, self.batch_sharding)
+
+    def _init(self) -> State:
+        """The whole state on one device; only its shapes are used."""
+        key = jax.random.key(self.config.train.seed)
+        layers = [self.decoder.init_layer(key, i) for i in range(self.layout.layers)]
+        return self._fresh(
+            {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
+        )
+
+    def _fresh(self, params: Tree) -> State:
+        return State(params, self.optimizer.init(params), jnp.int32(0), jnp.bool_(True))
+
+    def _init_on_rank(self) -> Tree:
+        """This rank's shards of the parameters: it draws its own layers and its part of the ends."""
+        key = jax.random.key(self.config.train.seed)
+        pp, rank = self.config.parallel.pp, jax.lax.axis_index(PP)
+        counts = jnp.asarray(self.layout.counts)
+        first = jnp.asarray([self.layout.first_layer(r) for r in range(pp)])[rank]
+
+        def slot(index: int) -> Tree:
+            layer = self.decoder.init_layer(key, first + index)
+            return jax.tree.map(lambda leaf: jnp.where(index < counts[rank], leaf, 0)[None], layer)
+
+        def shard(leaf: jax.Array) -> jax.Array:
+            axis = shared_axis(leaf.shape, pp)
+            if axis is None:
+                return leaf
+            size = leaf.shape[axis] // pp
+            return jax.lax.dynamic_slice_in_dim(leaf, rank * size, size, axis)
+
+        return {
+            "shared": jax.tree.map(shard, self.decoder.init_ends(key)),
+            "layers": tuple(map(slot, range(self.layout.slots))),
+        }
+
+
+def tokens_per_step(config: Config) -> int:
+    """Tokens that one step trains on, over all dp ranks."""
+    train = config.train
+    return math.prod(
+        (train.grad_accum_steps, train.microbatch_size, config.parallel.dp, train.seq_len)
+    )

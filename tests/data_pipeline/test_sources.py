@@ -1,0 +1,133 @@
+"""From a configuration to data: each source, its splits and its fingerprints."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.data import Data, open_data
+
+SIZES = {"seq_len": 16, "vocab_size": 1000, "seed": 7}
+SHAPE = {"microbatches": 2, "batch_size": 4}
+
+
+def tokens_of(data: Data, position: int = 0) -> np.ndarray:
+    return data.train.batch(position, **SHAPE)["inputs"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A thousand tokens, each another, in text order."""
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16))
+    return path
+
+
+@pytest.mark.parametrize("source", ["stdlib", "dummy", "file"])
+def test_every_source_opens_the_same_twice(file: Path, tmp_path: Path, source: Any) -> None:
+    config = DataConfig(source=source, path=str(file))
+    one, two = (open_data(config, **SIZES, directory=tmp_path / "data") for _ in range(2))
+    assert one.train.fingerprint == two.train.fingerprint != one.heldout.fingerprint
+    np.testing.assert_array_equal(tokens_of(one, 99), tokens_of(two, 99))
+    for split in (one.train, one.heldout):
+        batch = split.batch(0, microbatches=1, batch_size=2)
+        assert {array.shape for array in batch.values()} == {(1, 2, 16)}
+        assert len(split) >= 3
+
+
+def test_file_and_dummy_write_nothing(file: Path, tmp_path: Path) -> None:
+    for config in (DataConfig(source="dummy"), DataConfig(source="file", path=str(file))):
+        open_data(config, **SIZES, directory=tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def all_ids(data: Data) -> tuple[set[int], set[int]]:
+    train, heldout = (
+        np.unique(split.samples[np.arange(len(split))]) for split in (data.train, data.heldout)
+    )
+    return set(train.tolist()), set(heldout.tolist())
+
+
+def test_no_token_of_a_file_is_in_both_splits(file: Path, tmp_path: Path) -> None:
+    config = DataConfig(source="file", path=str(file), heldout_fraction=0.2)
+    train, heldout = all_ids(open_data(config, **SIZES, directory=tmp_path))
+    assert train == set(range(785))  # 49 samples of the first 800 tokens
+    assert heldout == set(range(800, 993))
+
+
+def test_heldout_file(file: Path, tmp_path: Path) -> None:
+    (np.arange(40, dtype=np.uint16) + 500).tofile(tmp_path / "heldout.bin")
+    heldout_path = str(tmp_path / "heldout.bin")
+    config = DataConfig(source="file", path=str(file), heldout_path=heldout_path)
+    train, heldout = all_ids(open_data(config, **SIZES, directory=tmp_path))
+    assert train == set(range(993))
+    assert heldout == set(range(500, 533))
+
+
+def test_dummy_splits_are_of_other_numbers(tmp_path: Path) -> None:
+    data = open_data(DataConfig(source="dummy"), **SIZES, directory=tmp_path)
+    one, two = (split.samples.numbers for split in (data.train, data.heldout))
+    assert one.stop == two.start
+    assert len(two) / (len(one) + len(two)) == pytest.approx(0.05, abs=1e-6)
+
+
+def test_heldout_is_not_shuffled_and_training_is(file: Path, tmp_path: Path) -> None:
+    config = DataConfig(source="file", path=str(file), heldout_fraction=0.5)
+    data = open_data(config, **SIZES, directory=tmp_path)
+    heldout = data.heldout.batch(0, **SHAPE)["inputs"][..., 0].ravel()
+    np.testing.assert_array_equal(heldout, 500 + 16 * np.arange(8))
+    assert (np.diff(tokens_of(data)[..., 0].ravel()) != 16).any()
+
+
+def test_shuffle_can_be_off(file: Path, tmp_path: Path) -> None:
+    config = DataConfig(source="file", path=str(file), shuffle=False)
+    data = open_data(config, **SIZES, directory=tmp_path)
+    np.testing.assert_array_equal(tokens_of(data)[..., 0].ravel(), 16 * np.arange(8))
+
+
+def test_fingerprint_notices_what_changes_the_samples(file: Path, tmp_path: Path) -> None:
+    def fingerprint(sizes: dict[str, int], **data: Any) -> str:
+        config = DataConfig(source="file", path=str(file), **data)
+        return open_data(config, **{**SIZES, **sizes}, directory=tmp_path).train.fingerprint
+
+    first = fingerprint({})
+    assert first == fingerprint({"vocab_size": 2000})
+    others = {
+        fingerprint({"seq_len": 8}),
+        fingerprint({"seed": 8}),
+        fingerprint({}, shuffle=False),
+        fingerprint({}, heldout_fraction=0.1),
+    }
+    np.save(file, np.arange(1000, dtype=np.uint16)[::-1])
+    others.add(fingerprint({}))
+    assert len(others | {first}) == 6
+
+
+def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:
+    config = DataConfig(source="stdlib", heldout_fraction=0.05)
+    one = open_data(config, **SIZES, directory=tmp_path)
+    config = DataConfig(source="stdlib", heldout_fraction=0.06)
+    two = open_data(config, **SIZES, directory=tmp_path)
+    assert one.train.fingerprint != two.train.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes", "sentence"),
+    [
+        ({"source": "file", "path": None}, {}, r"'file' needs data\.path: set it to"),
+        ({"source": "file", "path": "none.bin"}, {}, r"none\.bin does not exist"),
+        ({"source": "file", "heldout_path": "none.bin"}, {}, r"none\.bin does not exist"),
+        ({"source": "file"}, {"vocab_size": 999}, r"has 999 at position 999 and .* is 999"),
+        ({"source": "file"}, {"seq_len": 950}, r"= 951 tokens, but .*tokens\.npy\[:950\] has 950"),
+        ({"source": "file"}, {"seq_len": 50}, r"= 51 tokens, but .*tokens\.npy\[950:\] has 50"),
+        ({"source": "stdlib"}, {"vocab_size": 100}, r"train\.npy has 2.. at position .* is 100"),
+    ],
+)
+def test_faults_are_sentences(
+    file: Path, tmp_path: Path, data: dict[str, Any], sizes: dict[str, int], sentence: str
+) -> None:
+    config = DataConfig(**{"path": str(file), **data})
+    with pytest.raises(ConfigError, match=sentence):
+        open_data(config, **{**SIZES, **sizes}, directory=tmp_path / "data")

@@ -1,0 +1,71 @@
+"""The house's one rule: a module imports only from the rows above its own (or its own package)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpipe
+
+ROOT = Path(jaxpipe.__file__).parent
+ROWS = [
+    {"config", "presets", "schedule", "runtime"},
+    {"model"},
+    {"parallel"},
+    {"pipeline"},
+    {"checkpoint", "optimizer", "data", "metrics", "progress"},
+    {"trainer", "summary"},
+    {"train"},
+]
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+SIBLINGS = {"config": {"presets"}, "metrics": {"progress"}, "summary": {"trainer"}}
+# `pipeline` takes stage functions as arguments: it must not know the model.
+FORBIDDEN = {("pipeline", "model"), ("parallel", "model"), ("schedule", "config")}
+
+
+def modules():
+    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def part_of(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_parts(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpipe"):
+            names = [node.module] if "." in node.module else [f"jaxpipe.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("jaxpipe.")]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows(path):
+    own = part_of(path)
+    assert own in ROW_OF, f"{own} stands in no row"
+    for other in imported_parts(path):
+        above = ROW_OF[other] < ROW_OF[own] or other in SIBLINGS.get(own, ())
+        assert other == own or above, f"{own} may not import {other}"
+        assert (own, other) not in FORBIDDEN, f"{own} may not import {other}"
+
+
+@pytest.mark.parametrize("name", ["schedule", "config", "runtime"])
+def test_row_zero_does_not_import_jax(name):
+    code = f"import sys, jaxpipe.{name}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_top_level_holds_only_what_it_should():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    fixed = {"pyproject.toml", "jaxpipe", "configs", "launch", "tests", "README.md"}
+    assert top == fixed | {".ci", ".gitignore"}
