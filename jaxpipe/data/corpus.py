@@ -1,0 +1,128 @@
+"""The text that needs no download: the Python standard library's own sources, one token a byte.
+
+Whole files go to one of two parts, `train.npy` and `heldout.npy`, so no text is in both. They are
+written once into a directory of the run and used from there, so a run that resumes under another
+Python reads the text it began with. `corpus.json` names their digests: parts that are missing, half
+written or changed do not match it and are written anew.
+"""
+
+import hashlib
+import io
+import platform
+import sys
+import sysconfig
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from jaxpipe.config import ConfigError
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+PARTS = ("train.npy", "heldout.npy")
+MANIFEST = "corpus.json"
+
+_SKIPPED = frozenset({"encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"})
+_TESTS = frozenset({"test", "tests"})
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What `corpus.json` records: how the parts were cut and a digest of each."""
+
+    python: str  # version whose sources these are
+    heldout_fraction: float
+    digests: dict[str, str]  # by file name
+
+
+def stdlib_corpus(
+    directory: Path, heldout_fraction: float, library: Path = STDLIB
+) -> tuple[Path, Path]:
+    """Paths of the training and held-out bytes in `directory`, uint8 arrays, written if need be.
+
+    `heldout_fraction` is the share of all bytes to hold out; whole files are taken in the order of
+    a hash of their path until it is reached. Processes that write at the same time do no harm.
+
+    Raises `ConfigError` where `library` has no sources or `directory` cannot be written.
+    """
+    train, heldout = (directory / part for part in PARTS)
+    if not _is_intact(directory, heldout_fraction):
+        texts = _read_sources(library)
+        chosen = _choose_heldout(
+            {name: len(text) for name, text in texts.items()}, heldout_fraction
+        )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _write(train, _npy(texts[name] for name in sorted(texts.keys() - chosen)))
+            _write(heldout, _npy(texts[name] for name in sorted(chosen)))
+            digests = {part: _digest(directory / part) for part in PARTS}
+            manifest = Manifest(platform.python_version(), heldout_fraction, digests)
+            _write(directory / MANIFEST, msgspec.json.encode(manifest))
+        except OSError as error:
+            raise ConfigError(
+                f"the text of data.source = 'stdlib' cannot be written to {directory}: "
+                f"{error.strerror}; choose a run.dir that can be written."
+            ) from error
+    return train, heldout
+
+
+def _is_intact(directory: Path, heldout_fraction: float) -> bool:
+    """Whether the parts are there, cut by this fraction, and hold what the manifest says."""
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        digests = {part: _digest(directory / part) for part in PARTS}
+    except (OSError, msgspec.DecodeError):
+        return False
+    return (manifest.heldout_fraction, manifest.digests) == (heldout_fraction, digests)
+
+
+def _read_sources(library: Path) -> dict[str, bytes]:
+    """Text of each `.py` file by its path in the library, without tests and generated tables."""
+    texts = {
+        path.relative_to(library).as_posix(): path.read_bytes()
+        for module in sys.stdlib_module_names - _SKIPPED
+        for pattern in (f"{module}.py", f"{module}/**/*.py")
+        for path in library.glob(pattern)
+        if _TESTS.isdisjoint(path.relative_to(library).parts)
+    }
+    if not texts:
+        raise ConfigError(
+            f"data.source = 'stdlib' reads the .py sources of Python's standard library, but there "
+            f"are none in {library}: install them, or set data.source to 'file' or 'dummy'."
+        )
+    return texts
+
+
+def _choose_heldout(sizes: dict[str, int], heldout_fraction: float) -> set[str]:
+    """Files to hold out, by the hash of their path, until they have their share of the bytes."""
+    wanted = heldout_fraction * sum(sizes.values())
+    chosen: set[str] = set()
+    for name in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        if wanted <= 0:
+            break
+        chosen.add(name)
+        wanted -= sizes[name]
+    return chosen
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def _npy(texts: Iterable[bytes]) -> bytes:
+    """Content of a `.npy` file with the bytes of all texts as one uint8 array."""
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(b"".join(texts), np.uint8))
+    return file.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write beside `path` and rename, so that what is found under that name is always whole."""
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

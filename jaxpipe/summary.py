@@ -1,0 +1,119 @@
+"""What a run is about to do, as tables: mesh, stages, schedule, bubbles and bytes per rank."""
+
+import math
+from typing import Any
+
+import jax
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.schedule import Tables, lower, simulate, timeline
+from jaxpipe.trainer import Trainer, tokens_per_step
+
+Tree = Any
+_WIDEST = 40  # ticks of a timeline that still fits a terminal
+
+
+def summary(trainer: Trainer) -> RenderableType:
+    """Tables and a timeline to print before the first step; nothing is put on a device."""
+    execution = trainer.execution
+    knobs = {"transfer_ticks": execution.transfer_ticks, "in_flight": execution.in_flight}
+    tables = lower(trainer.schedule, **knobs)
+    parts: list[RenderableType] = [_run_table(trainer, tables), _stage_table(trainer, tables)]
+    if tables.ticks <= _WIDEST:
+        parts.append(Text(timeline(trainer.schedule, **knobs), no_wrap=True))
+    return Group(*parts)
+
+
+def activation_bytes(trainer: Trainer, tables: Tables) -> int:
+    """Bytes of every rank's rings: residuals of its layer slots, arrivals and output gradients."""
+    train = trainer.config.train
+    shape = (train.microbatch_size, train.seq_len)
+    ids = jax.ShapeDtypeStruct(shape, "int32")
+    microbatch = {"inputs": ids, "targets": ids}
+    x = jax.ShapeDtypeStruct((*shape, trainer.config.model.d_model), train.compute_dtype)
+    layer = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], train.compute_dtype),
+        trainer.state_shapes.params["layers"][0],
+    )
+    split = split_layer(trainer.functions.layer, layer, x, microbatch, POLICIES[train.remat])
+    residuals = _bytes(split.residuals) * tables.residual_slots * trainer.layout.slots
+    return residuals + _bytes(x) * (tables.x_slots + tables.dy_slots + 2)
+
+
+def _run_table(trainer: Trainer, tables: Tables) -> Table:
+    config, execution = trainer.config, trainer.execution
+    report = simulate(
+        trainer.schedule,
+        transfer_ticks=execution.transfer_ticks,
+        in_flight=execution.in_flight,
+    )
+    device = trainer.mesh.devices.flat[0]
+    parallel, train = config.parallel, config.train
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    parameters = config.model.parameter_count()
+    for name, value in {
+        "model": f"{parameters:,} parameters, {config.model.n_layers} layers, {train.compute_dtype}",
+        "mesh": f"pp={parallel.pp} dp={parallel.dp} tp={parallel.tp} on {device.device_kind}",
+        "batch": (
+            f"{train.grad_accum_steps} microbatches x {train.microbatch_size} sequences x "
+            f"dp={parallel.dp} x {train.seq_len} tokens = {tokens_per_step(config):,} tokens a step"
+        ),
+        "schedule": (
+            f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
+            f"{tables.transfer_ticks}, remat {train.remat}"
+        ),
+        "bubble (F=B=W)": (
+            f"{report.bubble_global:.1%} asynchronous, {report.bubble_lockstep:.1%} in lockstep"
+        ),
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def _stage_table(trainer: Trainer, tables: Tables) -> Table:
+    shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
+    per_rank = {
+        "parameters": _bytes_per_rank(shapes.params, trainer.state_shardings.params),
+        "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),
+        "activations": activation_bytes(trainer, tables),
+    }
+    table = Table("rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None)
+    for rank in range(pp):
+        first, count = trainer.layout.first_layer(rank), trainer.layout.counts[rank]
+        ends = ("embedding + " if rank == 0 else "", " + head" if rank == pp - 1 else "")
+        table.add_row(
+            str(rank),
+            f"{ends[0]}{first}..{first + count - 1}{ends[1]}",
+            str(tables.residual_slots_of[rank]),
+            *map(readable_bytes, per_rank.values()),
+        )
+    return table
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:
+    local = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        shapes,
+        shardings,
+    )
+    return sum(jax.tree.leaves(local))
+
+
+def readable_bytes(count: float) -> str:
+    """A size in binary units.
+
+    >>> readable_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} TiB"

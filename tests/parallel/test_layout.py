@@ -1,0 +1,46 @@
+"""Where things live: mesh coordinates, layer stacking, specs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpipe.parallel import StageLayout, make_mesh, shared_axis, state_specs
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 1, 2), (1, 8, 1), (8, 1, 1)])
+def test_device_order(pp, dp, tp):
+    mesh = make_mesh(pp, dp, tp)
+    for index, device in enumerate(jax.devices()):
+        coordinate = (index // (dp * tp), index // tp % dp, index % tp)
+        assert mesh.devices[coordinate] == device
+
+
+def test_mesh_needs_all_devices():
+    with pytest.raises(ValueError, match="pp=3 x dp=2 x tp=1 needs 6 devices, got 8"):
+        make_mesh(3, 2)
+
+
+@pytest.mark.parametrize("counts", [(4,), (2, 2), (3, 1), (1, 3, 2), (2, 1, 1, 2)])
+def test_stack_and_unstack(counts):
+    layout = StageLayout(counts)
+    layers = [{"w": jnp.full((2, 3), 1 + i)} for i in range(layout.layers)]
+    slots = layout.stack(layers)
+    assert len(slots) == layout.slots == max(counts)
+    assert slots[0]["w"].shape == (len(counts), 2, 3)
+    jax.tree.map(np.testing.assert_array_equal, layout.unstack(slots), layers)
+    padded = sum(int((slot["w"][rank] == 0).all()) for slot in slots for rank in range(len(counts)))
+    assert padded == layout.slots * len(counts) - layout.layers
+    assert layout.is_even == (padded == 0)
+
+
+def test_shared_leaves_are_cut_where_pp_divides():
+    assert shared_axis((256, 64), 4) == 0
+    assert shared_axis((10, 64), 4) == 1
+    assert shared_axis((10, 7), 4) is None
+    shapes = jax.eval_shape(
+        lambda: {"shared": {"e": jnp.zeros((10, 64)), "n": jnp.zeros(7)}, "layers": ()}
+    )
+    specs = state_specs(shapes, 4)
+    assert specs["shared"] == {"e": PartitionSpec(None, "pp"), "n": PartitionSpec()}

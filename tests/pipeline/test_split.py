@@ -1,0 +1,143 @@
+"""The cut of a layer into F, B and W against `jax.vjp`, and what it stores and computes."""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import TOY, toy_batch, toy_params
+
+from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.pipeline.jaxpr import equations_to, reads
+
+
+@pytest.fixture
+def layer_case():
+    _, (params,) = toy_params(jax.random.key(0), 1)
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, 3))
+    x = jax.random.normal(jax.random.key(2), (3, 6, 8))
+    dy = jax.random.normal(jax.random.key(3), x.shape)
+    return params, x, microbatch, dy
+
+
+def flops(function, *args):
+    total = 0
+    for eqn in jax.make_jaxpr(function)(*args).jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+    return total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equals_vjp_bitwise(layer_case, policy):
+    params, x, microbatch, dy = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
+
+    def whole(params, x, dy):
+        y, pull = jax.vjp(lambda params, x: TOY.layer(params, x, microbatch), params, x)
+        return y, *pull(dy)
+
+    def pieces(params, x, dy):
+        y, kept = split.forward(params, x, microbatch)
+        return y, *split.backward(params, microbatch, kept, dy)[::-1]
+
+    def finer(params, x, dy):
+        y, kept = split.forward(params, x, microbatch)
+        dx, vectors, stash = split.backward_input(params, microbatch, kept, dy)
+        matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
+        both = {name: vectors[name] if matrices[name] is None else matrices[name] for name in params}
+        return y, both, dx
+
+    want = jax.jit(whole)(params, x, dy)
+    for got in (jax.jit(pieces)(params, x, dy), jax.jit(finer)(params, x, dy)):
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), got, want)
+    # The same equations run one by one give the same bits: nothing is approximated by the cut.
+    with jax.disable_jit():
+        want = whole(params, x, dy)
+        for got in (pieces(params, x, dy), finer(params, x, dy)):
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(("policy", "repeats"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_flops_of_the_pieces(layer_case, policy, repeats):
+    params, x, microbatch, dy = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
+    forward = flops(lambda p, x: TOY.layer(p, x, microbatch), params, x)
+    _, kept = split.forward(params, x, microbatch)
+    _, _, stash = split.backward_input(params, microbatch, kept, dy)
+    repeated = repeats * forward * 2 // 3  # up and gate of three equal products, once
+    assert flops(lambda p, x: split.forward(p, x, microbatch), params, x) == forward
+    assert flops(lambda *a: split.backward(params, microbatch, *a), kept, dy) == (
+        2 * forward + repeated
+    )
+    assert flops(lambda *a: split.backward_input(params, microbatch, *a), kept, dy) == (
+        forward + repeated
+    )
+    assert flops(lambda *a: split.backward_weight(params, microbatch, *a), kept.for_w, stash) == (
+        forward
+    )
+
+
+def test_full_remat_keeps_only_the_input(layer_case):
+    params, x, microbatch, _ = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch, POLICIES["full"])
+    (kept,) = split.residuals.for_b
+    assert (kept.shape, kept.dtype) == (x.shape, x.dtype)
+    assert split.residuals.for_w == ()
+
+
+def test_residuals_depend_on_x(layer_case):
+    """Parameters, their casts, tables and masks are never stored per microbatch."""
+    params, x, microbatch, _ = layer_case
+
+    def layer(params, x, microbatch):
+        table = jnp.sin(microbatch["positions"][..., None].astype(x.dtype))
+        weight = params["up"].astype(jnp.bfloat16).astype(x.dtype)
+        return x + jnp.tanh((x * table) @ weight) @ params["down"]
+
+    split = split_layer(layer, params, x, microbatch)
+    for kept in (*split._kept.for_b, *split._kept.for_w):
+        reached = equations_to(split._closed.jaxpr, [kept], ())
+        inputs = {*reads(reached, [kept])}
+        assert split._x in inputs
+
+
+def test_the_stash_is_one_gradient_and_one_input_a_matrix(layer_case):
+    params, x, microbatch, _ = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch)
+    wide, narrow = (3, 6, 16), (3, 6, 8)
+    assert sorted(s.shape for s in split.stash) == sorted([wide, wide, narrow])
+    assert sorted(s.shape for s in split.residuals.for_w) == sorted([wide, narrow, narrow])
+
+
+def test_an_opaque_layer_has_no_w(layer_case):
+    params, x, microbatch, dy = layer_case
+    split = split_layer(jax.checkpoint(TOY.layer), params, x, microbatch)
+    _, kept = split.forward(params, x, microbatch)
+    _, _, stash = split.backward_input(params, microbatch, kept, dy)
+    assert flops(lambda *a: split.backward_weight(params, microbatch, *a), kept.for_w, stash) == 0
+
+
+def test_a_loop_inside_a_layer_is_one_equation(layer_case):
+    params, x, microbatch, dy = layer_case
+
+    def layer(params, x, microbatch):
+        _, rows = jax.lax.scan(lambda c, row: (c + row, jnp.tanh(c + row)), x[:, 0], x.swapaxes(0, 1))
+        return x + rows.swapaxes(0, 1) @ params["up"] @ params["down"]
+
+    split = split_layer(layer, params, x, microbatch)
+    _, kept = split.forward(params, x, microbatch)
+    got = split.backward(params, microbatch, kept, dy)
+    _, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
+    want = pull(dy)[::-1]
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), got, want)
+
+
+def test_an_offloading_policy_stores_nothing_silently(layer_case):
+    """A policy that answers with anything but True does not store: the value is made again."""
+    params, x, microbatch, _ = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch, lambda *_, **__: "offload")
+    assert len(split.residuals.for_b) == 1
