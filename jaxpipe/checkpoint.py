@@ -173,7 +173,12 @@ class Checkpoints:
             max_to_keep=keep, enable_async_checkpointing=asynchronous
         )
         self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_names=("state", "meta")
+            self.directory,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -211,9 +216,8 @@ class Checkpoints:
         shapes = self.keying.keyed_shapes(like)
         for step in reversed(self.steps):
             try:
-                metadata = self._manager.item_metadata(step)
-                stored = metadata["state"]
-                if stored is None or metadata["meta"] is None:
+                stored = self._manager.item_metadata(step)["state"]
+                if stored is None:
                     raise ValueError("its metadata cannot be read")
                 _check_same_model(shapes, stored, self.directory / str(step))
                 restored = self._manager.restore(
