@@ -82,3 +82,70 @@ def train(config: Config) -> int:
             directory, tensorboard=config.log.tensorboard, resume_step=int(state.step)
         ) as log:
             return _loop(trainer, data, checkpoints, progress, log, state, position)
+
+
+def _start(
+    trainer: "Trainer", data: "Data", checkpoints: "Checkpoints", say: Callable[[str], None]
+) -> tuple["State", int]:
+    """The newest checkpoint's state and data position, or a fresh state at position 0."""
+    state = trainer.init()
+    if trainer.config.checkpoint.resume == "none":
+        if checkpoints.steps:
+            raise ConfigError(
+                f"{checkpoints.directory} holds checkpoints of steps {checkpoints.steps} but "
+                f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
+            )
+        return state, 0
+    found = checkpoints.restore(state._asdict(), say)
+    if found is None:
+        return state, 0
+    restored, meta = found
+    if meta["data"] != data.train.fingerprint:
+        raise ConfigError(
+            f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
+            f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, or "
+            f"another run.dir."
+        )
+    say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
+    return type(state)(**restored), meta["position"]
+
+
+def _loop(
+    trainer: "Trainer",
+    data: "Data",
+    checkpoints: "Checkpoints",
+    progress: "Progress",
+    log: "MetricsLog",
+    state: "State",
+    position: int,
+) -> int:
+    """Step, log, evaluate and save until the last step, a signal or a loss that is not finite."""
+    config = trainer.config
+    samples = batch_shape(config)["microbatches"] * batch_shape(config)["batch_size"]
+    batches = data.train.batches(position, **batch_shape(config))
+    with contextlib.closing(batches), _signals() as received:
+        for step in range(int(state.step) + 1, config.train.steps + 1):
+            start = time.perf_counter()
+            state, metrics = trainer.train_step(state, trainer.put(next(batches)))
+            values = {name: float(value) for name, value in metrics.items()}
+            values |= trainer.rates(step, time.perf_counter() - start)
+            finite = int(state.step) == step
+            if finite:
+                position += samples
+                if _due(step, config.train.eval_every, config):
+                    values["eval_loss"] = _heldout_loss(trainer, data, state)
+            log.write(step, **values)
+            progress.update(step, values)
+            if not finite or received or _due(step, config.checkpoint.every or config.train.steps, config):
+                checkpoints.save(int(state.step), state._asdict(), _meta(trainer, data, position))
+            if not finite:
+                progress.say(
+                    f"error: loss {values['loss']}, gradient norm {values['grad_norm']} at step "
+                    f"{step}, samples {position}..{position + samples - 1}: stopped before the "
+                    f"update; step {step - 1} is saved."
+                )
+                return 1
+            if received:
+                progress.say(f"{signal.Signals(received[0]).name}: stopped after step {step}, saved")
+                return 128 + received[0]
+    return 0

@@ -21,12 +21,11 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """Parameters and moments in stage form, updates made so far, and whether all were finite."""
+    """Parameters and moments in stage form, and the number of updates made so far."""
 
     params: Tree
     optimizer: Tree
     step: jax.Array
-    healthy: jax.Array
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ class Trainer:
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite changes nothing, nor does any after it:
-        `healthy` stays false. Metrics are scalars: loss, grad_norm, healthy.
+        A step whose loss or gradient norm is not finite leaves the state as it was. Metrics are
+        scalars: loss, grad_norm.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -139,17 +138,14 @@ class Trainer:
                 layers_per_stage=self.layout.counts, execution=self.execution,
             )  # fmt: skip
             loss, norm = losses.sum(), optimizers.global_norm(gradients)
-            healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(norm)
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             gradients = optimizers.clip_by_global_norm(
                 gradients, norm, self.config.optimizer.clip_norm
             )
             updates, moments = self.optimizer.update(gradients, state.optimizer, state.params)
-            new = State(
-                optax.apply_updates(state.params, updates), moments, state.step + 1, healthy
-            )
-            state = state._replace(healthy=healthy)
-            state = jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, state)
-            return state, {"loss": loss, "grad_norm": norm, "healthy": healthy}
+            new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
+            state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+            return state, {"loss": loss, "grad_norm": norm}
 
         return jax.jit(
             step,
@@ -183,7 +179,7 @@ class Trainer:
         )
 
     def _fresh(self, params: Tree) -> State:
-        return State(params, self.optimizer.init(params), jnp.int32(0), jnp.bool_(True))
+        return State(params, self.optimizer.init(params), jnp.int32(0))
 
     def _init_on_rank(self) -> Tree:
         """This rank's shards of the parameters: it draws its own layers and its part of the ends."""

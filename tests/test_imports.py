@@ -20,7 +20,7 @@ ROWS = [
     {"train"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-SIBLINGS = {"config": {"presets"}, "metrics": {"progress"}, "summary": {"trainer"}}
+SIBLINGS = {"config": {"presets", "schedule"}, "metrics": {"progress"}, "summary": {"trainer"}}
 # `pipeline` takes stage functions as arguments: it must not know the model.
 FORBIDDEN = {("pipeline", "model"), ("parallel", "model"), ("schedule", "config")}
 

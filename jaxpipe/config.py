@@ -1,0 +1,352 @@
+"""The configuration of a run: frozen records, read from TOML, checked before anything starts.
+
+Every error is a `ConfigError` whose message is one sentence: the rule, the values, the place and
+the remedy.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+import tomli_w
+from msgspec import Meta
+
+from jaxpipe.presets import PRESETS
+from jaxpipe.schedule import NAMES, ScheduleError, assign_layers
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """Something the user gave cannot be used; the message says what, where and what to do."""
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class RunConfig(_Section, kw_only=True):
+    """`[run]`: where the run lives."""
+
+    dir: str = ""  # holds data, checkpoints and metrics; empty: runs/<name of the config file>
+
+
+class ModelConfig(_Section, kw_only=True):
+    """`[model]`: a Llama-style decoder, by preset or by size."""
+
+    preset: str = ""  # fills the fields below; those also given by hand win
+    n_layers: Positive
+    d_model: Positive  # width of the residual stream
+    n_heads: Positive  # query heads
+    n_kv_heads: Positive  # key and value heads; divides n_heads
+    head_dim: Count = 0  # width of a head; 0: d_model / n_heads
+    d_ff: Positive  # hidden width of the SwiGLU
+    vocab_size: Positive
+    rope_theta: float = 500000.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
+    tie_embeddings: bool = False  # the head is the embedding, transposed
+    attention: Literal["xla", "cudnn"] = "xla"  # implementation of jax.nn.dot_product_attention
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    def parameter_count(self) -> int:
+        """Number of parameters, from the sizes alone."""
+        d, k = self.d_model, self.head_size
+        attention = 2 * d * k * (self.n_heads + self.n_kv_heads) + 2 * k * self.qk_norm
+        layer = attention + 3 * d * self.d_ff + 2 * d
+        ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
+        return self.n_layers * layer + ends
+
+
+class ParallelConfig(_Section, kw_only=True):
+    """`[parallel]`: the mesh, and how the layers and microbatches run on it."""
+
+    pp: Positive = 1  # pipeline ranks
+    dp: Positive = 1  # data-parallel replicas of every rank
+    tp: Positive = 1  # tensor parallelism: only 1 in this version
+    schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
+    layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
+    input_weight: Count = 1  # weighted: layers that the embedding counts for
+    output_weight: Count = 1  # weighted: layers that the head counts for
+    first_stage_layers: Count = 0  # pins the first stage's layers; 0: not pinned
+    last_stage_layers: Count = 0  # pins the last stage's layers; 0: not pinned
+    allow_underfilled: bool = False  # let 1f1b run with fewer microbatches than ranks
+    transfer_ticks: Literal[0, 1, 2] = 0  # ticks of a transfer; 0: 1 on CPU, 2 on GPU
+    in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
+
+
+class TrainConfig(_Section, kw_only=True):
+    """`[train]`: the size of a step and the number of steps."""
+
+    steps: Positive  # updates in the whole run
+    grad_accum_steps: Positive  # microbatches of a step (M)
+    microbatch_size: Positive  # sequences in a microbatch, on each dp rank
+    seq_len: Positive  # tokens in a sequence
+    seed: Count = 0  # of the initial values and the order of the data
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters and sums stay float32
+    remat: Literal["none", "selective", "full"] = "none"  # what backward computes again
+    eval_every: Count = 0  # steps between held-out losses; 0: never
+    eval_steps: Positive = 8  # batches of one held-out loss
+
+
+class OptimizerConfig(_Section, kw_only=True):
+    """`[optimizer]`: AdamW, its learning rate over time, and clipping."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Meta(gt=0)] = 3e-4  # peak
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # on matrices only
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # of the global gradient norm; 0: off
+    decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    warmup_steps: Count = 0  # linear, from 0
+    min_lr_ratio: Fraction = 0.1  # of lr, at the last step
+    wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd decays in
+
+
+class DataConfig(_Section, kw_only=True):
+    """`[data]`: where tokens come from."""
+
+    source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
+    path: str = ""  # file: a .bin or .npy of token ids
+    heldout_path: str = ""  # file: another for held-out losses; empty: the end of `path`
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no file is given
+    shuffle: bool = True  # a new order of samples every epoch
+
+
+class CheckpointConfig(_Section, kw_only=True):
+    """`[checkpoint]`: when the state is saved, in `<run.dir>/checkpoints`."""
+
+    every: Count = 0  # steps between saves; 0: only at the end
+    keep: Positive = 2  # the newest ones that stay on disk
+    resume: Literal["auto", "none"] = "auto"  # auto: from the newest, if there is one
+    asynchronous: bool = True  # write while training goes on
+
+
+class LogConfig(_Section, kw_only=True):
+    """`[log]`: what is shown and written."""
+
+    every: Positive = 1  # steps between printed lines when the output is not a terminal
+    tensorboard: bool = True  # event files beside metrics.jsonl
+    progress: bool = True  # a live line on terminals
+
+
+class RuntimeConfig(_Section, kw_only=True):
+    """`[runtime]`: devices."""
+
+    cpu_devices: Count = 0  # virtual CPU devices; 0: the devices that jax finds
+
+
+class Config(_Section, kw_only=True):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides `section.key=value`, and check names, types and ranges.
+
+    An override is a line of TOML; a value that is no TOML value is taken as a string, so
+    `parallel.schedule=gpipe` needs no quotes. Checks across fields are `validate`'s.
+    """
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
+            f"file, such as configs/quickstart.toml."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    tree = _with_preset(tree)
+    _check_names(tree)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_sentence(str(error), tree)) from error
+    if config.run.dir:
+        return config
+    run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
+    return msgspec.structs.replace(config, run=run)
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, defaults included, as TOML that `load` reads back to the same."""
+    return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def validate(config: Config, *, devices: int | None = None) -> None:
+    """Check what no single field shows; `devices` is how many there are, None if not yet known.
+
+    Raises `ConfigError` at the first rule that is broken.
+    """
+    for check in (_check_mesh, _check_model, _check_pipeline, _check_rest):
+        check(config)
+    parallel = config.parallel
+    wanted = parallel.pp * parallel.dp * parallel.tp
+    if devices is not None and wanted != devices:
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x parallel.tp={parallel.tp} "
+            f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
+            f"runtime.cpu_devices={wanted} to train on virtual CPU devices."
+        )
+
+
+def _check_mesh(config: Config) -> None:
+    if config.parallel.tp != 1:
+        raise ConfigError(
+            f"parallel.tp={config.parallel.tp}: this version has no tensor parallelism; use "
+            f"parallel.tp=1 and more parallel.pp or parallel.dp."
+        )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.n_heads % model.n_kv_heads:
+        raise ConfigError(
+            f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads="
+            f"{model.n_kv_heads}: query heads share key/value heads in equal groups."
+        )
+    if not model.head_dim and model.d_model % model.n_heads:
+        raise ConfigError(
+            f"model.d_model={model.d_model} must be a multiple of model.n_heads={model.n_heads}: "
+            f"change one, or give model.head_dim."
+        )
+    if model.head_size % 2:
+        raise ConfigError(
+            f"the width of a head is {model.head_size} but rotary positions turn pairs: use an "
+            f"even model.head_dim."
+        )
+    if model.tie_embeddings:
+        raise ConfigError(
+            "model.tie_embeddings=true: this version trains untied heads only; set "
+            "model.tie_embeddings=false."
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    parallel, microbatches = config.parallel, config.train.grad_accum_steps
+    if parallel.schedule not in NAMES:
+        raise ConfigError(
+            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(NAMES)}."
+        )
+    if parallel.pp > config.model.n_layers:
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
+            f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
+        )
+    try:
+        assign_layers(
+            config.model.n_layers, parallel.pp, parallel.layer_split,
+            input_weight=parallel.input_weight, output_weight=parallel.output_weight,
+            first=parallel.first_stage_layers, last=parallel.last_stage_layers,
+        )  # fmt: skip
+    except ScheduleError as error:
+        raise ConfigError(f"parallel.layer_split: {error}") from error
+    filled = parallel.schedule == "gpipe" or parallel.allow_underfilled
+    if microbatches < parallel.pp and not filled:
+        raise ConfigError(
+            f"train.grad_accum_steps={microbatches} cannot fill parallel.pp={parallel.pp} under "
+            f"{parallel.schedule}: use at least {parallel.pp}, or set "
+            f"parallel.allow_underfilled=true to accept the bubble."
+        )
+
+
+def _check_rest(config: Config) -> None:
+    if config.optimizer.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps="
+            f"{config.train.steps}: warm up for fewer steps or train longer."
+        )
+    if config.data.source == "file" and not config.data.path:
+        raise ConfigError("data.source='file' needs data.path: give a .bin or .npy of token ids.")
+    if config.data.source != "file" and (config.data.path or config.data.heldout_path):
+        raise ConfigError(
+            f"data.path and data.heldout_path are read only with data.source='file', but it is "
+            f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
+        raise ConfigError(
+            f"override {text!r} is not of the form section.key=value, such as parallel.pp=2."
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return tomllib.loads(tomli_w.dumps({"value": value.strip()}).replace("value", key, 1))
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
+    model = tree.get("model")
+    name = model.get("preset", "") if isinstance(model, Mapping) else ""
+    if not name:
+        return tree
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
+    return tree | {"model": PRESETS[name] | model}
+
+
+def _check_names(tree: Mapping[str, Any]) -> None:
+    sections = get_type_hints(Config)
+    for name, section in tree.items():
+        if name not in sections:
+            raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}.")
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
+        fields = sections[name].__struct_fields__
+        for key in section:
+            if key not in fields:
+                near = _nearest(key, fields, prefix=f"{name}.")
+                raise ConfigError(f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}.")
+
+
+def _nearest(word: str, known: Any, prefix: str = "") -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
+
+
+def _sentence(message: str, tree: Mapping[str, Any]) -> str:
+    """msgspec's message with the key first and the value at the end."""
+    what, _, where = message.partition(" - at `$")
+    key = where.strip("`.").removeprefix(".")
+    value: Any = tree
+    for part in re.findall(r"\w+", key):
+        value = value.get(part) if isinstance(value, Mapping) else value
+    if what.startswith("Object missing"):
+        field = what.split("`")[1]
+        return f"{key}.{field} is missing: give it a value.".removeprefix(".")
+    what = re.sub(", got `.*`$", "", what)
+    return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."

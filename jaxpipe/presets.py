@@ -1,0 +1,28 @@
+"""Published models by name: the numbers of their own configuration files."""
+
+_LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5, "head_dim": 128}
+_QWEN3 = {
+    "vocab_size": 151936, "rope_theta": 1000000.0, "norm_eps": 1e-6, "head_dim": 128,
+    "qk_norm": True,
+}  # fmt: skip
+
+
+def _sizes(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> dict[str, int]:
+    return {
+        "n_layers": layers,
+        "d_model": width,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "d_ff": ffn,
+    }
+
+
+PRESETS: dict[str, dict[str, int | float | bool]] = {
+    "llama3_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336),
+    "llama3_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672),
+    "llama3_2_1b": _LLAMA3
+    | _sizes(16, 2048, 32, 8, 8192)
+    | {"head_dim": 64, "tie_embeddings": True},
+    "qwen3_0_6b": _QWEN3 | _sizes(28, 1024, 16, 8, 3072) | {"tie_embeddings": True},
+    "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),
+}

@@ -1,0 +1,141 @@
+"""Reading and checking configurations: every error is one sentence that names place and remedy."""
+
+import pytest
+
+from jaxpipe.config import Config, ConfigError, load, to_toml, validate
+from jaxpipe.presets import PRESETS
+
+BASE = """
+[model]
+n_layers = 4
+d_model = 64
+n_heads = 4
+n_kv_heads = 2
+d_ff = 128
+vocab_size = 256
+[parallel]
+pp = 2
+[train]
+steps = 10
+grad_accum_steps = 4
+microbatch_size = 1
+seq_len = 32
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(BASE)
+    return path
+
+
+def test_reads_overrides_and_names_the_run(path):
+    config = load(path, ["parallel.pp=4", "parallel.schedule=gpipe", "optimizer.lr = 1e-2"])
+    assert (config.parallel.pp, config.parallel.schedule, config.optimizer.lr) == (4, "gpipe", 0.01)
+    assert config.run.dir == "runs/small"
+    assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
+    assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
+    validate(config, devices=4)
+
+
+def test_round_trip(path, tmp_path):
+    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1"])
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert load(again) == config
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_2_1b", 1_235_814_400),
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
+    ],
+)
+def test_presets_have_the_published_parameter_counts(path, preset, parameters):
+    text = BASE[BASE.index("[parallel]") :] + f'[model]\npreset = "{preset}"\n'
+    path.write_text(text)
+    assert load(path).model.parameter_count() == parameters
+    assert load(path, ["model.n_layers=2"]).model.n_layers == 2
+    assert preset in PRESETS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.ppp=2"], "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has"),
+        (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
+        (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
+        (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
+        (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
+        (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
+        (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
+        (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),
+        (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio: expected `float` <= 1.0, got 2"),
+        (["optimizer.decay=step"], "optimizer.decay: invalid enum value 'step'"),
+        (["train.seed=-1"], "train.seed: expected `int` >= 0"),
+        (["data.heldout_fraction=1.0"], "data.heldout_fraction: expected `float` < 1.0"),
+        (["model.preset=gpt5"], "unknown model.preset='gpt5': use one of llama3_8b"),
+        (["log.progress=1"], "log.progress: expected `bool`, got 1"),
+    ],
+)
+def test_load_rejects(path, overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.dp=2"], "pp=2 x parallel.dp=2 x parallel.tp=1 = 4 must equal .* devices, 2"),
+        (["parallel.tp=2"], "parallel.tp=2: this version has no tensor parallelism"),
+        (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
+        (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
+        (["model.head_dim=7"], "the width of a head is 7"),
+        (["model.tie_embeddings=true"], "set model.tie_embeddings=false"),
+        (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
+        (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
+        (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
+        (["parallel.layer_split=[4,0]"], "every stage needs a layer"),
+        (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
+        (["optimizer.warmup_steps=11"], "optimizer.warmup_steps=11 exceeds train.steps=10"),
+        (["data.source=file"], "data.source='file' needs data.path"),
+        (["data.path=x.bin"], "read only with data.source='file', but it is 'stdlib'"),
+    ],
+)
+def test_validate_rejects(path, overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(load(path, overrides), devices=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_underfilled_schedules_can_be_allowed(path):
+    few = "train.grad_accum_steps=1"
+    validate(load(path, [few, "parallel.allow_underfilled=true"]), devices=2)
+    validate(load(path, [few, "parallel.schedule=gpipe"]), devices=2)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration .*none.toml"):
+        load(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(ConfigError, match="broken.toml is not valid TOML: .*line 1"):
+        load(broken)
+
+
+def test_a_missing_key_is_named(path):
+    path.write_text(BASE.replace("seq_len = 32", ""))
+    with pytest.raises(ConfigError, match="train.seq_len is missing: give it a value"):
+        load(path)
+
+
+def test_configurations_compare_by_value(path):
+    assert load(path) == load(path)
+    assert isinstance(load(path), Config)
+    assert hash(load(path).model) == hash(load(path).model)
