@@ -1,9 +1,9 @@
 """Checkpoints keyed by what a thing is, not where it sat.
 
-On disk a state is `{"params": tree, "optimizer": tree, "step": n}` in which every tree of parameters
-reads `layers/<index>/<name>` and `ends/<name>`, whatever the mesh, the split or the schedule. A save
-takes each layer from the devices of its rank; a restore puts it on those of its new one. Any plain
-Orbax program can read the result.
+On disk a state is `{"params": tree, "optimizer": tree, "step": n}` in which every tree of
+parameters reads `layers/<index>/<name>` and `ends/<name>`, whatever the mesh, the split or the
+schedule. A save takes each layer from the devices of its rank; a restore puts it on those of its
+new one. Any plain Orbax program can read the result.
 """
 
 from collections.abc import Callable
@@ -205,9 +205,7 @@ class Checkpoints:
             ),
         )
 
-    def restore(
-        self, like: Tree, say: Callable[[str], None]
-    ) -> tuple[Tree, dict[str, Any]] | None:
+    def restore(self, like: Tree, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
         """The newest readable `(state, meta)` in the form of `like`, or None if there is none.
 
         A damaged checkpoint is renamed out of the way, said, and the one before it is taken.
@@ -231,7 +229,10 @@ class Checkpoints:
             except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
                 aside = self._set_aside(step)
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                say(f"checkpoint {step} is damaged ({reason}): moved to {aside}, trying the one before")
+                say(
+                    f"checkpoint {step} is damaged ({reason}): moved to {aside}, "
+                    f"trying the one before"
+                )
                 continue
             return self.keying.staged(restored["state"], like), restored["meta"]
         return None

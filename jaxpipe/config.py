@@ -330,7 +330,9 @@ def _check_names(tree: Mapping[str, Any]) -> None:
         for key in section:
             if key not in fields:
                 near = _nearest(key, fields, prefix=f"{name}.")
-                raise ConfigError(f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}.")
+                raise ConfigError(
+                    f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}."
+                )
 
 
 def _nearest(word: str, known: Any, prefix: str = "") -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpipe.pipeline import POLICIES, split_layer
 from jaxpipe.schedule import Tables, lower, simulate, timeline
-from jaxpipe.trainer import Trainer, tokens_per_step
+from jaxpipe.trainer import Trainer
 
 Tree = Any
 _WIDEST = 40  # ticks of a timeline that still fits a terminal
@@ -45,22 +45,23 @@ def activation_bytes(trainer: Trainer, tables: Tables) -> int:
 
 def _run_table(trainer: Trainer, tables: Tables) -> Table:
     config, execution = trainer.config, trainer.execution
+    parallel, train, model = config.parallel, config.train, config.model
     report = simulate(
         trainer.schedule,
         transfer_ticks=execution.transfer_ticks,
         in_flight=execution.in_flight,
     )
     device = trainer.mesh.devices.flat[0]
-    parallel, train = config.parallel, config.train
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    parameters = config.model.parameter_count()
+    tokens = trainer.samples_per_step * train.seq_len
     for name, value in {
-        "model": f"{parameters:,} parameters, {config.model.n_layers} layers, {train.compute_dtype}",
+        "model": f"{model.parameter_count():,} parameters, {model.n_layers} layers",
         "mesh": f"pp={parallel.pp} dp={parallel.dp} tp={parallel.tp} on {device.device_kind}",
         "batch": (
             f"{train.grad_accum_steps} microbatches x {train.microbatch_size} sequences x "
-            f"dp={parallel.dp} x {train.seq_len} tokens = {tokens_per_step(config):,} tokens a step"
+            f"dp={parallel.dp} x {train.seq_len} tokens = {tokens:,}"
         ),
+        "precision": f"{train.compute_dtype} compute, float32 parameters and sums",
         "schedule": (
             f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
             f"{tables.transfer_ticks}, remat {train.remat}"

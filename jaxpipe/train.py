@@ -6,10 +6,12 @@ by signal n (130: Ctrl-C, 143: SIGTERM), after the step in progress was finished
 
 import argparse
 import contextlib
+import itertools
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted between steps: resume takes the newest checkpoint", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def train(config: Config) -> int:
-    """Train as configured and return the exit code; raises `ConfigError` before anything is done."""
+    """Train as configured and return the exit code; `ConfigError` comes before anything is done."""
     configs.validate(config, devices=config.runtime.cpu_devices or None)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
@@ -62,13 +67,21 @@ def train(config: Config) -> int:
     configs.validate(config, devices=jax.device_count())
     directory = Path(config.run.dir)
     trainer = Trainer(config)
-    data = open_data(
-        config.data,
-        seq_len=config.train.seq_len,
-        vocab_size=config.model.vocab_size,
-        seed=config.train.seed,
-        directory=directory / "data",
-    )
+    try:
+        data = open_data(
+            config.data,
+            seq_len=config.train.seq_len,
+            vocab_size=config.model.vocab_size,
+            seed=config.train.seed,
+            directory=directory / "data",
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}): make it a writable directory or "
+            f"choose another run.dir."
+        ) from error
+    if config.train.eval_every:
+        data.heldout.batches(0, **trainer.batch_shape).close()  # is there enough of it?
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoint.keep,
@@ -76,12 +89,12 @@ def train(config: Config) -> int:
         keying=Keying(trainer.layout, trainer.mesh),
     )
     with checkpoints, Progress(config.train.steps, config.log) as progress:
-        progress.show(summary(trainer))
+        progress.say(summary(trainer))
         state, position = _start(trainer, data, checkpoints, progress.say)
-        with MetricsLog(
-            directory, tensorboard=config.log.tensorboard, resume_step=int(state.step)
-        ) as log:
-            return _loop(trainer, data, checkpoints, progress, log, state, position)
+        last_step, tensorboard = int(state.step), config.log.tensorboard
+        with MetricsLog(directory, tensorboard=tensorboard, last_step=last_step) as log:
+            run = _Run(trainer, data, checkpoints, progress, log)
+            return run.loop(state, position)
 
 
 def _start(
@@ -110,42 +123,101 @@ def _start(
     return type(state)(**restored), meta["position"]
 
 
-def _loop(
-    trainer: "Trainer",
-    data: "Data",
-    checkpoints: "Checkpoints",
-    progress: "Progress",
-    log: "MetricsLog",
-    state: "State",
-    position: int,
-) -> int:
-    """Step, log, evaluate and save until the last step, a signal or a loss that is not finite."""
-    config = trainer.config
-    samples = batch_shape(config)["microbatches"] * batch_shape(config)["batch_size"]
-    batches = data.train.batches(position, **batch_shape(config))
-    with contextlib.closing(batches), _signals() as received:
-        for step in range(int(state.step) + 1, config.train.steps + 1):
-            start = time.perf_counter()
-            state, metrics = trainer.train_step(state, trainer.put(next(batches)))
-            values = {name: float(value) for name, value in metrics.items()}
-            values |= trainer.rates(step, time.perf_counter() - start)
-            finite = int(state.step) == step
-            if finite:
-                position += samples
-                if _due(step, config.train.eval_every, config):
-                    values["eval_loss"] = _heldout_loss(trainer, data, state)
-            log.write(step, **values)
-            progress.update(step, values)
-            if not finite or received or _due(step, config.checkpoint.every or config.train.steps, config):
-                checkpoints.save(int(state.step), state._asdict(), _meta(trainer, data, position))
-            if not finite:
-                progress.say(
-                    f"error: loss {values['loss']}, gradient norm {values['grad_norm']} at step "
-                    f"{step}, samples {position}..{position + samples - 1}: stopped before the "
-                    f"update; step {step - 1} is saved."
-                )
-                return 1
-            if received:
-                progress.say(f"{signal.Signals(received[0]).name}: stopped after step {step}, saved")
-                return 128 + received[0]
-    return 0
+@dataclass(frozen=True)
+class _Run:
+    """A run that has started: the loop, and what it does at a step."""
+
+    trainer: "Trainer"
+    data: "Data"
+    checkpoints: "Checkpoints"
+    progress: "Progress"
+    log: "MetricsLog"
+
+    def loop(self, state: "State", position: int) -> int:
+        """Step until the last one, a signal, or a loss that is not finite; return the exit code."""
+        trainer, train = self.trainer, self.trainer.config.train
+        done = int(state.step)
+        batches = self.data.train.batches(position, **trainer.batch_shape)
+        with contextlib.closing(batches), _signals() as received:
+            for step in range(done + 1, train.steps + 1):
+                start = time.perf_counter()
+                state, metrics = trainer.train_step(state, trainer.put(next(batches)))
+                values = {name: float(value) for name, value in metrics.items()}
+                values |= trainer.rates(step, time.perf_counter() - start)
+                if int(state.step) != step:
+                    self._record(step, values, first=step == done + 1)
+                    return self._stop_at_non_finite(state, step, position, values)
+                position += trainer.samples_per_step
+                if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
+                    values["eval_loss"] = self._heldout_loss(state)
+                self._record(step, values, first=step == done + 1)
+                every = trainer.config.checkpoint.every or train.steps
+                if received or step % every == 0 or step == train.steps:
+                    self._save(state, position)
+                if received:
+                    name = signal.Signals(received[0]).name
+                    self.progress.say(f"{name}: stopped after step {step}, which is being saved")
+                    return 128 + received[0]
+        return 0
+
+    def _record(self, step: int, values: dict[str, float], *, first: bool) -> None:
+        self.log.write(step, values)
+        self.progress.update(step, values, first=first)
+
+    def _save(self, state: "State", position: int) -> None:
+        config = self.trainer.config
+        parallel = config.parallel
+        self.checkpoints.save(
+            int(state.step),
+            state._asdict(),
+            {
+                "position": position,
+                "data": self.data.train.fingerprint,
+                "layout": f"pp={parallel.pp} dp={parallel.dp} {parallel.schedule}",
+                "config": configs.to_toml(config),
+            },
+        )
+
+    def _heldout_loss(self, state: "State") -> float:
+        """Mean over at most `train.eval_steps` batches, in nats a token."""
+        trainer = self.trainer
+        batches = self.data.heldout.batches(0, **trainer.batch_shape)
+        with contextlib.closing(batches):
+            losses = [
+                float(trainer.eval_step(state.params, trainer.put(batch)))
+                for batch in itertools.islice(batches, trainer.config.train.eval_steps)
+            ]
+        return sum(losses) / len(losses)
+
+    def _stop_at_non_finite(
+        self, state: "State", step: int, position: int, values: dict[str, float]
+    ) -> int:
+        self._save(state, position)
+        last = position + self.trainer.samples_per_step - 1
+        self.progress.say(
+            f"error: loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}, "
+            f"samples {position}..{last} of the training order: stopped before the update; the "
+            f"parameters of step {step - 1} are saved."
+        )
+        return 1
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM is noted in the list; another Ctrl-C interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

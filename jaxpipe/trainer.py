@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
+from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
 from jaxpipe.pipeline import Execution, StageFunctions, evaluate, losses_and_gradients
@@ -170,6 +171,37 @@ class Trainer:
         """A host batch on the devices."""
         return jax.device_put(batch, self.batch_sharding)
 
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        """M and B of a step, as the data's readers take them."""
+        train, dp = self.config.train, self.config.parallel.dp
+        return {"microbatches": train.grad_accum_steps, "batch_size": train.microbatch_size * dp}
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences that one step trains on, over all dp ranks."""
+        return math.prod(self.batch_shape.values())
+
+    def rates(self, step: int, seconds: float) -> dict[str, float]:
+        """What else is logged of a step that took so long: rates, and memory where known."""
+        tokens = self.samples_per_step * self.config.train.seq_len / seconds
+        values = {
+            "lr": float(self._learning_rate(step - 1)),
+            "tokens_per_second": tokens,
+            "tokens_per_second_per_device": tokens / self.mesh.size,
+            "step_seconds": seconds,
+        }
+        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
+        if peak is not None:
+            flops = flops_per_token(self.config.model, self.config.train.seq_len)
+            values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
+        memory = memory_peak()
+        return values if memory is None else values | {"peak_memory_bytes": memory}
+
+    @cached_property
+    def _learning_rate(self) -> optax.Schedule:
+        return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
+
     def _init(self) -> State:
         """The whole state on one device; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
@@ -182,7 +214,7 @@ class Trainer:
         return State(params, self.optimizer.init(params), jnp.int32(0))
 
     def _init_on_rank(self) -> Tree:
-        """This rank's shards of the parameters: it draws its own layers and its part of the ends."""
+        """This rank's shards of the parameters: it draws its own layers and part of the ends."""
         key = jax.random.key(self.config.train.seed)
         pp, rank = self.config.parallel.pp, jax.lax.axis_index(PP)
         counts = jnp.asarray(self.layout.counts)
@@ -203,11 +235,3 @@ class Trainer:
             "shared": jax.tree.map(shard, self.decoder.init_ends(key)),
             "layers": tuple(map(slot, range(self.layout.slots))),
         }
-
-
-def tokens_per_step(config: Config) -> int:
-    """Tokens that one step trains on, over all dp ranks."""
-    train = config.train
-    return math.prod(
-        (train.grad_accum_steps, train.microbatch_size, config.parallel.dp, train.seq_len)
-    )

@@ -38,14 +38,18 @@ def make_state(counts, dp=1, width=6):
     moments = optax.adamw(1e-3).init(params)
     moments = optax.tree.map_params(optax.adamw(1e-3), lambda leaf: leaf + 0.5, moments)
     # Slots without a layer hold zeros in a real state; restore leaves zeros there.
-    blank = layout.stack([jax.tree.map(jnp.ones_like, layer(i, width)) for i in range(layout.layers)])
+    blank = layout.stack(
+        [jax.tree.map(jnp.ones_like, layer(i, width)) for i in range(layout.layers)]
+    )
     blank = {"shared": jax.tree.map(jnp.ones_like, params["shared"]), "layers": blank}
     is_stage = lambda node: isinstance(node, dict) and "shared" in node  # noqa: E731
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = jax.tree.map(
-        lambda node: put(jax.tree.map(jnp.multiply, node, blank))
-        if is_stage(node)
-        else jax.device_put(node, everywhere),
+        lambda node: (
+            put(jax.tree.map(jnp.multiply, node, blank))
+            if is_stage(node)
+            else jax.device_put(node, everywhere)
+        ),
         moments,
         is_leaf=is_stage,
     )
@@ -76,7 +80,9 @@ def test_any_layout_restores_into_any_other(tmp_path, before, after, dp):
         restored, meta = checkpoints.restore(like, say=pytest.fail)
     assert (meta["position"], meta["step"]) == (40, 5)
     jax.tree.map(np.testing.assert_array_equal, restored, like)
-    shardings = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), restored, like)
+    shardings = jax.tree.map(
+        lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), restored, like
+    )
     assert all(jax.tree.leaves(shardings))
 
 
@@ -87,7 +93,9 @@ def test_keys_say_what_a_thing_is_and_plain_orbax_reads_them(tmp_path):
     tree = ocp.StandardCheckpointer().restore(tmp_path / "1" / "state")
     assert sorted(tree["params"]) == ["ends", "layers"]
     assert sorted(tree["params"]["layers"]) == ["0", "1", "2"]
-    np.testing.assert_array_equal(tree["params"]["layers"]["2"]["attn"]["wq"], layer(2)["attn"]["wq"])
+    np.testing.assert_array_equal(
+        tree["params"]["layers"]["2"]["attn"]["wq"], layer(2)["attn"]["wq"]
+    )
     assert tree["optimizer"][0]["mu"]["layers"]["2"]["attn"]["wq"].shape == (6, 4)
 
 

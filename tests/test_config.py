@@ -67,7 +67,10 @@ def test_presets_have_the_published_parameter_counts(path, preset, parameters):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.ppp=2"], "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has"),
+        (
+            ["parallel.ppp=2"],
+            "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has",
+        ),
         (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
         (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
         (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),

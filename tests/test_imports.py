@@ -36,7 +36,9 @@ def part_of(path):
 def imported_parts(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpipe"):
-            names = [node.module] if "." in node.module else [f"jaxpipe.{a.name}" for a in node.names]
+            names = (
+                [node.module] if "." in node.module else [f"jaxpipe.{a.name}" for a in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.startswith("jaxpipe.")]
         else:

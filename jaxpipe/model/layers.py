@@ -18,7 +18,7 @@ Init = Callable[[str, tuple[int, ...], float], nnx.Param]  # (name, shape, stand
 
 
 def init_from(key: jax.Array) -> Init:
-    """Normal initial values that depend on the key and the parameter's name, and on nothing else."""
+    """Normal initial values that depend on the key and the parameter's name alone."""
 
     def init(name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))

@@ -1,9 +1,9 @@
 """Where parameters live: stage layout on the mesh, and the layer-keyed form that has no mesh.
 
-The stage form is `{"shared": tree, "layers": (slot_0, slot_1, ...)}`. Slot j holds the j-th layer of
-every rank, each leaf with a leading axis of length P sharded over pp. Ranks with fewer layers have
-zeros in their last slots, which the executor skips. Shared leaves (embedding, final norm, head) are
-cut over pp too, so no rank keeps another's optimizer state.
+The stage form is `{"shared": tree, "layers": (slot_0, slot_1, ...)}`. Slot j holds the j-th layer
+of every rank, each leaf with a leading axis of length P sharded over pp. Ranks with fewer layers
+have zeros in their last slots, which the executor skips. Shared leaves (embedding, final norm,
+head) are cut over pp too, so that optimizer state is held once.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.parallel.layout import batch_spec, shared_axis, state_specs
+from jaxpipe.parallel.layout import batch_spec, state_specs
 from jaxpipe.parallel.mesh import DP, PP
 from jaxpipe.pipeline.split import POLICIES, split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
@@ -119,7 +119,7 @@ def evaluate(
     layers_per_stage: Sequence[int] | None = None,
     execution: Execution | None = None,
 ) -> jax.Array:
-    """Each microbatch's share of the loss, `[M]`, by a forward-only pass over the same placement."""
+    """Each microbatch's share of the loss, `[M]`, by a forward-only pass of the same placement."""
     schedule = forward_only(schedule.placement, schedule.microbatches)
     losses, _ = _run(functions, params, batch, schedule, mesh, layers_per_stage, execution)
     return losses
@@ -136,9 +136,7 @@ def _run(
 ) -> tuple[jax.Array, Tree]:
     execution = execution or Execution()
     _check_fit(params, batch, schedule, mesh, layers_per_stage)
-    tables = lower(
-        schedule, transfer_ticks=execution.transfer_ticks, in_flight=execution.in_flight
-    )
+    tables = lower(schedule, transfer_ticks=execution.transfer_ticks, in_flight=execution.in_flight)
     specs = state_specs(params, schedule.pp)
     counts = jnp.asarray(layers_per_stage or [len(params["layers"])] * schedule.pp)
     even = layers_per_stage is None or len(set(layers_per_stage)) == 1

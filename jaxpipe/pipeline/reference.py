@@ -19,8 +19,7 @@ def losses_and_gradients_ref(
     `{"shared": tree, "layers": [tree, ...]}`.
     """
     microbatches = [
-        jax.tree.map(lambda a, m=m: a[m], batch)
-        for m in range(jax.tree.leaves(batch)[0].shape[0])
+        jax.tree.map(lambda a, m=m: a[m], batch) for m in range(jax.tree.leaves(batch)[0].shape[0])
     ]
     terms = sum(functions.count(microbatch) for microbatch in microbatches)
 

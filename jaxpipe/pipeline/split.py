@@ -135,7 +135,9 @@ class LayerSplit:
     def _gradients(self, values: Iterable[jax.Array], *, in_b: bool) -> Tree:
         """The parameters' tree with `values` at the leaves of one kind and None at the others."""
         values = iter(values)
-        return jax.tree.unflatten(self._params, [next(values) if b is in_b else None for b in self._in_b])
+        return jax.tree.unflatten(
+            self._params, [next(values) if b is in_b else None for b in self._in_b]
+        )
 
     def _known(self, residuals: Residuals) -> dict[Var, Any]:
         kept = (*self._kept.for_b, *self._kept.for_w)
@@ -183,9 +185,7 @@ def split_layer(
     )
 
 
-def _cut(
-    jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy
-) -> tuple[Residuals, tuple[Var, ...]]:
+def _cut(jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy) -> tuple[Residuals, tuple[Var, ...]]:
     """Which values cross from F to B, from F to W, and from B to W."""
     *given, x, dy = jaxpr.invars
     free = {*jaxpr.constvars, *given}

@@ -1,8 +1,8 @@
 """One tick on one rank: receive, F, head, gradient, embedding gradient.
 
-Every buffer is written by exactly one two-way `lax.cond` whose other branch passes it on, and within
-a tick it is written before it is read: so XLA updates all of them in place. The first writes before
-the conds are the arrivals, which go to a spare slot when nothing arrives.
+Every buffer is written by exactly one two-way `lax.cond` whose other branch passes it on, and
+within a tick it is written before it is read: so XLA updates all of them in place. Only arrivals
+are written outside a cond; when nothing arrives, they go to a spare slot.
 """
 
 from collections.abc import Callable
@@ -87,9 +87,7 @@ class RankWork:
             arriving=(message, message) if tables.transfer_ticks == 2 else None,
             x_ring=ring(tables.x_slots + 1, x),
             dy_ring=ring(tables.dy_slots + 1, x),
-            residuals=tuple(
-                ring(tables.residual_slots, self.split.residuals) for _ in self.layers
-            ),
+            residuals=tuple(ring(tables.residual_slots, self.split.residuals) for _ in self.layers),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
             losses=losses,
@@ -137,7 +135,9 @@ class RankWork:
             if self.split is None:
                 for slot, params in enumerate(self.layers):
                     x = self._if_active(
-                        slot, lambda x, params=params: self.functions.layer(params, x, microbatch), x
+                        slot,
+                        lambda x, params=params: self.functions.layer(params, x, microbatch),
+                        x,
                     )
                 return x, ()
             rings = []
@@ -153,9 +153,7 @@ class RankWork:
                 rings.append(ring)
             return x, tuple(rings)
 
-        y, residuals = lax.cond(
-            row["forward"], run, lambda: (self._idle(carry.y), carry.residuals)
-        )
+        y, residuals = lax.cond(row["forward"], run, lambda: (self._idle(carry.y), carry.residuals))
         carry = carry._replace(y=y, residuals=residuals)
         return self._spoil(carry, row["forward"], x_ring=row["x_read"])
 
@@ -234,7 +232,7 @@ class RankWork:
         return jnp.full_like(message, jnp.nan) if self.poison else message
 
     def _spoil(self, carry: Carry, ran: jax.Array, **slots: jax.Array) -> Carry:
-        """With poison, overwrite slots of the named rings that this tick has read for the last time."""
+        """With poison, overwrite the slots of rings that this tick has read for the last time."""
         if not self.poison or self.split is None:
             return carry
         spoilt = {

@@ -100,7 +100,11 @@ def test_no_valid_token_at_all():
     batch["targets"] = jnp.full_like(batch["targets"], -100)
     params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
     losses, gradients = losses_and_gradients(
-        TOY, params, batch, build("1f1b", pp=2, microbatches=2), make_mesh(2, devices=jax.devices()[:2])
+        TOY,
+        params,
+        batch,
+        build("1f1b", pp=2, microbatches=2),
+        make_mesh(2, devices=jax.devices()[:2]),
     )
     assert not losses.any()
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))

@@ -48,7 +48,9 @@ def test_equals_vjp_bitwise(layer_case, policy):
         y, kept = split.forward(params, x, microbatch)
         dx, vectors, stash = split.backward_input(params, microbatch, kept, dy)
         matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
-        both = {name: vectors[name] if matrices[name] is None else matrices[name] for name in params}
+        both = {
+            name: vectors[name] if matrices[name] is None else matrices[name] for name in params
+        }
         return y, both, dx
 
     want = jax.jit(whole)(params, x, dy)
@@ -125,7 +127,9 @@ def test_a_loop_inside_a_layer_is_one_equation(layer_case):
     params, x, microbatch, dy = layer_case
 
     def layer(params, x, microbatch):
-        _, rows = jax.lax.scan(lambda c, row: (c + row, jnp.tanh(c + row)), x[:, 0], x.swapaxes(0, 1))
+        _, rows = jax.lax.scan(
+            lambda c, row: (c + row, jnp.tanh(c + row)), x[:, 0], x.swapaxes(0, 1)
+        )
         return x + rows.swapaxes(0, 1) @ params["up"] @ params["down"]
 
     split = split_layer(layer, params, x, microbatch)

@@ -58,7 +58,7 @@ def toy_params(key, layers, dtype=jnp.float32):
 
 
 def toy_batch(key, microbatches, examples, ignore="some"):
-    """Tokens `[M, B, L]`; `ignore` is none, some (unevenly), or whole (one microbatch counts nothing)."""
+    """Tokens `[M, B, L]`; `ignore`: none, some (unevenly), or whole (one microbatch entirely)."""
     k_inputs, k_targets, k_mask = jax.random.split(key, 3)
     shape = (microbatches, examples, LENGTH)
     targets = jax.random.randint(k_targets, shape, 0, VOCAB)

@@ -1,0 +1,80 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from datetime import timedelta
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from jaxpipe.config import LogConfig
+
+
+class Progress:
+    """A context manager that restores the terminal on leaving.
+
+    On a terminal one live line shows the latest step, with messages above it; elsewhere, or with
+    `log.progress = false`, every `log.every`-th step is a line of its own.
+    """
+
+    def __init__(self, steps: int, config: LogConfig, console: Console | None = None):
+        self._steps = steps
+        self._every = config.every
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._live = None
+        if config.progress and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=8)
+        self._seconds: float | None = None  # smoothed time of a step, without the first
+
+    def __enter__(self) -> "Progress":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, message: RenderableType) -> None:
+        """Print above the live line."""
+        self._console.print(message)
+
+    def update(self, step: int, values: dict[str, float], *, first: bool) -> None:
+        """Show one step; `first` is the step that was compiled and says nothing of the others."""
+        if not first:
+            seconds = values["step_seconds"]
+            self._seconds = 0.9 * (self._seconds or seconds) + 0.1 * seconds
+        line = describe(step, self._steps, values, self._seconds)
+        if self._live:
+            self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
+        elif step % self._every == 0 or step == self._steps or "eval_loss" in values:
+            self._console.print(Text(line))
+        if self._live and "eval_loss" in values:
+            self._console.print(Text(line))
+
+
+def describe(step: int, steps: int, values: dict[str, float], seconds: float | None) -> str:
+    """One line for one step; `seconds` is the usual time of a step, None if not yet known.
+
+    >>> describe(5, 10, {"loss": 2.5, "grad_norm": 1, "lr": 1e-3, "step_seconds": 0.5}, 2.0)
+    'step 5/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  0.500 s/step  ETA 0:00:10'
+    """
+    parts = [
+        f"step {step}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad_norm {values['grad_norm']:.3f}",
+        f"lr {values['lr']:.2e}",
+    ]
+    for name, form in {
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
+        "mfu": "MFU {:.1%}",
+        "step_seconds": "{:.3f} s/step",
+        "eval_loss": "eval_loss {:.4f}",
+    }.items():
+        if name in values:
+            parts.append(form.format(values[name]))
+    if "peak_memory_bytes" in values:
+        parts.append(f"memory {values['peak_memory_bytes'] / 2**30:.1f} GiB")
+    if seconds is not None:
+        parts.append(f"ETA {timedelta(seconds=round(seconds * (steps - step)))}")
+    return "  ".join(parts)

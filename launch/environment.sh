@@ -1,0 +1,59 @@
+# Sourced by the launch scripts: finds a Python, keeps .venv in step with pyproject.toml.
+# JAXPIPE_PYTHON names the Python to use instead of the newest one found.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usable_version() { # prints "3.12.1" if the given command is a Python that jaxpipe can use
+    "$1" - 2>/dev/null <<'PYTHON'
+import sys, venv, ensurepip
+if (3, 11) <= sys.version_info[:2] <= (3, 13):
+    print(".".join(map(str, sys.version_info[:3])))
+PYTHON
+}
+
+newest_python() {
+    local candidate version
+    for candidate in python3.13 python3.12 python3.11 python3 \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[1-3]*/bin/python; do
+        version=$(usable_version "$candidate") || continue
+        [ -n "$version" ] && echo "$version $candidate"
+    done | sort -t. -k1,1n -k2,2n -k3,3n | tail -n 1
+}
+
+prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
+    local python version extras stamp
+    if [ -n "${JAXPIPE_PYTHON:-}" ]; then
+        python=$JAXPIPE_PYTHON
+        version=$(usable_version "$python") || true
+    else
+        read -r version python <<<"$(newest_python)" || true
+    fi
+    if [ -z "${version:-}" ]; then
+        echo "jaxpipe needs Python 3.11, 3.12 or 3.13 with venv: install one, or name one in" \
+            "JAXPIPE_PYTHON." >&2
+        exit 1
+    fi
+    command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && set -- "$@" cuda13
+    if command -v flock >/dev/null; then
+        exec 9>.venv.lock
+        flock 9
+    fi
+    local made=".venv/made-with"
+    stamp="$version $(cksum <pyproject.toml)"
+    if [ ! -e "$made" ] || [ "$(head -n 1 "$made")" != "$stamp" ]; then
+        echo "jaxpipe: making .venv with Python $version"
+        rm -rf .venv
+        "$python" -m venv .venv
+        echo "$stamp" >"$made"
+    fi
+    extras=$(printf '%s\n' jaxpipe "$@" | cat - <(tail -n +2 "$made") | sort -u)
+    if [ "$extras" != "$(tail -n +2 "$made")" ]; then
+        echo "jaxpipe: installing" $extras
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable \
+            ".[$(echo $extras | sed 's/jaxpipe//; s/^ *//; s/ *$//; s/  */,/g')]"
+        printf '%s\n%s\n' "$stamp" "$extras" >"$made"
+    fi
+    if command -v flock >/dev/null; then
+        exec 9>&-
+    fi
+}

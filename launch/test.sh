@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Lint and test everything: ./launch/test.sh; or a part: ./launch/test.sh tests/schedule -k 1f1b
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare test
+if [ $# -eq 0 ]; then
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+fi
+exec .venv/bin/python -m pytest "$@"
