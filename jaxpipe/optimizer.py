@@ -65,7 +65,7 @@ def global_norm(gradients: Tree) -> jax.Array:
         leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         for leaf in jax.tree.leaves(gradients)
     ]
-    return optax.global_norm(wide)
+    return optax.tree.norm(wide)
 
 
 def clip_by_global_norm(gradients: Tree, norm: jax.Array, max_norm: float) -> Tree:

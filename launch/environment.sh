@@ -21,7 +21,7 @@ newest_python() {
 }
 
 prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
-    local python version extras stamp
+    local python version stamp
     if [ -n "${JAXPIPE_PYTHON:-}" ]; then
         python=$JAXPIPE_PYTHON
         version=$(usable_version "$python") || true
@@ -46,12 +46,14 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
         "$python" -m venv .venv
         echo "$stamp" >"$made"
     fi
-    extras=$(printf '%s\n' jaxpipe "$@" | cat - <(tail -n +2 "$made") | sort -u)
-    if [ "$extras" != "$(tail -n +2 "$made")" ]; then
-        echo "jaxpipe: installing" $extras
+    local have want
+    have=$(tail -n +2 "$made")
+    want=$(printf '%s\n' base "$@" "$have" | sed '/^$/d' | sort -u) # extras add up
+    if [ "$want" != "$have" ]; then
+        echo "jaxpipe: installing the packages for:" $want
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable \
-            ".[$(echo $extras | sed 's/jaxpipe//; s/^ *//; s/ *$//; s/  */,/g')]"
-        printf '%s\n%s\n' "$stamp" "$extras" >"$made"
+            ".[$(sed '/^base$/d' <<<"$want" | paste -sd, -)]"
+        printf '%s\n%s\n' "$stamp" "$want" >"$made"
     fi
     if command -v flock >/dev/null; then
         exec 9>&-

@@ -1,0 +1,149 @@
+"""The decoder's maths: causality, rotary positions, grouped queries, norms, losses, sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.config import ModelConfig
+from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.model.layers import rotary
+from jaxpipe.model.loss import count_valid, cross_entropy_sum
+from jaxpipe.presets import PRESETS
+
+SMALL = ModelConfig(
+    n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, vocab_size=50
+)
+QK_NORM = ModelConfig(
+    n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=48, vocab_size=50, qk_norm=True
+)
+
+
+def logits_of(config, tokens, key=0, **more):
+    decoder, key = Decoder(config), jax.random.key(key)
+    ends = decoder.init_ends(key)
+    microbatch = {"inputs": tokens} | more
+    x = decoder.embed(ends, microbatch)
+    for index in range(config.n_layers):
+        x = decoder.layer(decoder.init_layer(key, index), x, microbatch)
+    return jnp.asarray(x) @ ends["head"]
+
+
+def tokens_of(batch, length, key=1):
+    return jax.random.randint(jax.random.key(key), (batch, length), 0, 50)
+
+
+@pytest.mark.parametrize("config", [SMALL, QK_NORM])
+def test_no_token_sees_the_future(config):
+    decoder, key = Decoder(config), jax.random.key(0)
+    layer = decoder.init_layer(key, 0)
+    x = jax.random.normal(jax.random.key(2), (1, 7, 32))
+
+    def one(x, t):
+        return decoder.layer(layer, x, {})[0, t].sum()
+
+    for t in range(7):
+        seen = jnp.abs(jax.grad(one)(x, t)).sum(-1)[0]
+        assert not seen[t + 1 :].any()
+        assert seen[: t + 1].all()
+
+
+def test_attention_equals_a_plain_twin():
+    """Softmax attention written out head by head, with its own rotation, in numpy."""
+    decoder = Decoder(SMALL)
+    params = jax.tree.map(np.asarray, decoder.init_layer(jax.random.key(0), 0))
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 32)), np.float64)
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def turn(v, t):
+        pairs = v[:8] + 1j * v[8:]
+        turned = pairs * np.exp(1j * t * 500000.0 ** (-np.arange(8) / 8))
+        return np.concatenate([turned.real, turned.imag])
+
+    h = norm(x, params["attn_norm"]["scale"])
+    out = np.zeros((2, 5, 64))
+    for b in range(2):
+        for head in range(4):
+            mine, shared = slice(16 * head, 16 * head + 16), 16 * (head // 2)
+            q = h[b] @ params["attn"]["wq"][:, mine]
+            k = h[b] @ params["attn"]["wk"][:, shared : shared + 16]
+            v = h[b] @ params["attn"]["wv"][:, shared : shared + 16]
+            for t in range(5):
+                score = np.array([turn(q[t], t) @ turn(k[s], s) / 4 for s in range(t + 1)])
+                weight = np.exp(score - score.max())
+                out[b, t, mine] = weight / weight.sum() @ v[: t + 1]
+    y = x + out @ params["attn"]["wo"]
+    h = norm(y, params["mlp_norm"]["scale"])
+    gate, up = h @ params["mlp"]["w_gate"], h @ params["mlp"]["w_up"]
+    want = y + (gate / (1 + np.exp(-gate)) * up) @ params["mlp"]["w_down"]
+    got = decoder.layer(params, jnp.asarray(x, jnp.float32), {})
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+
+    def score(i, j):
+        at = [jnp.full((1, 1), t) for t in (i, j)]
+        return float(jnp.sum(rotary(q, at[0], 100.0) * rotary(k, at[1], 100.0)))
+
+    assert score(3, 1) == pytest.approx(score(13, 11), rel=1e-5)
+    assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
+
+
+def test_positions_can_be_given():
+    tokens = tokens_of(2, 6)
+    shifted = jnp.broadcast_to(jnp.arange(6) + 9, (2, 6))
+    np.testing.assert_allclose(
+        logits_of(SMALL, tokens), logits_of(SMALL, tokens, positions=shifted), atol=1e-5
+    )
+    restart = jnp.asarray([[0, 1, 2, 0, 1, 2]] * 2)
+    assert not np.allclose(logits_of(SMALL, tokens), logits_of(SMALL, tokens, positions=restart))
+
+
+def test_initial_values_depend_on_layer_and_name():
+    decoder, key = Decoder(SMALL), jax.random.key(0)
+    first, again, other = (decoder.init_layer(key, i) for i in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["attn"]["wk"], other["attn"]["wk"])
+    assert not np.array_equal(first["attn"]["wk"], first["attn"]["wv"])
+    # A parameter more or less elsewhere changes nothing here.
+    normed = Decoder(
+        ModelConfig(**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__} | {"qk_norm": True})
+    )
+    np.testing.assert_array_equal(normed.init_layer(key, 1)["attn"]["wo"], other["attn"]["wo"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_counted_by_shape(preset):
+    config = ModelConfig(**PRESETS[preset])
+    decoder, key = Decoder(config), jax.random.key(0)
+    ends = jax.eval_shape(decoder.init_ends, key)
+    layer = jax.eval_shape(decoder.init_layer, key, 0)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
+    tied = config.vocab_size * config.d_model * config.tie_embeddings
+    assert sizes[0] + config.n_layers * sizes[1] - tied == config.parameter_count()
+
+
+def test_cross_entropy_equals_the_sum_over_valid_tokens():
+    logits = jax.random.normal(jax.random.key(0), (2, 5, 11)) * 4
+    targets = jnp.asarray([[1, IGNORE, 3, 10, 0], [IGNORE] * 5])
+    log_p = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
+    want = -sum(log_p[0, t, targets[0, t]] for t in (0, 2, 3, 4))
+    assert float(cross_entropy_sum(logits, targets)) == pytest.approx(want, rel=1e-5)
+    assert int(count_valid(targets)) == 4
+    gradient = jax.grad(cross_entropy_sum)(logits, targets)
+    assert not gradient[1].any()
+    assert not gradient[0, 1].any()
+
+
+def test_half_precision_keeps_norms_and_loss_wide():
+    decoder, key = Decoder(SMALL), jax.random.key(0)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_ends(key))
+    microbatch = {"inputs": tokens_of(1, 4), "targets": tokens_of(1, 4, key=3)}
+    x = decoder.embed(half, microbatch)
+    layer = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_layer(key, 0))
+    assert decoder.layer(layer, x, microbatch).dtype == jnp.bfloat16
+    assert decoder.head(half, x, microbatch).dtype == jnp.float32

@@ -1,0 +1,82 @@
+"""Learning rates by hand-picked steps, AdamW against a plain twin, clipping against optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe.config import OptimizerConfig
+from jaxpipe.optimizer import build, clip_by_global_norm, decays, global_norm, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        ("constant", {0: 0.25, 3: 1.0, 4: 1.0, 23: 1.0}),
+        ("linear", {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 23: 0.1}),
+        ("cosine", {0: 0.25, 3: 1.0, 4: 1.0, 23: 0.1}),
+        ("wsd", {0: 0.25, 3: 1.0, 10: 1.0, 18: 1.0, 23: 0.1}),
+    ],
+)
+def test_learning_rate(decay, rates):
+    config = OptimizerConfig(lr=1.0, decay=decay, warmup_steps=4)
+    schedule = learning_rate(config, steps=24)
+    for step, rate in rates.items():
+        assert float(schedule(step)) == pytest.approx(rate, abs=1e-6), step
+
+
+def test_cosine_and_wsd_in_the_middle():
+    cosine = learning_rate(OptimizerConfig(lr=1.0, decay="cosine"), steps=21)
+    assert float(cosine(10)) == pytest.approx(0.55)
+    wsd = learning_rate(OptimizerConfig(lr=1.0, decay="wsd", min_lr_ratio=0.0), steps=21)
+    assert float(wsd(18)) == pytest.approx(0.5)
+
+
+def test_warm_up_can_be_the_whole_run():
+    schedule = learning_rate(OptimizerConfig(lr=1.0, warmup_steps=3), steps=3)
+    assert [round(float(schedule(step)), 4) for step in range(3)] == [0.3333, 0.6667, 1.0]
+
+
+PARAMS = {
+    "shared": {"embed": jnp.ones((3, 2)), "norm": jnp.ones(2)},
+    "layers": ({"w": jnp.full((2, 2, 2), 0.5), "gain": jnp.ones((2, 2))},),
+}
+
+
+def test_only_matrices_decay():
+    assert decays(PARAMS) == {
+        "shared": {"embed": True, "norm": False},
+        "layers": ({"w": True, "gain": False},),
+    }
+
+
+def test_adamw_equals_a_plain_twin():
+    config = OptimizerConfig(lr=0.01, decay="constant", beta1=0.8, beta2=0.9, weight_decay=0.3)
+    optimizer = build(config, steps=10)
+    state, params = optimizer.init(PARAMS), PARAMS
+    twin = {"w": np.full((2, 2, 2), 0.5), "m": 0.0, "v": 0.0}
+    for step in range(1, 4):
+        gradients = jax.tree.map(lambda leaf, s=step: jnp.cos(leaf * s), params)
+        g = np.cos(twin["w"] * step)
+        twin["m"] = 0.8 * twin["m"] + 0.2 * g
+        twin["v"] = 0.9 * twin["v"] + 0.1 * g * g
+        m, v = twin["m"] / (1 - 0.8**step), twin["v"] / (1 - 0.9**step)
+        twin["w"] = twin["w"] - 0.01 * (m / (np.sqrt(v) + 1e-8) + 0.3 * twin["w"])
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["layers"][0]["w"], twin["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 100.0])
+def test_clipping_equals_optax(limit):
+    gradients = jax.tree.map(lambda leaf: leaf * 3 - 1, PARAMS)
+    norm = global_norm(gradients)
+    assert float(norm) == pytest.approx(float(optax.tree.norm(gradients)))
+    want, _ = optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())
+    got = clip_by_global_norm(gradients, norm, limit)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
+
+
+def test_no_limit_is_no_clipping():
+    assert clip_by_global_norm(PARAMS, jnp.float32(1e9), 0.0) is PARAMS
