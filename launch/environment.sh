@@ -46,13 +46,14 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
         "$python" -m venv .venv
         echo "$stamp" >"$made"
     fi
-    local have want
+    local have want extras
     have=$(tail -n +2 "$made")
     want=$(printf '%s\n' base "$@" "$have" | sed '/^$/d' | sort -u) # extras add up
     if [ "$want" != "$have" ]; then
         echo "jaxpipe: installing the packages for:" $want
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable \
-            ".[$(sed '/^base$/d' <<<"$want" | paste -sd, -)]"
+        extras=$(sed '/^base$/d' <<<"$want" | paste -sd, -)
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+            --editable ".${extras:+[$extras]}"
         printf '%s\n%s\n' "$stamp" "$want" >"$made"
     fi
     if command -v flock >/dev/null; then
