@@ -250,7 +250,7 @@ def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:
         return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
 
     want, have = shapes(expected), shapes(stored)
-    for name in sorted({*want, *have}):
+    for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         if want.get(name) != have.get(name):
             raise ConfigError(
                 f"checkpoint {where} is of another model: {name} has shape "

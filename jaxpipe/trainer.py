@@ -31,15 +31,19 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Trainer:
-    """The pure parts of a run. Nothing here reads or writes files."""
+    """The pure parts of a run. Nothing here reads or writes files.
+
+    `devices` are those of the mesh, in order; None takes all that jax finds.
+    """
 
     config: Config
+    devices: tuple[jax.Device, ...] | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The (pp, dp, tp) mesh over all devices."""
+        """The (pp, dp, tp) mesh."""
         parallel = self.config.parallel
-        return make_mesh(parallel.pp, parallel.dp, parallel.tp)
+        return make_mesh(parallel.pp, parallel.dp, parallel.tp, self.devices)
 
     @cached_property
     def layout(self) -> StageLayout:

@@ -74,6 +74,11 @@ def _file_parts(
 
 def _open_files(config: DataConfig, vocab_size: int, directory: Path) -> tuple[Tokens, Tokens]:
     if config.source == "stdlib":
+        if vocab_size < 256:
+            raise ConfigError(
+                f"data.source = 'stdlib' is bytes, 0..255, but model.vocab_size={vocab_size}: use "
+                f"model.vocab_size=256 or more."
+            )
         paths = stdlib_corpus(directory, config.heldout_fraction)
     elif not config.path:
         raise ConfigError("data.source = 'file' needs data.path: set it to a .bin or .npy file.")

@@ -1,0 +1,225 @@
+"""The command as a user runs it: training, resuming, being killed, and bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe import train
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import load
+from jaxpipe.trainer import Trainer
+
+SMALL = Path(__file__).parent / "data" / "small.toml"
+FEWER = {  # other layouts of the same global batch
+    "pp2_dp1": ["parallel.pp=2", "parallel.dp=1", "train.microbatch_size=2"],
+    "pp1_dp2": ["parallel.pp=1", "parallel.dp=2"],
+    "pp3_dp1": ["parallel.pp=3", "parallel.dp=1", "train.microbatch_size=2"],
+    "gpipe": ["parallel.schedule=gpipe", "parallel.layer_split=[1,1,1,1]"],
+}
+
+
+def metrics(directory):
+    text = (Path(directory) / "metrics.jsonl").read_text()
+    return {line["step"]: line for line in map(json.loads, text.splitlines())}
+
+
+def spawn(directory, *overrides, devices=8):
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
+    return subprocess.Popen(
+        [*command, f"runtime.cpu_devices={devices}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SMALL.parents[2])},
+    )
+
+
+def devices_of(layout):
+    return {"pp2_dp1": 2, "pp1_dp2": 2, "pp3_dp1": 3, "gpipe": 8}[layout]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    assert train.main([str(SMALL), f"run.dir={directory}"]) == 0
+    return directory
+
+
+def test_loss_falls_and_every_step_is_logged(uninterrupted):
+    logged = metrics(uninterrupted)
+    assert sorted(logged) == list(range(1, 13))
+    keys = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"}
+    assert all(keys <= line.keys() for line in logged.values())
+    assert [step for step, line in logged.items() if "eval_loss" in line] == [6, 12]
+    assert logged[12]["eval_loss"] < logged[6]["eval_loss"] < logged[1]["loss"]
+
+
+@pytest.mark.parametrize("layout", FEWER)
+def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted, layout):
+    """kill -9 in the middle of a later save; the run goes on with another pp, dp or schedule."""
+    process = spawn(tmp_path, "checkpoint.every=1", "train.steps=12")
+    saves = tmp_path / "checkpoints"
+    while not (saves / "4").exists() or not any("tmp" in path.name for path in saves.iterdir()):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    newest = max(int(path.name) for path in saves.iterdir() if path.name.isdigit())
+    assert 4 <= newest < 12
+    process = spawn(tmp_path, *FEWER[layout], devices=devices_of(layout))
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert f"resumed from step {newest} (saved with pp=4 dp=2 1f1b)" in output
+    got, want = metrics(tmp_path), metrics(uninterrupted)
+    assert sorted(got) == sorted(want)
+    losses = [[run[step]["loss"] for step in sorted(want)] for run in (got, want)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def trainer_of(*overrides):
+    config = load(SMALL, overrides)
+    count = config.parallel.pp * config.parallel.dp
+    return Trainer(config, devices=tuple(jax.devices()[:count]))
+
+
+def restored(directory, *overrides):
+    """`(state keyed by layer as numpy, meta)` of the newest checkpoint under some configuration."""
+    trainer = trainer_of(*overrides)
+    keying = Keying(trainer.layout, trainer.mesh)
+    where = directory / "checkpoints"
+    with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
+        state, meta = checkpoints.restore(trainer.init()._asdict(), say=pytest.fail)
+    return jax.tree.map(np.asarray, keying.keyed(state)), meta
+
+
+@pytest.mark.parametrize("layout", FEWER)
+def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
+    want, meta = restored(uninterrupted)
+    got, _ = restored(uninterrupted, *FEWER[layout])
+    assert meta["position"] == 12 * 4 * 2
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("layout", FEWER)
+def test_initial_values_are_the_same_on_every_layout(layout):
+    def initial(*overrides):
+        trainer = trainer_of(*overrides)
+        keyed = Keying(trainer.layout, trainer.mesh).keyed(trainer.init().params)
+        return jax.tree.map(np.asarray, keyed)
+
+    jax.tree.map(np.testing.assert_array_equal, initial(*FEWER[layout]), initial())
+
+
+def test_a_step_does_not_recompile_or_move_the_state():
+    trainer = Trainer(load(SMALL))
+    state = trainer.init()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    batch = {name: np.zeros((4, 2, 32), np.int32) for name in ("inputs", "targets")}
+    for _ in range(2):
+        state, _ = trainer.train_step(state, trainer.put(batch))
+        assert trainer.train_step._cache_size() == 1
+    same = jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), state, shardings
+    )
+    assert all(jax.tree.leaves(same))
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path, uninterrupted):
+    process = spawn(tmp_path, "train.steps=12", "checkpoint.every=0")
+    while "step 3/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "SIGINT: stopped after step" in output
+    assert train.main([str(SMALL), f"run.dir={tmp_path}"]) == 0
+    losses = [
+        [run[step]["loss"] for step in range(1, 13)]
+        for run in map(metrics, (tmp_path, uninterrupted))
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, capsys):
+    explode = ["optimizer.lr=1e18", "optimizer.clip_norm=0", "optimizer.warmup_steps=0"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *explode]) == 1
+    logged = metrics(tmp_path)
+    last = max(logged)
+    assert logged[last]["loss"] is None or logged[last]["grad_norm"] is None
+    said = " ".join(capsys.readouterr().out.split())
+    first = (last - 1) * 8
+    assert f"at step {last}, samples {first}..{first + 7} of the training order" in said
+    state, meta = restored(tmp_path)
+    assert (int(state["step"]), meta["position"]) == (last - 1, first)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+
+
+def refused(capsys, directory, *overrides):
+    """The sentence printed for bad input; nothing may be left behind."""
+    before = sorted(path for path in Path(directory).rglob("*"))
+    assert train.main([str(SMALL), f"run.dir={directory}/run", *overrides]) == 2
+    assert sorted(path for path in Path(directory).rglob("*")) == before
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["parallel.dp=4"], "must equal the number of devices, 8"),
+        (["parallel.ppp=4"], "did you mean parallel.pp?"),
+        (["parallel.schedule=zigzag"], "use one of gpipe, 1f1b"),
+        (["train.grad_accum_steps=3"], "cannot fill parallel.pp=4 under 1f1b: use at least 4"),
+        (["model.vocab_size=100", "data.source=stdlib"], "model.vocab_size=100"),
+        (["data.source=file", "data.path=missing.bin"], "missing.bin"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path, capsys, overrides, sentence):
+    assert sentence in refused(capsys, tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"", "empty"), (b"\x01" * 2001, "multiple"), (b"\xff" * 4000, "65535")],
+)
+def test_bad_data_files(tmp_path, capsys, content, sentence):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(content)
+    said = refused(capsys, tmp_path, "data.source=file", f"data.path={path}")
+    assert sentence in said
+    assert "tokens.bin" in said
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "run").touch()
+    assert "cannot be written" in refused(capsys, tmp_path)
+
+
+def test_another_model_or_other_data_in_the_directory(uninterrupted, capsys):
+    command = [str(SMALL), f"run.dir={uninterrupted}"]
+    before = sorted(Path(uninterrupted).rglob("*"))
+    for overrides, sentence in [
+        (["model.d_ff=96"], "params/layers/0/mlp/w_down has shape (64, 32) there and (96, 32)"),
+        (["train.seed=5"], "another run.dir"),
+        (["checkpoint.resume=none"], "holds checkpoints of steps [4, 8, 12]"),
+    ]:
+        assert train.main([*command, *overrides]) == 2
+        assert sentence in capsys.readouterr().err
+    assert sorted(Path(uninterrupted).rglob("*")) == before
+
+
+def test_print_config_is_a_configuration(tmp_path, capsys):
+    assert train.main([str(SMALL), "parallel.pp=2", "--print-config"]) == 0
+    printed = tmp_path / "printed.toml"
+    printed.write_text(capsys.readouterr().out)
+    assert load(printed) == load(SMALL, ["parallel.pp=2"])
