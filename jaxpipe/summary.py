@@ -38,7 +38,7 @@ def activation_bytes(trainer: Trainer, tables: Tables) -> int:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], train.compute_dtype),
         trainer.state_shapes.params["layers"][0],
     )
-    split = split_layer(trainer.functions.layer, layer, x, microbatch, POLICIES[train.remat])
+    split = split_layer(trainer.decoder.layer, layer, x, microbatch, POLICIES[train.remat])
     residuals = _bytes(split.residuals) * tables.residual_slots * trainer.layout.slots
     return residuals + _bytes(x) * (tables.x_slots + tables.dy_slots + 2)
 

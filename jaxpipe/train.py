@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe import config as configs
+from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.runtime import use_cpu_devices
 from jaxpipe.schedule import ScheduleError
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """Train as configured and return the exit code; `ConfigError` comes before anything is done."""
-    configs.validate(config, devices=config.runtime.cpu_devices or None)
+    validate(config, devices=config.runtime.cpu_devices or None)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     # Only now may jax be imported: it reads its settings when it starts.
@@ -64,7 +65,7 @@ def train(config: Config) -> int:
     from jaxpipe.summary import summary
     from jaxpipe.trainer import Trainer
 
-    configs.validate(config, devices=jax.device_count())
+    validate(config, devices=jax.device_count())
     directory = Path(config.run.dir)
     trainer = Trainer(config)
     try:

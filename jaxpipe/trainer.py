@@ -15,7 +15,7 @@ from jaxpipe.config import Config
 from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
-from jaxpipe.pipeline import Execution, StageFunctions, evaluate, losses_and_gradients
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.schedule import Schedule, assign_layers, build
 
 Tree = Any
@@ -89,10 +89,11 @@ class Trainer:
         return Decoder(self.config.model)
 
     @cached_property
-    def functions(self) -> StageFunctions:
-        """The model as the pipeline sees it."""
+    def pipeline(self) -> Pipeline:
+        """The model on the mesh under the schedule."""
         decoder = self.decoder
-        return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+        functions = StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+        return Pipeline(functions, self.schedule, self.mesh, self.layout.counts, self.execution)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -138,10 +139,7 @@ class Trainer:
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            losses, gradients = losses_and_gradients(
-                self.functions, state.params, batch, self.schedule, self.mesh,
-                layers_per_stage=self.layout.counts, execution=self.execution,
-            )  # fmt: skip
+            losses, gradients = self.pipeline.losses_and_gradients(state.params, batch)
             loss, norm = losses.sum(), optimizers.global_norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             gradients = optimizers.clip_by_global_norm(
@@ -164,10 +162,7 @@ class Trainer:
         """Compiled `(params, batch) -> loss` by the forward-only pass."""
 
         def loss(params: Tree, batch: Tree) -> jax.Array:
-            return evaluate(
-                self.functions, params, batch, self.schedule, self.mesh,
-                layers_per_stage=self.layout.counts, execution=self.execution,
-            ).sum()  # fmt: skip
+            return self.pipeline.losses(params, batch).sum()
 
         return jax.jit(loss, in_shardings=(self.state_shardings.params, self.batch_sharding))
 

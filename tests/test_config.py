@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpipe.config import Config, ConfigError, load, to_toml, validate
+from jaxpipe.checks import validate
+from jaxpipe.config import Config, ConfigError, load, to_toml
 from jaxpipe.presets import PRESETS
 
 BASE = """

@@ -11,7 +11,7 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "presets", "schedule", "runtime"},
+    {"config", "presets", "checks", "schedule", "runtime"},
     {"model"},
     {"parallel"},
     {"pipeline"},
@@ -20,9 +20,19 @@ ROWS = [
     {"train"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-SIBLINGS = {"config": {"presets", "schedule"}, "metrics": {"progress"}, "summary": {"trainer"}}
+SIBLINGS = {
+    "config": {"presets"},
+    "checks": {"config", "schedule"},
+    "metrics": {"progress"},
+    "summary": {"trainer"},
+}
 # `pipeline` takes stage functions as arguments: it must not know the model.
-FORBIDDEN = {("pipeline", "model"), ("parallel", "model"), ("schedule", "config")}
+FORBIDDEN = {
+    ("pipeline", "model"),
+    ("parallel", "model"),
+    ("schedule", "config"),
+    ("config", "schedule"),
+}
 
 
 def modules():
@@ -56,7 +66,7 @@ def test_rows(path):
         assert (own, other) not in FORBIDDEN, f"{own} may not import {other}"
 
 
-@pytest.mark.parametrize("name", ["schedule", "config", "runtime"])
+@pytest.mark.parametrize("name", ["schedule", "config", "checks", "runtime"])
 def test_row_zero_does_not_import_jax(name):
     code = f"import sys, jaxpipe.{name}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

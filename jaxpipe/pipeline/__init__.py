@@ -1,11 +1,6 @@
 """Pipelined training as one SPMD program: any schedule is a table that one scan reads."""
 
-from jaxpipe.pipeline.executor import (
-    Execution,
-    evaluate,
-    loss_and_gradients,
-    losses_and_gradients,
-)
+from jaxpipe.pipeline.executor import Execution, Pipeline, loss_and_gradients
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.pipeline.split import POLICIES, LayerSplit, split_layer
 from jaxpipe.pipeline.stage import StageFunctions
@@ -14,10 +9,9 @@ __all__ = [
     "POLICIES",
     "Execution",
     "LayerSplit",
+    "Pipeline",
     "StageFunctions",
-    "evaluate",
     "loss_and_gradients",
-    "losses_and_gradients",
     "losses_and_gradients_ref",
     "split_layer",
 ]

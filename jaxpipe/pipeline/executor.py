@@ -37,33 +37,85 @@ class Execution:
     poison_bubbles: bool = False
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """A model, a schedule and a mesh that fit together: what runs a step.
+
+    Attributes:
+      functions: the model as stages see it.
+      schedule: which rank does what in which order.
+      mesh: a (pp, dp, tp) mesh; its pp must be the schedule's.
+      layers_per_stage: layers of each stage (None: every slot of every rank holds one).
+      execution: how the schedule is run.
+
+    Both methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`) and a batch
+    `[M, B, ...]`, B cut over dp, and raise `ValueError` where these do not fit the rest.
+    """
+
+    functions: StageFunctions
+    schedule: Schedule
+    mesh: Mesh
+    layers_per_stage: Sequence[int] | None = None
+    execution: Execution = Execution()
+
+    def losses_and_gradients(self, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        """Each microbatch's share of the loss, `[M]`, and the gradients of their sum.
+
+        The loss is the sum over all examples divided by the number of its terms (0 where there are
+        none). Gradients come in the form, dtype and sharding of `params`.
+        """
+        return self._run(self.schedule, params, batch)
+
+    def losses(self, params: Tree, batch: Tree) -> jax.Array:
+        """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
+        forward = forward_only(self.schedule.placement, self.schedule.microbatches)
+        return self._run(forward, params, batch)[0]
+
+    def _run(self, schedule: Schedule, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        self._check_fit(params, batch)
+        tables = lower(
+            schedule,
+            transfer_ticks=self.execution.transfer_ticks,
+            in_flight=self.execution.in_flight,
+        )
+        specs = state_specs(params, schedule.pp)
+        counts = self.layers_per_stage or [len(params["layers"])] * schedule.pp
+        even = len(set(counts)) == 1
+        return jax.shard_map(
+            partial(_rank_program, self.functions, tables, self.execution, even, specs["shared"]),
+            mesh=self.mesh,
+            in_specs=(specs, batch_spec(), PartitionSpec(None, PP), PartitionSpec(PP)),
+            out_specs=(PartitionSpec(), specs if tables.trains else None),
+            check_vma=False,  # the collectives stand outside everything differentiated
+        )(params, batch, tables.columns, jnp.asarray(counts))
+
+    def _check_fit(self, params: Tree, batch: Tree) -> None:
+        pp, dp, schedule = self.mesh.shape[PP], self.mesh.shape[DP], self.schedule
+        if schedule.pp != pp:
+            raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
+        slots, counts = len(params["layers"]), self.layers_per_stage
+        if counts is not None and (len(counts) != pp or max(counts) != slots):
+            raise ValueError(
+                f"layers_per_stage={list(counts)} needs {pp} entries whose largest is the number "
+                f"of layer slots, {slots}."
+            )
+        for leaf in jax.tree.leaves(batch):
+            if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
+                raise ValueError(
+                    f"a batch leaf has shape {leaf.shape}: it needs [M, B, ...] with the "
+                    f"schedule's M={schedule.microbatches} and B a multiple of dp={dp}."
+                )
+
+
 def loss_and_gradients(
     functions: StageFunctions,
     params: Tree,
     batch: Tree,
     schedule: Schedule,
     mesh: Mesh,
-    *,
-    layers_per_stage: Sequence[int] | None = None,
-    execution: Execution | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, Tree]:
-    """Loss and gradients of one step, by pipeline.
-
-    Args:
-      functions: the model as stages see it.
-      params: parameters in stage form (`jaxpipe.parallel.StageLayout.stack`).
-      batch: tree of arrays `[M, B, ...]`; B is cut over dp.
-      schedule: which rank does what in which order; its M must be the batch's.
-      mesh: a (pp, dp, tp) mesh; its pp must be the schedule's.
-      layers_per_stage: layers of each stage (None: every slot of every rank holds one).
-      execution: how the schedule is run.
-
-    Returns:
-      The summed loss over all examples divided by the number of its terms (0 where there are
-      none), and its gradients in the form, dtype and sharding of `params`.
-
-    Raises:
-      ValueError: schedule, mesh, batch and parameters do not fit together.
+    """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
 
     A regression through four layers on two ranks:
 
@@ -88,92 +140,9 @@ def loss_and_gradients(
     >>> print(f"{loss:.3f}", gradients["layers"][0].shape)
     23.492 (2, 4, 4)
     """
-    losses, gradients = losses_and_gradients(
-        functions, params, batch, schedule, mesh,
-        layers_per_stage=layers_per_stage, execution=execution,
-    )  # fmt: skip
+    pipeline = Pipeline(functions, schedule, mesh, **options)
+    losses, gradients = pipeline.losses_and_gradients(params, batch)
     return losses.sum(), gradients
-
-
-def losses_and_gradients(
-    functions: StageFunctions,
-    params: Tree,
-    batch: Tree,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    layers_per_stage: Sequence[int] | None = None,
-    execution: Execution | None = None,
-) -> tuple[jax.Array, Tree]:
-    """As `loss_and_gradients`, with each microbatch's share of the loss: `[M]`, summing to it."""
-    return _run(functions, params, batch, schedule, mesh, layers_per_stage, execution)
-
-
-def evaluate(
-    functions: StageFunctions,
-    params: Tree,
-    batch: Tree,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    layers_per_stage: Sequence[int] | None = None,
-    execution: Execution | None = None,
-) -> jax.Array:
-    """Each microbatch's share of the loss, `[M]`, by a forward-only pass of the same placement."""
-    schedule = forward_only(schedule.placement, schedule.microbatches)
-    losses, _ = _run(functions, params, batch, schedule, mesh, layers_per_stage, execution)
-    return losses
-
-
-def _run(
-    functions: StageFunctions,
-    params: Tree,
-    batch: Tree,
-    schedule: Schedule,
-    mesh: Mesh,
-    layers_per_stage: Sequence[int] | None,
-    execution: Execution | None,
-) -> tuple[jax.Array, Tree]:
-    execution = execution or Execution()
-    _check_fit(params, batch, schedule, mesh, layers_per_stage)
-    tables = lower(schedule, transfer_ticks=execution.transfer_ticks, in_flight=execution.in_flight)
-    specs = state_specs(params, schedule.pp)
-    counts = jnp.asarray(layers_per_stage or [len(params["layers"])] * schedule.pp)
-    even = layers_per_stage is None or len(set(layers_per_stage)) == 1
-    body = partial(_rank_program, functions, tables, execution, even, specs["shared"])
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(specs, batch_spec(), PartitionSpec(None, PP), PartitionSpec(PP)),
-        out_specs=(PartitionSpec(), specs if tables.trains else None),
-        check_vma=False,  # raw collectives below stand outside everything differentiated
-    )(params, batch, tables.columns, counts)
-
-
-def _check_fit(
-    params: Tree,
-    batch: Tree,
-    schedule: Schedule,
-    mesh: Mesh,
-    layers_per_stage: Sequence[int] | None,
-) -> None:
-    pp, dp = mesh.shape[PP], mesh.shape[DP]
-    if schedule.pp != pp:
-        raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
-    slots = len(params["layers"])
-    if layers_per_stage is not None and (
-        len(layers_per_stage) != pp or max(layers_per_stage) != slots
-    ):
-        raise ValueError(
-            f"layers_per_stage={list(layers_per_stage)} needs {pp} entries whose largest is the "
-            f"number of layer slots, {slots}."
-        )
-    for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
-            raise ValueError(
-                f"a batch leaf has shape {leaf.shape}: it needs [M, B, ...] with the schedule's "
-                f"M={schedule.microbatches} and B a multiple of dp={dp}."
-            )
 
 
 def _rank_program(

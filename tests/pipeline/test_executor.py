@@ -1,7 +1,5 @@
 """The pipelined step against the reference, over schedules, meshes, splits and ignored tokens."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,7 @@ import pytest
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import (
-    Execution,
-    evaluate,
-    losses_and_gradients,
-    losses_and_gradients_ref,
-)
+from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.schedule import build
 
 
@@ -37,16 +30,10 @@ def run(name, counts, dp, microbatches, *, ignore="some", dtype=jnp.float32, key
     shared, layers = toy_params(jax.random.key(key), layout.layers, dtype)
     batch = toy_batch(jax.random.key(key + 1), microbatches, 2 * dp, ignore)
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
-    step = partial(
-        losses_and_gradients,
-        TOY,
-        schedule=build(name, pp=pp, microbatches=microbatches),
-        mesh=mesh,
-        layers_per_stage=counts,
-        execution=Execution(**execution),
-    )
+    schedule = build(name, pp=pp, microbatches=microbatches)
+    pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
     params = {"shared": shared, "layers": layout.stack(layers)}
-    got = jax.jit(lambda params, batch: step(params, batch))(params, batch)
+    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
     losses, gradients = losses_and_gradients_ref(TOY, shared, layers, batch)
     want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
     return got, want
@@ -99,13 +86,9 @@ def test_no_valid_token_at_all():
     batch = toy_batch(jax.random.key(1), 2, 2)
     batch["targets"] = jnp.full_like(batch["targets"], -100)
     params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
-    losses, gradients = losses_and_gradients(
-        TOY,
-        params,
-        batch,
-        build("1f1b", pp=2, microbatches=2),
-        make_mesh(2, devices=jax.devices()[:2]),
-    )
+    mesh = make_mesh(2, devices=jax.devices()[:2])
+    pipeline = Pipeline(TOY, build("1f1b", pp=2, microbatches=2), mesh)
+    losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
     assert not losses.any()
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
@@ -147,14 +130,11 @@ def test_forward_only_gives_the_same_losses(counts, transfer_ticks):
     pp, layout = len(counts), StageLayout(tuple(counts))
     shared, layers = toy_params(jax.random.key(0), layout.layers)
     batch = toy_batch(jax.random.key(1), 5, 4)
-    losses = evaluate(
-        TOY,
-        {"shared": shared, "layers": layout.stack(layers)},
-        batch,
-        build("1f1b", pp=pp, microbatches=5),
-        make_mesh(pp, 2, devices=jax.devices()[: 2 * pp]),
-        layers_per_stage=counts,
-        execution=Execution(transfer_ticks=transfer_ticks),
-    )
+    mesh = make_mesh(pp, 2, devices=jax.devices()[: 2 * pp])
+    schedule = build("1f1b", pp=pp, microbatches=5)
+    execution = Execution(transfer_ticks=transfer_ticks)
+    pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
+    params = {"shared": shared, "layers": layout.stack(layers)}
+    losses = jax.jit(pipeline.losses)(params, batch)
     want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)

@@ -10,7 +10,7 @@ import pytest
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import Execution, losses_and_gradients
+from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.schedule import build, lower, simulate
 
 WIDE = 4  # examples per microbatch
@@ -23,12 +23,8 @@ def lowered(name, pp, microbatches, *, layers_each=2, examples=WIDE, **execution
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     schedule = build(name, pp=pp, microbatches=microbatches)
 
-    def step(params, batch):
-        return losses_and_gradients(
-            TOY, params, batch, schedule, mesh, execution=Execution(**execution)
-        )
-
-    return jax.jit(step).trace(params, batch), schedule
+    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(**execution))
+    return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule
 
 
 def compiled(*args, **kwargs):
