@@ -4,24 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import assert_close, cal_diff
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import build
-
-
-def cal_diff(x, y):
-    """1 - 2 x.y / (x.x + y.y): DeepSeek's measure of how far two tensors are from equal."""
-    x, y = (np.asarray(leaf, np.float64).ravel() for leaf in (x, y))
-    scale = x @ x + y @ y
-    return 1 - 2 * (x @ y) / scale if scale else 0.0
-
-
-def relative(x, y):
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    size = np.linalg.norm(y)
-    return np.linalg.norm(x - y) / size if size else np.linalg.norm(x)
+from jaxpipe.schedule import build, lower
 
 
 def run(name, counts, dp, microbatches, *, ignore="some", dtype=jnp.float32, key=0, **execution):
@@ -37,18 +25,6 @@ def run(name, counts, dp, microbatches, *, ignore="some", dtype=jnp.float32, key
     losses, gradients = losses_and_gradients_ref(TOY, shared, layers, batch)
     want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
     return got, want
-
-
-def assert_close(got, want, bound=1e-6):
-    (losses, gradients), (want_losses, want_gradients) = got, want
-    np.testing.assert_allclose(losses, want_losses, rtol=bound, atol=1e-9)
-    errors = jax.tree.map(relative, gradients, want_gradients)
-    assert max(jax.tree.leaves(errors)) <= bound, errors
-    norms = [
-        np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
-        for tree in (gradients, want_gradients)
-    ]
-    np.testing.assert_allclose(*norms, rtol=bound)
 
 
 EVEN = {1: [3], 2: [2, 2], 3: [1, 1, 1], 4: [1, 1, 1, 1], 8: [1] * 8}
@@ -138,3 +114,29 @@ def test_forward_only_gives_the_same_losses(counts, transfer_ticks):
     losses = jax.jit(pipeline.losses)(params, batch)
     want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
+
+
+def _swap_slots(columns):
+    columns["residual_read"][columns["gradient"] == 1] ^= 1
+
+
+def _store_late(columns):
+    columns["dy_arrive"][1:] = columns["dy_arrive"][:-1].copy()
+
+
+def _drop_a_gradient(columns):
+    columns["gradient"][columns["gradient"][:, 1].argmax(), 1] = 0
+
+
+@pytest.mark.parametrize("fault", [_swap_slots, _store_late, _drop_a_gradient])
+def test_a_planted_fault_is_caught(monkeypatch, fault):
+    """The comparison with the reference sees one wrong entry of the tables."""
+
+    def faulty(*args, **kwargs):
+        tables = lower(*args, **kwargs)
+        fault(tables.columns)
+        return tables
+
+    monkeypatch.setattr("jaxpipe.pipeline.executor.lower", faulty)
+    with pytest.raises(AssertionError):
+        assert_close(*run("1f1b", [1, 1, 1, 1], 1, 6))

@@ -1,0 +1,73 @@
+"""The real decoder through the pipeline against the reference: attention, norms, ends and all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close, cal_diff
+
+from jaxpipe.config import ModelConfig
+from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.schedule import build
+
+CONFIG = ModelConfig(
+    n_layers=5,
+    d_model=32,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    d_ff=48,
+    vocab_size=40,
+    qk_norm=True,
+)
+
+
+def run(name, counts, dp, dtype=jnp.float32, **execution):
+    decoder, key = Decoder(CONFIG), jax.random.key(0)
+    layout, pp, microbatches = StageLayout(counts), len(counts), len(counts) + 2
+    functions = StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+    cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+    shared = cast(decoder.init_ends(key))
+    layers = [cast(decoder.init_layer(key, i)) for i in range(5)]
+    tokens = jax.random.randint(jax.random.key(1), (microbatches, 2 * dp, 13), 0, 40)
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
+    batch = {"inputs": inputs, "targets": targets}
+    mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
+    schedule = build(name, pp=pp, microbatches=microbatches)
+    pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**execution))
+    params = {"shared": shared, "layers": layout.stack(layers)}
+    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch)
+    return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "dp", "remat"),
+    [
+        ("1f1b", (5,), 1, "none"),
+        ("1f1b", (3, 2), 2, "full"),
+        ("1f1b", (2, 1, 1, 1), 2, "selective"),
+        ("gpipe", (1, 3, 1), 1, "selective"),
+    ],
+)
+def test_single_precision(name, counts, dp, remat):
+    assert_close(*run(name, counts, dp, remat=remat))
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 1, 1, 1)])
+def test_double_precision(counts):
+    with jax.enable_x64(True):
+        worst = jax.tree.map(cal_diff, *run("1f1b", counts, 2, jnp.float64))
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+def test_bfloat16_compute_keeps_float32_gradients():
+    got, want = run("1f1b", (3, 2), 1, compute_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got[1])} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-2, atol=1e-6)
+    for g, w in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
+        rms = np.sqrt(np.mean(np.square(g - w)) / np.mean(np.square(w)))
+        assert rms < 3e-2
