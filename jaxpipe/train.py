@@ -138,6 +138,8 @@ class _Run:
         """Step until the last one, a signal, or a loss that is not finite; return the exit code."""
         trainer, train = self.trainer, self.trainer.config.train
         done = int(state.step)
+        if done >= train.steps:
+            self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
         batches = self.data.train.batches(position, **trainer.batch_shape)
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):

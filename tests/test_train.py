@@ -218,6 +218,13 @@ def test_another_model_or_other_data_in_the_directory(uninterrupted, capsys):
     assert sorted(Path(uninterrupted).rglob("*")) == before
 
 
+def test_a_finished_run_says_so(uninterrupted, capsys):
+    logged = metrics(uninterrupted)
+    assert train.main([str(SMALL), f"run.dir={uninterrupted}"]) == 0
+    assert "nothing to do: train.steps=12 is reached" in capsys.readouterr().out
+    assert metrics(uninterrupted) == logged
+
+
 def test_print_config_is_a_configuration(tmp_path, capsys):
     assert train.main([str(SMALL), "parallel.pp=2", "--print-config"]) == 0
     printed = tmp_path / "printed.toml"
