@@ -72,25 +72,28 @@ class RankWork:
 
         message = jnp.full(x.shape, jnp.nan if self.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(self.batch)[0].shape[0]
-        losses = jnp.zeros(microbatches, self.seed.dtype)
-        zeros = jax.tree.map(jnp.zeros_like, gradients)
-        if self.split is None:
-            arriving = (message, None) if tables.transfer_ticks == 2 else None
-            return Carry(
-                y=message, dx=None, arriving=arriving, x_ring=ring(tables.x_slots + 1, x),
-                dy_ring=None, residuals=(), layer_gradients=(), shared_gradients=None,
-                losses=losses,
-            )  # fmt: skip
-        return Carry(
+        carry = Carry(
             y=message,
+            dx=None,
+            arriving=(message, None) if tables.transfer_ticks == 2 else None,
+            x_ring=ring(tables.x_slots + 1, x),
+            dy_ring=None,
+            residuals=(),
+            layer_gradients=(),
+            shared_gradients=None,
+            losses=jnp.zeros(microbatches, self.seed.dtype),
+        )
+        if self.split is None:
+            return carry
+        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
+        residuals = [ring(tables.residual_slots, self.split.residuals) for _ in self.layers]
+        return carry._replace(
             dx=message,
             arriving=(message, message) if tables.transfer_ticks == 2 else None,
-            x_ring=ring(tables.x_slots + 1, x),
             dy_ring=ring(tables.dy_slots + 1, x),
-            residuals=tuple(ring(tables.residual_slots, self.split.residuals) for _ in self.layers),
+            residuals=tuple(residuals),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
-            losses=losses,
         )
 
     def tick(self, carry: Carry, row: Row) -> Carry:
