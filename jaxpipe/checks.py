@@ -1,7 +1,7 @@
 """What no single field of a configuration shows: the rules across fields."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import NAMES, ScheduleError, assign_layers
+from jaxpipe.schedule import NAMES, ScheduleError, assign_layers, build, lower
 
 
 def validate(config: Config, *, devices: int | None = None) -> None:
@@ -72,13 +72,18 @@ def _check_pipeline(config: Config) -> None:
         )  # fmt: skip
     except ScheduleError as error:
         raise ConfigError(f"parallel.layer_split: {error}") from error
-    filled = parallel.schedule == "gpipe" or parallel.allow_underfilled
+    filled = parallel.schedule in ("gpipe", "bfs") or parallel.allow_underfilled
     if microbatches < parallel.pp and not filled:
         raise ConfigError(
             f"train.grad_accum_steps={microbatches} cannot fill parallel.pp={parallel.pp} under "
             f"{parallel.schedule}: use at least {parallel.pp}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
         )
+    try:
+        schedule = build(parallel.schedule, pp=parallel.pp, microbatches=microbatches)
+        lower(schedule, in_flight=parallel.in_flight or None)
+    except ScheduleError as error:
+        raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
 
 
 def _check_rest(config: Config) -> None:

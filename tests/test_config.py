@@ -103,6 +103,7 @@ def test_load_rejects(path, overrides, message):
         (["model.head_dim=7"], "the width of a head is 7"),
         (["model.tie_embeddings=true"], "set model.tie_embeddings=false"),
         (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
+        (["parallel.schedule=zb_h1"], "the executor runs the unsplit gradient BW"),
         (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
         (["parallel.layer_split=[4,0]"], "every stage needs a layer"),

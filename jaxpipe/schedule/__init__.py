@@ -3,7 +3,7 @@
 Pure Python and numpy; nothing here knows jax.
 """
 
-from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.assignment import assign_layers
 from jaxpipe.schedule.builders import BUILDERS, build, forward_only
 from jaxpipe.schedule.cells import Costs
@@ -18,6 +18,7 @@ __all__ = [
     "BUILDERS",
     "NAMES",
     "Action",
+    "Cell",
     "Costs",
     "Op",
     "Placement",

@@ -6,7 +6,7 @@ The text notation of an order is PyTorch's, where `I` is our B, `W` our W and `B
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,11 +47,41 @@ class Value(NamedTuple):
     microbatch: int
 
 
+class Cell(NamedTuple):
+    """An F, a gradient action (B, W or BW), or both at once; what one rank does in one tick.
+
+    >>> str(Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2)))
+    '(0F7;3B2)OVERLAP_F_B'
+    """
+
+    forward: Action | None = None
+    gradient: Action | None = None
+
+    @classmethod
+    def of(cls, action: Action) -> "Cell":
+        """The cell of one action."""
+        return cls(forward=action) if action.op is Op.F else cls(gradient=action)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions present, F first."""
+        return tuple(action for action in self if action is not None)
+
+    def __str__(self) -> str:
+        text = ";".join(map(str, self.actions))
+        return f"({text})OVERLAP_F_B" if len(self.actions) == 2 else text
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages live: `rank_of[s]` is the rank that computes stage `s`."""
+    """Where the stages live.
+
+    Stage `s` is on rank `rank_of[s]`. In a bidirectional placement the microbatches from
+    `mirrored_from` on enter at the last rank: for them it is on rank `pp - 1 - rank_of[s]`.
+    """
 
     rank_of: tuple[int, ...]
+    mirrored_from: int | None = None
 
     @classmethod
     def loop(cls, pp: int, virtual_stages: int = 1) -> "Placement":
@@ -61,6 +91,15 @@ class Placement:
         (0, 1, 0, 1)
         """
         return cls(tuple(s % pp for s in range(pp * virtual_stages)))
+
+    @classmethod
+    def v_shape(cls, pp: int) -> "Placement":
+        """Down the ranks and up again: stages `r` and `2 pp - 1 - r` on rank `r`.
+
+        >>> Placement.v_shape(2).rank_of
+        (0, 1, 1, 0)
+        """
+        return cls((*range(pp), *reversed(range(pp))))
 
     @property
     def pp(self) -> int:
@@ -72,15 +111,35 @@ class Placement:
         """Number of stages."""
         return len(self.rank_of)
 
+    def rank(self, stage: int, microbatch: int) -> int:
+        """The rank that computes a stage of a microbatch."""
+        mirrored = self.mirrored_from is not None and microbatch >= self.mirrored_from
+        return self.pp - 1 - self.rank_of[stage] if mirrored else self.rank_of[stage]
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of actions on every rank; times are decided later, by `simulate` or `lower`."""
+    """The order of cells on every rank; times are decided later, by `simulate` or `lower`."""
 
     name: str
     placement: Placement
     microbatches: int
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[Cell, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Placement,
+        microbatches: int,
+        orders: Iterable[Iterable[Action | Cell]],
+    ) -> "Schedule":
+        """From orders in which actions that stand alone need no cell around them."""
+        ranks = (
+            tuple(Cell.of(item) if isinstance(item, Action) else item for item in order)
+            for order in orders
+        )
+        return cls(name, placement, microbatches, tuple(ranks))
 
     @property
     def pp(self) -> int:
@@ -93,14 +152,15 @@ class Schedule:
         return self.placement.stages
 
     def orders(self) -> list[list[str]]:
-        """Per rank, the actions in text notation, for example `['0F0', '0B0']`."""
-        return [[str(action) for action in order] for order in self.ranks]
+        """Per rank, the cells in text notation, for example `['0F0', '0B0']`."""
+        return [[str(cell) for cell in order] for order in self.ranks]
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """All `(rank, action)`, rank by rank, in order."""
         for rank, order in enumerate(self.ranks):
-            for action in order:
-                yield rank, action
+            for cell in order:
+                for action in cell.actions:
+                    yield rank, action
 
 
 def produced_by(action: Action) -> Value | None:
@@ -130,3 +190,10 @@ def needed_by(action: Action, stages: int) -> list[Value]:
             return own if last else [*own, Value("dx", stage + 1, microbatch)]
         case Op.W:
             return [Value("dx", stage, microbatch)]
+
+
+def external_needs(cell: Cell, stages: int) -> list[Value]:
+    """The values a cell waits for: those of its actions, less what its own F makes."""
+    own = produced_by(cell.forward) if cell.forward else None
+    needs = (value for action in cell.actions for value in needed_by(action, stages))
+    return [value for value in needs if value != own]

@@ -8,10 +8,11 @@ be used from the next tick on, or by the gradient half of the same cell, since F
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from jaxpipe.schedule.action import (
     Action,
+    Cell,
     Op,
     Schedule,
     ScheduleError,
@@ -25,7 +26,8 @@ from jaxpipe.schedule.action import (
 class Costs:
     """Times of the ops, in any one unit, of every stage or per stage; BW costs B + W.
 
-    `transfer` is the time of one message between ranks. The default is the usual account of a
+    `transfer` is the time of one message between ranks. `pair` is the time of an F with an unsplit
+    BW in one cell where they overlap; None: their sum. The default is the usual account of a
     transformer layer: backward twice the forward, in two equal halves.
     """
 
@@ -33,6 +35,7 @@ class Costs:
     B: float | Sequence[float] = 1.0
     W: float | Sequence[float] = 1.0
     transfer: float = 0.0
+    pair: float | None = None
 
     def of(self, action: Action) -> float:
         """Time of one action."""
@@ -50,20 +53,16 @@ class Costs:
             case Op.BW:
                 return pick(self.B) + pick(self.W)
 
-
-class Cell(NamedTuple):
-    """What one rank does in one tick: an F, a gradient action (B, W or BW), both, or nothing."""
-
-    forward: Action | None = None
-    gradient: Action | None = None
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The actions present, F first."""
-        return tuple(action for action in self if action is not None)
+    def of_cell(self, cell: Cell) -> float:
+        """Time of what a cell holds."""
+        overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
+        if self.pair is not None and overlaps:
+            return self.pair
+        return sum(map(self.of, cell.actions))
 
 
 Grid = list[list[Cell]]  # [tick][rank]
+Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
 def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
@@ -73,7 +72,7 @@ def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
     cell. With two ticks a rank needs at tick t only what its neighbours on the ring had sent by
     the end of tick t - 2, so it may run one cell ahead of them.
     """
-    times = [[sum(map(costs.of, cell.actions)) for cell in row] for row in grid]
+    times = [[costs.of_cell(cell) for cell in row] for row in grid]
     if transfer_ticks == 1:
         return sum(map(max, times))
     pp = len(times[0])
@@ -84,48 +83,10 @@ def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
     return max(last)
 
 
-@dataclass
-class _Line:
-    """One rank's progress: its forwards and gradients in order, and how far each has come.
-
-    `before_f[k]` is how many gradients must be done before forward k, `before_g[k]` how many
-    forwards before gradient k; together they say the rank's order.
-    """
-
-    forwards: list[Action]
-    gradients: list[Action]
-    before_f: list[int]
-    before_g: list[int]
-    f: int = 0
-    g: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.f == len(self.forwards) and self.g == len(self.gradients)
-
-
-def _line(order: Sequence[Action], in_flight: int | None) -> _Line:
-    line = _Line([], [], [], [])
-    for action in order:
-        if action.op is Op.F:
-            line.before_f.append(len(line.gradients))
-            line.forwards.append(action)
-        else:
-            line.before_g.append(len(line.forwards))
-            line.gradients.append(action)
-    if in_flight is not None:
-        # Run ahead of the order: F waits only for room, a gradient only for its own F.
-        forwards = len(line.forwards)
-        freed = [g for g, action in enumerate(line.gradients, 1) if action.op is not Op.B]
-        line.before_f = [freed[k - in_flight] if k >= in_flight else 0 for k in range(forwards)]
-        line.before_g = [0] * len(line.before_g)
-    return line
-
-
 def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Grid:
-    """The grid of a schedule: every action in the first tick that its order and inputs allow.
+    """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 
-    `in_flight` None keeps each rank's order, one action a cell. A number lets every rank run
+    `in_flight` None keeps each rank's order of cells. A number lets every rank run
     forwards ahead of its order while it holds at most that many microbatches; with one-tick
     transfers it then also pairs an F with a gradient action in one cell, so that all ranks do the
     same work in a tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
@@ -136,54 +97,89 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
         raise ScheduleError(f"transfer_ticks={transfer_ticks}: a transfer takes 1 or 2 ticks.")
     if in_flight is not None and in_flight < 1:
         raise ScheduleError(f"in_flight={in_flight}: a rank must hold at least 1 microbatch.")
-    lines = [_line(order, in_flight) for order in schedule.ranks]
-    pairs = in_flight is not None and transfer_ticks == 1
-    usable: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
+    lines: list[_InOrder | _RunAhead]
+    if in_flight is None:
+        lines = [_InOrder(order) for order in schedule.ranks]
+    else:
+        lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
+    made: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
     grid: Grid = []
+    idle = 0
     while not all(line.finished for line in lines):
         tick = len(grid)
 
         def ready(
-            action: Action, rank: int, same_cell: Value | None = None, tick: int = tick
+            rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
             for value in needed_by(action, schedule.stages):
-                if value == same_cell:
-                    continue
-                made = usable.get(value)
-                if made is None:
-                    return False
-                if made[1] + (1 if made[0] == rank else transfer_ticks) > tick:
+                source, when = made.get(value, (rank, tick))
+                hop = 1 if source == rank else transfer_ticks
+                if value != in_cell and when + hop > tick:
                     return False
             return True
 
-        row = [_fill(line, rank, ready, pairs) for rank, line in enumerate(lines)]
+        row = [line.take(partial(ready, rank)) for rank, line in enumerate(lines)]
         for rank, cell in enumerate(row):
             for action in cell.actions:
                 if value := produced_by(action):
-                    usable[value] = (rank, tick)
-        if not any(cell.actions for cell in row) and not _arriving(usable, tick, transfer_ticks):
-            raise ScheduleError(f"deadlock at tick {tick}: no rank of {schedule.name} can go on.")
+                    made[value] = (rank, tick)
+        idle = 0 if any(cell.actions for cell in row) else idle + 1
+        if idle > transfer_ticks:
+            raise ScheduleError(
+                f"deadlock at tick {tick}: no rank of {schedule.name} can go on"
+                + (f" with in_flight={in_flight}: raise it." if in_flight else ".")
+            )
         grid.append(row)
     return grid
 
 
-def _fill(line: _Line, rank: int, ready: Callable[..., bool], pairs: bool) -> Cell:
-    """Choose this tick's cell of one rank and advance its line."""
-    forward = gradient = None
-    if line.f < len(line.forwards) and line.before_f[line.f] <= line.g:
-        candidate = line.forwards[line.f]
-        forward = candidate if ready(candidate, rank) else None
-    made = produced_by(forward) if forward and pairs else None
-    forwards_done = line.f + (made is not None)
-    if line.g < len(line.gradients) and line.before_g[line.g] <= forwards_done:
-        candidate = line.gradients[line.g]
-        gradient = candidate if ready(candidate, rank, made) else None
-    if gradient and not pairs:
-        forward = None
-    line.f += forward is not None
-    line.g += gradient is not None
-    return Cell(forward, gradient)
+class _InOrder:
+    """One rank's cells, taken strictly one after the other."""
+
+    def __init__(self, cells: Sequence[Cell]):
+        self._cells, self._next = cells, 0
+
+    @property
+    def finished(self) -> bool:
+        return self._next == len(self._cells)
+
+    def take(self, ready: Ready) -> Cell:
+        """The next cell if all its inputs are there, else an empty one."""
+        if self.finished:
+            return Cell()
+        cell = self._cells[self._next]
+        in_cell = produced_by(cell.forward) if cell.forward else None
+        if not all(ready(action, in_cell) for action in cell.actions):
+            return Cell()
+        self._next += 1
+        return cell
 
 
-def _arriving(usable: dict[Value, tuple[int, int]], tick: int, transfer_ticks: int) -> bool:
-    return any(made + transfer_ticks > tick for _, made in usable.values())
+class _RunAhead:
+    """One rank's forwards and gradients as two queues; forwards wait only for room."""
+
+    def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
+        self._forwards = [cell.forward for cell in cells if cell.forward]
+        self._gradients = [cell.gradient for cell in cells if cell.gradient]
+        self._room, self._pairs = in_flight, pairs
+        self._f = self._g = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._f == len(self._forwards) and self._g == len(self._gradients)
+
+    def take(self, ready: Ready) -> Cell:
+        """A gradient if one is ready, else a forward if there is room; both where cells pair."""
+        forward = gradient = None
+        if self._f < len(self._forwards) and self._room > 0 and ready(self._forwards[self._f]):
+            forward = self._forwards[self._f]
+        in_cell = produced_by(forward) if forward and self._pairs else None
+        if self._g < len(self._gradients) and ready(self._gradients[self._g], in_cell):
+            gradient = self._gradients[self._g]
+        if gradient and not self._pairs:
+            forward = None
+        self._f += forward is not None
+        self._g += gradient is not None
+        frees = gradient is not None and gradient.op is not Op.B
+        self._room += frees - (forward is not None)
+        return Cell(forward, gradient)

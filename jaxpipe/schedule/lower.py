@@ -70,7 +70,7 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
 
     x_alive, dy_alive, residual_alive = ([{} for _ in range(schedule.pp)] for _ in range(3))
     for (op, stage, m), tick in when.items():
-        rank, key = schedule.placement.rank_of[stage], (stage, m)
+        rank, key = schedule.placement.rank(stage, m), (stage, m)
         if op is Op.F:
             if stage:
                 arrival = when[Action(Op.F, stage - 1, m)] + transfer_ticks
@@ -101,7 +101,7 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
             columns[name][tick, rank] = value
 
     for (op, stage, m), tick in when.items():
-        rank, key = schedule.placement.rank_of[stage], (stage, m)
+        rank, key = schedule.placement.rank(stage, m), (stage, m)
         if op is Op.F:
             put(tick, rank, forward=1, forward_mb=m, embed=stage == 0, head=stage == last)
             if stage:
@@ -126,6 +126,10 @@ def _check_runnable(schedule: Schedule) -> None:
         raise ScheduleError(
             f"{schedule.name} has {schedule.stages} stages on {schedule.pp} ranks: the executor "
             f"runs one stage a rank."
+        )
+    if schedule.placement.mirrored_from is not None:
+        raise ScheduleError(
+            f"{schedule.name} runs both ways round the ranks: the executor runs one stage a rank."
         )
     for rank, action in schedule.actions():
         if action.op in (Op.B, Op.W):

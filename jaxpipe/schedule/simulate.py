@@ -9,7 +9,7 @@ the same with each rank's own first start to last end, the longest one (Qi et al
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, needed_by, produced_by
+from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, external_needs, produced_by
 from jaxpipe.schedule.cells import Costs, lockstep_cost, place
 
 
@@ -53,7 +53,7 @@ def simulate(
     max_span = max(end - start for start, end in zip(starts, ends))
     grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
     lockstep = lockstep_cost(grid, costs, transfer_ticks)
-    work = sum(costs.of(action) for _, action in schedule.actions()) / schedule.pp
+    work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
     return Report(
         makespan=makespan,
         max_span=max_span,
@@ -77,8 +77,8 @@ def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[f
         before = left
         for rank, order in enumerate(schedule.ranks):
             while position[rank] < len(order):
-                action = order[position[rank]]
-                needs = needed_by(action, schedule.stages)
+                cell = order[position[rank]]
+                needs = external_needs(cell, schedule.stages)
                 if not all(value in made for value in needs):
                     break
                 arrivals = (
@@ -86,10 +86,11 @@ def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[f
                     for source, time in map(made.__getitem__, needs)
                 )
                 begin = max([clock[rank], *arrivals])
-                clock[rank] = begin + costs.of(action)
+                clock[rank] = begin + costs.of_cell(cell)
                 starts[rank] = begin if starts[rank] is None else starts[rank]
-                if value := produced_by(action):
-                    made[value] = (rank, clock[rank])
+                for action in cell.actions:
+                    if value := produced_by(action):
+                        made[value] = (rank, clock[rank])
                 position[rank] += 1
                 left -= 1
         if left == before:
@@ -102,8 +103,9 @@ def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
     peaks = []
     for order in schedule.ranks:
         held = peak = 0
-        for action in order:
-            held += (action.op is Op.F) - (action.op in frees)
+        for cell in order:
+            held += cell.forward is not None
             peak = max(peak, held)
+            held -= cell.gradient is not None and cell.gradient.op in frees
         peaks.append(peak)
     return tuple(peaks)

@@ -8,7 +8,7 @@ from jaxpipe.schedule.action import (
     Schedule,
     ScheduleError,
     Value,
-    needed_by,
+    external_needs,
     produced_by,
 )
 
@@ -37,7 +37,7 @@ def _check_placement(schedule: Schedule) -> None:
                 f"rank {rank}, {action}: stage or microbatch out of range, with {stages} stages "
                 f"and {schedule.microbatches} microbatches."
             )
-        owner = schedule.placement.rank_of[action.stage]
+        owner = schedule.placement.rank(action.stage, action.microbatch)
         if owner != rank:
             raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} is on rank {owner}.")
 
@@ -68,19 +68,18 @@ def _check_progress(schedule: Schedule) -> None:
         moved = False
         for rank, order in enumerate(schedule.ranks):
             while position[rank] < len(order):
-                action = order[position[rank]]
-                if not done.issuperset(needed_by(action, schedule.stages)):
+                cell = order[position[rank]]
+                if not done.issuperset(external_needs(cell, schedule.stages)):
                     break
-                if value := produced_by(action):
-                    done.add(value)
+                done.update(filter(None, map(produced_by, cell.actions)))
                 position[rank] += 1
                 moved = True
     for rank, order in enumerate(schedule.ranks):
         if position[rank] < len(order):
-            action = order[position[rank]]
-            waits = [v for v in needed_by(action, schedule.stages) if v not in done]
-            wanted = ", ".join(f"{v.kind} of stage {v.stage}" for v in waits)
+            cell = order[position[rank]]
+            value = next(v for v in external_needs(cell, schedule.stages) if v not in done)
             raise ScheduleError(
-                f"deadlock: rank {rank} waits at {action} (position {position[rank]}) for {wanted} "
-                f"of microbatch {action.microbatch}, which never comes."
+                f"deadlock: rank {rank} waits at {cell} (position {position[rank]}) for "
+                f"{value.kind} of stage {value.stage}, microbatch {value.microbatch}, which never "
+                f"comes."
             )

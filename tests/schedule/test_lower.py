@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedule import BUILDERS, Placement, ScheduleError, build, forward_only, lower
+from jaxpipe.schedule import Placement, ScheduleError, build, forward_only, lower
 from jaxpipe.schedule.lower import colour
 
 
@@ -48,7 +48,7 @@ def interpret(tables, pp, microbatches):
     return gradients
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(
     pp=st.integers(1, 10),
     microbatches=st.integers(1, 24),
@@ -112,3 +112,21 @@ def test_colouring_uses_the_fewest_slots(spans):
 def test_rejects(options, message):
     with pytest.raises(ScheduleError, match=message):
         lower(build("1f1b", pp=2, microbatches=2), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("interleaved_1f1b", "has 8 stages on 4 ranks: the executor runs one stage a rank"),
+        ("zb_h1", "rank 0, 0I0: the executor runs the unsplit gradient"),
+        ("dualpipe", "dualpipe runs both ways round the ranks"),
+    ],
+)
+def test_says_what_the_executor_cannot_run(name, message):
+    with pytest.raises(ScheduleError, match=message):
+        lower(build(name, pp=4, microbatches=8))
+
+
+def test_a_cap_that_is_too_small_says_so():
+    with pytest.raises(ScheduleError, match="no rank of bfs can go on with in_flight=1: raise it"):
+        lower(build("bfs", pp=2, microbatches=4, virtual_stages=1), in_flight=1)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import (
     BUILDERS,
     Action,
+    Cell,
     Costs,
     Op,
     Placement,
@@ -22,22 +23,39 @@ from jaxpipe.schedule import (
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
 
+# Per schedule: any (P, M, v) to one that it can have.
+LEGAL = {
+    "gpipe": lambda p, m, v: (p, m, None),
+    "1f1b": lambda p, m, v: (p, m, None),
+    "interleaved_1f1b": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
+    "bfs": lambda p, m, v: (p, m, v),
+    "zb_h1": lambda p, m, v: (p, m, None),
+    "zb_h2": lambda p, m, v: (p, m, None),
+    "interleaved_zb": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
+    "dualpipe": lambda p, m, v: (p + p % 2, max(m + m % 2, 2 * (p + p % 2)), None),
+    "dualpipev": lambda p, m, v: (p, max(m, 2 * p), None),
+}
+
+
+def build_legal(name, *sizes):
+    pp, microbatches, virtual_stages = LEGAL[name](*sizes)
+    return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
-@given(size=SIZES)
+@given(pp=st.integers(1, 16), microbatches=st.integers(1, 96), v=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_every_builder_is_valid(name, size):
-    pp, microbatches = size
-    validate(build(name, pp=pp, microbatches=microbatches))
+def test_every_builder_is_valid(name, pp, microbatches, v):
+    schedule = build_legal(name, pp, microbatches, v)
+    validate(schedule)
+    assert simulate(schedule).makespan > 0  # both clocks run to the end
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@given(
-    size=SIZES,
-    times=st.tuples(*[st.floats(0.1, 4.0)] * 3),
-)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@given(size=SIZES, times=st.tuples(*[st.floats(0.1, 4.0)] * 3))
 @settings(max_examples=60, deadline=None)
 def test_bubble_formula(name, size, times):
-    """(P-1)(F+B+W) of idle time, for M >= P: (P-1)/(M+P-1) of the makespan (features 36, 37)."""
+    """(P-1)(F+B+W) of idle time, for M >= P: (P-1)/(M+P-1) of the makespan."""
     pp, microbatches = size[0], max(size)
     f, b, w = times
     report = simulate(build(name, pp=pp, microbatches=microbatches), Costs(f, b, w))
@@ -127,6 +145,10 @@ def test_forward_only():
 GOOD = build("1f1b", pp=2, microbatches=2)
 
 
+def F(stage, microbatch):
+    return Cell.of(Action(Op.F, stage, microbatch))
+
+
 def broken(rank, edit):
     order = list(GOOD.ranks[rank])
     edit(order)
@@ -142,13 +164,17 @@ def broken(rank, edit):
         (0, lambda o: o.append(o[0]), "0F0 appears 2 times"),
         (0, lambda o: o.insert(0, o.pop()), "deadlock: rank 0 waits at 0B1"),
         (1, lambda o: o.reverse(), "deadlock: rank 0 waits at 0B0"),
-        (1, lambda o: o.append(Action(Op.F, 0, 0)), "rank 1, 0F0: stage 0 is on rank 0"),
+        (1, lambda o: o.append(F(0, 0)), "rank 1, 0F0: stage 0 is on rank 0"),
         (
             1,
-            lambda o: o.append(Action(Op.F, 1, 2)),
+            lambda o: o.append(F(1, 2)),
             "rank 1, 1F2: stage or microbatch out of range",
         ),
-        (1, lambda o: o.append(Action(Op.W, 1, 0)), "stage 1, microbatch 0 has 1F0 1W0 1B0"),
+        (
+            1,
+            lambda o: o.append(Cell.of(Action(Op.W, 1, 0))),
+            "stage 1, microbatch 0 has 1F0 1W0 1B0",
+        ),
     ],
 )
 def test_validate_names_the_broken_cell(rank, edit, message):
@@ -160,6 +186,10 @@ def test_validate_names_the_broken_cell(rank, edit, message):
     ("name", "pp", "microbatches", "message"),
     [
         ("2f2b", 2, 2, "unknown schedule '2f2b': choose one of gpipe, 1f1b"),
+        ("dualpipe", 3, 8, "even pp .* got pp=3, microbatches=8; with pp=4 use 8"),
+        ("dualpipe", 4, 7, "with pp=4 use 8"),
+        ("dualpipev", 4, 7, "at least 2 pp microbatches: .* use 8 or more"),
+        ("interleaved_1f1b", 2, 5, "microbatches=5 must be a multiple of .* 2 .*: use 4 or 6"),
         ("1f1b", 0, 2, "pp=0"),
         ("gpipe", 2, 0, "microbatches=0"),
     ],
