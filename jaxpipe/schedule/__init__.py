@@ -7,6 +7,7 @@ from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, Sched
 from jaxpipe.schedule.assignment import assign_layers
 from jaxpipe.schedule.builders import BUILDERS, build, forward_only
 from jaxpipe.schedule.cells import Costs
+from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
 from jaxpipe.schedule.lower import Tables, lower
 from jaxpipe.schedule.simulate import Report, simulate
@@ -30,7 +31,9 @@ __all__ = [
     "build",
     "forward_only",
     "lower",
+    "read",
     "simulate",
     "timeline",
     "validate",
+    "write",
 ]

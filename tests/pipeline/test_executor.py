@@ -42,7 +42,7 @@ def test_equals_reference(name, pp, dp, counts):
     assert_close(*run(name, counts[pp], dp, microbatches))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "bfs"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (4, 4), (4, 8), (8, 5)])
 def test_any_number_of_microbatches(name, pp, microbatches):
     assert_close(*run(name, EVEN[pp], 1, microbatches))

@@ -1,0 +1,101 @@
+"""Schedules from and to files, in PyTorch's notation: one row a rank, one cell an action.
+
+A CSV file has a row per rank, such as `0F0, 0F1, 0I0, 0W0, 0B1`; empty cells are idle time and are
+passed over. A JSON file has the same rows as a list of lists. `(0F7;3B2)OVERLAP_F_B` is one cell.
+"""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.validate import validate
+
+_OPS = {op.value: op for op in Op}
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
+
+
+def read(path: str | Path) -> Schedule:
+    """The schedule in a `.csv` or `.json` file, validated; its placement is read off its forwards.
+
+    Raises `ScheduleError` naming the file and the cell: not readable, not in the notation, or an
+    order that is not complete, well placed and free of deadlock.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+        rows = json.loads(text) if path.suffix == ".json" else list(csv.reader(text.splitlines()))
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ScheduleError(f"{path}: is not valid {path.suffix[1:]}: {error}.") from error
+    if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
+        raise ScheduleError(f"{path}: needs a row for each rank, and has none.")
+    orders = [
+        [
+            parse(str(text).strip(), f"{path}, rank {rank}, cell {column}")
+            for column, text in enumerate(row)
+            if text and str(text).strip()
+        ]
+        for rank, row in enumerate(rows)
+    ]
+    schedule = _placed(path.stem, orders, str(path))
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    return schedule
+
+
+def write(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule as `.csv` or `.json`; `read` gives the same one back."""
+    path, rows = Path(path), schedule.orders()
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+        return
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def parse(text: str, where: str = "cell") -> Cell:
+    """One cell from its notation; `where` stands in the error.
+
+    >>> parse("3I2").gradient
+    Action(op=<Op.B: 'I'>, stage=3, microbatch=2)
+    """
+    pair = _PAIR.fullmatch(text)
+    actions = [_action(part.strip(), where) for part in (pair.groups() if pair else [text])]
+    if not pair:
+        return Cell.of(actions[0])
+    forward, gradient = actions
+    if forward.op is not Op.F or gradient.op is Op.F:
+        raise ScheduleError(f"{where}: {text} must pair an F with an I, W or B, in this order.")
+    return Cell(forward, gradient)
+
+
+def _action(text: str, where: str) -> Action:
+    match = _ACTION.fullmatch(text)
+    if not match:
+        raise ScheduleError(
+            f"{where}: {text!r} is no action: write stage, F, I, W or B, microbatch, such as 0F3."
+        )
+    return Action(_OPS[match[2]], int(match[1]), int(match[3]))
+
+
+def _placed(name: str, orders: list[list[Cell]], where: str) -> Schedule:
+    """Find where each stage lives, for the first and for the last microbatch."""
+    actions = [(r, action) for r, order in enumerate(orders) for c in order for action in c.actions]
+    forwards = {(a.stage, a.microbatch): r for r, a in actions if a.op is Op.F}
+    if not forwards:
+        raise ScheduleError(f"{where}: holds no forward action.")
+    stages = 1 + max(action.stage for _, action in actions)
+    microbatches = 1 + max(action.microbatch for _, action in actions)
+    missing = [s for s in range(stages) if (s, 0) not in forwards]
+    if missing:
+        raise ScheduleError(f"{where}: {missing[0]}F0 is missing: every stage needs its forwards.")
+    down = tuple(forwards[s, 0] for s in range(stages))
+    turned = [m for m in range(microbatches) if forwards.get((0, m), down[0]) != down[0]]
+    placement = Placement(down, mirrored_from=min(turned) if turned else None)
+    return Schedule.of(name, placement, microbatches, orders)

@@ -1,0 +1,53 @@
+"""Schedules through files: the same back, and every fault named by file and cell."""
+
+import pytest
+
+from jaxpipe.schedule import BUILDERS, ScheduleError, build, read, write
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_round_trip(tmp_path, name, suffix):
+    schedule = build(name, pp=4, microbatches=8)
+    write(schedule, tmp_path / f"{name}{suffix}")
+    again = read(tmp_path / f"{name}{suffix}")
+    assert again.ranks == schedule.ranks
+    assert again.placement == schedule.placement
+    assert again.microbatches == schedule.microbatches
+
+
+def test_idle_cells_are_passed_over(tmp_path):
+    path = tmp_path / "gaps.csv"
+    path.write_text("0F0,,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n")
+    assert read(path).orders() == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs a row for each rank, and has none"),
+        ("0F0,0X0\n", "rank 0, cell 1: '0X0' is no action: write stage, F, I, W or B"),
+        ("(0B0;0F0)OVERLAP_F_B\n", "rank 0, cell 0: .* must pair an F with an I, W or B"),
+        ("0B0\n", "holds no forward action"),
+        ("0F0,0B0,2F0,2B0\n", "1F0 is missing: every stage needs its forwards"),
+        ("0F0,0F1,0B0\n", "stage 0, microbatch 1 has 0F1: it needs F and then BW"),
+        ("0F0,0F0,0B0\n", "0F0 appears 2 times"),
+        ("0F0,0B0\n1F0,1B0,0F1,0B1\n", "rank 1, 0F1|stage 1, microbatch 1"),
+        ("0F0,0B0\n1B0,1F0\n", "deadlock: rank 0 waits at 0B0"),
+    ],
+)
+def test_faults_are_named(tmp_path, text, message):
+    path = tmp_path / "custom.csv"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message) as caught:
+        read(path)
+    assert "custom.csv" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ScheduleError, match="none.csv: cannot be read"):
+        read(tmp_path / "none.csv")
+    (tmp_path / "half.json").write_text('[["0F0"')
+    with pytest.raises(ScheduleError, match="half.json: is not valid json"):
+        read(tmp_path / "half.json")
