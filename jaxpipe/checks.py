@@ -55,7 +55,7 @@ def _check_model(config: Config) -> None:
 
 def _check_pipeline(config: Config) -> None:
     parallel, microbatches = config.parallel, config.train.grad_accum_steps
-    if parallel.schedule not in NAMES:
+    if parallel.schedule.lower() not in NAMES:
         raise ConfigError(
             f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(NAMES)}."
         )
@@ -72,7 +72,7 @@ def _check_pipeline(config: Config) -> None:
         )  # fmt: skip
     except ScheduleError as error:
         raise ConfigError(f"parallel.layer_split: {error}") from error
-    filled = parallel.schedule in ("gpipe", "bfs") or parallel.allow_underfilled
+    filled = parallel.schedule.lower() in ("gpipe", "bfs") or parallel.allow_underfilled
     if microbatches < parallel.pp and not filled:
         raise ConfigError(
             f"train.grad_accum_steps={microbatches} cannot fill parallel.pp={parallel.pp} under "

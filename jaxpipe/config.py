@@ -5,11 +5,12 @@ the remedy.
 """
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -20,6 +21,8 @@ from jaxpipe.presets import PRESETS
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
@@ -47,8 +50,8 @@ class ModelConfig(_Section, kw_only=True):
     head_dim: Count = 0  # width of a head; 0: d_model / n_heads
     d_ff: Positive  # hidden width of the SwiGLU
     vocab_size: Positive
-    rope_theta: float = 500000.0
-    norm_eps: float = 1e-5
+    rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
+    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the embedding, transposed
     attention: Literal["xla", "cudnn"] = "xla"  # implementation of jax.nn.dot_product_attention
@@ -102,10 +105,10 @@ class OptimizerConfig(_Section, kw_only=True):
     """`[optimizer]`: AdamW, its learning rate over time, and clipping."""
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Meta(gt=0)] = 3e-4  # peak
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    lr: PositiveFloat = 3e-4  # peak
+    beta1: DecayRate = 0.9  # of the mean gradient
+    beta2: DecayRate = 0.95  # of the mean squared gradient
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # on matrices only
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # of the global gradient norm; 0: off
     decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -185,6 +188,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error), tree)) from error
+    _check_finite(config)
     if config.run.dir:
         return config
     run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
@@ -218,8 +222,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
-    name = model.get("preset", "") if isinstance(model, Mapping) else ""
-    if not name:
+    name = model.get("preset") if isinstance(model, Mapping) else None
+    if not name or not isinstance(name, str):
         return tree
     if name not in PRESETS:
         raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
@@ -242,6 +246,13 @@ def _check_names(tree: Mapping[str, Any]) -> None:
                 )
 
 
+def _check_finite(config: Config) -> None:
+    for name, section in msgspec.to_builtins(config).items():
+        for key, value in section.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name}.{key}={value} is not finite: give a finite number.")
+
+
 def _nearest(word: str, known: Any, prefix: str = "") -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
@@ -257,5 +268,16 @@ def _sentence(message: str, tree: Mapping[str, Any]) -> str:
     if what.startswith("Object missing"):
         field = what.split("`")[1]
         return f"{key}.{field} is missing: give it a value.".removeprefix(".")
+    if what.startswith("Invalid enum value"):
+        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key))}."
     what = re.sub(", got `.*`$", "", what)
     return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."
+
+
+def _choices(key: str) -> list[str]:
+    """What the `Literal` field at `section.field` may hold."""
+    section, field = key.split(".")
+    hint = get_type_hints(get_type_hints(Config)[section])[field]
+    kinds = (hint, *get_args(hint))
+    literals = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
+    return literals + ["a list of integers" for kind in kinds if get_origin(kind) is tuple]

@@ -1,7 +1,7 @@
 # Sourced by the launch scripts: finds a Python, keeps .venv in step with pyproject.toml.
 # JAXPIPE_PYTHON names the Python to use instead of the newest one found.
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usable_version() { # prints "3.12.1" if the given command is a Python that jaxpipe can use
     "$1" - 2>/dev/null <<'PYTHON'
@@ -14,14 +14,14 @@ PYTHON
 newest_python() {
     local candidate version
     for candidate in python3.13 python3.12 python3.11 python3 \
-        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[1-3]*/bin/python; do
+        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[1-3]*/bin/python; do
         version=$(usable_version "$candidate") || continue
         [ -n "$version" ] && echo "$version $candidate"
     done | sort -t. -k1,1n -k2,2n -k3,3n | tail -n 1
 }
 
-prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
-    local python version stamp
+prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, beside those it has
+    local python version extras want
     if [ -n "${JAXPIPE_PYTHON:-}" ]; then
         python=$JAXPIPE_PYTHON
         version=$(usable_version "$python") || true
@@ -29,7 +29,8 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
         read -r version python <<<"$(newest_python)" || true
     fi
     if [ -z "${version:-}" ]; then
-        echo "jaxpipe needs Python 3.11, 3.12 or 3.13 with venv: install one, or name one in" \
+        echo "jaxpipe needs Python 3.11, 3.12 or 3.13 with venv;" \
+            "found none in ${JAXPIPE_PYTHON:-PATH and pyenv}: install one or set" \
             "JAXPIPE_PYTHON." >&2
         exit 1
     fi
@@ -38,23 +39,19 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras
         exec 9>.venv.lock
         flock 9
     fi
-    local made=".venv/made-with"
-    stamp="$version $(cksum <pyproject.toml)"
-    if [ ! -e "$made" ] || [ "$(head -n 1 "$made")" != "$stamp" ]; then
+    if [ ! -x .venv/bin/python ] || [ "$(cat .venv/made-for 2>/dev/null)" != "$version $PWD" ]; then
         echo "jaxpipe: making .venv with Python $version"
         rm -rf .venv
         "$python" -m venv .venv
-        echo "$stamp" >"$made"
+        echo "$version $PWD" >.venv/made-for
     fi
-    local have want extras
-    have=$(tail -n +2 "$made")
-    want=$(printf '%s\n' base "$@" "$have" | sed '/^$/d' | sort -u) # extras add up
-    if [ "$want" != "$have" ]; then
-        echo "jaxpipe: installing the packages for:" $want
-        extras=$(sed '/^base$/d' <<<"$want" | paste -sd, -)
+    extras=$(printf '%s\n' "$@" "$(tail -n +2 .venv/installed 2>/dev/null)" | sed '/^$/d' | sort -u)
+    want=$(cksum <pyproject.toml && echo "$extras")
+    if [ "$want" != "$(cat .venv/installed 2>/dev/null)" ]; then
+        echo "jaxpipe: installing the packages" ${extras:+and extras $extras}
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-            --editable ".${extras:+[$extras]}"
-        printf '%s\n%s\n' "$stamp" "$want" >"$made"
+            --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}"
+        echo "$want" >.venv/installed
     fi
     if command -v flock >/dev/null; then
         exec 9>&-

@@ -1,10 +1,14 @@
 """Reading and checking configurations: every error is one sentence that names place and remedy."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError, load, to_toml
 from jaxpipe.presets import PRESETS
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
 BASE = """
 [model]
@@ -35,6 +39,7 @@ def test_reads_overrides_and_names_the_run(path):
     config = load(path, ["parallel.pp=4", "parallel.schedule=gpipe", "optimizer.lr = 1e-2"])
     assert (config.parallel.pp, config.parallel.schedule, config.optimizer.lr) == (4, "gpipe", 0.01)
     assert config.run.dir == "runs/small"
+    validate(load(path, ["parallel.schedule=1F1B"]), devices=2)
     assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
     assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
     validate(config, devices=4)
@@ -80,7 +85,22 @@ def test_presets_have_the_published_parameter_counts(path, preset, parameters):
         (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
         (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),
         (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio: expected `float` <= 1.0, got 2"),
-        (["optimizer.decay=step"], "optimizer.decay: invalid enum value 'step'"),
+        (["optimizer.beta1=1"], "optimizer.beta1: expected `float` < 1.0, got 1"),
+        (["optimizer.lr=nan"], "optimizer.lr: expected `float` > 0.0, got nan"),
+        (["optimizer.clip_norm=inf"], "optimizer.clip_norm=inf is not finite"),
+        (["model.norm_eps=0"], "model.norm_eps: expected `float` > 0.0, got 0"),
+        (["model.rope_theta=-1"], "model.rope_theta: expected `float` > 0.0, got -1"),
+        (
+            ["optimizer.decay=step"],
+            "unknown optimizer.decay='step': use one of 'cosine', 'wsd', 'linear', 'constant'",
+        ),
+        (
+            ["parallel.layer_split=odd"],
+            "unknown parallel.layer_split='odd': use one of 'even', 'weighted', a list of integers",
+        ),
+        (["parallel.transfer_ticks=3"], "unknown parallel.transfer_ticks=3: use one of 0, 1, 2"),
+        (["parallel.layer_split=[2,'a']"], "parallel.layer_split\\[1\\]: expected `int`"),
+        (["model.preset=[1]"], "model.preset: expected `str`, got \\[1\\]"),
         (["train.seed=-1"], "train.seed: expected `int` >= 0"),
         (["data.heldout_fraction=1.0"], "data.heldout_fraction: expected `float` < 1.0"),
         (["model.preset=gpt5"], "unknown model.preset='gpt5': use one of llama3_8b"),
@@ -117,6 +137,13 @@ def test_validate_rejects(path, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         validate(load(path, overrides), devices=2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shipped", CONFIGS, ids=lambda shipped: shipped.stem)
+def test_shipped_configurations_are_valid(shipped):
+    config = load(shipped)
+    parallel = config.parallel
+    validate(config, devices=config.runtime.cpu_devices or parallel.pp * parallel.dp)
 
 
 def test_underfilled_schedules_can_be_allowed(path):

@@ -20,7 +20,7 @@ def assign_layers(
     `even` gives the remainder to the first stages. `weighted` counts the embedding as
     `input_weight` layers of stage 0 and the head as `output_weight` layers of the last stage, then
     splits evenly. `first` or `last` above zero pins that many layers to the stage at that end and
-    splits the rest evenly, whatever the policy. A sequence is taken as it is.
+    splits the rest evenly, whichever of the two is asked for. A sequence is taken as it is.
 
     Raises `ScheduleError` where a stage would be empty or a list does not fit.
 
@@ -38,6 +38,11 @@ def assign_layers(
         )
     if not isinstance(policy, str):
         counts = tuple(policy)
+        if first or last:
+            raise ScheduleError(
+                f"layer split {list(counts)} says every stage, so first={first} and last={last} "
+                f"must be 0: leave out the pins or the list."
+            )
         _check_list(counts, layers, stages)
     elif first or last:
         counts = _pinned(layers, stages, first, last)

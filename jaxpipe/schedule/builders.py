@@ -28,12 +28,13 @@ BUILDERS = {
 
 
 def build(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """The named schedule for `pp` ranks and `microbatches` microbatches a step.
+    """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
 
     `virtual_stages` is the number of stages a rank, for the schedules that leave it open.
 
     Raises `ScheduleError` for an unknown name, sizes below one or that the schedule cannot have.
     """
+    name = name.lower()
     if name not in BUILDERS:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(BUILDERS)}.")
     sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}

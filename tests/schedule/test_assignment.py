@@ -62,6 +62,7 @@ def test_covers_all_layers(layers, stages, policy):
         ((8, 4, [2, 2, 4]), {}, "3 entries with sum 8: it needs 4 entries"),
         ((8, 4, [2, 2, 2, 1]), {}, "sum 7: it needs 4 entries"),
         ((8, 4, [0, 4, 2, 2]), {}, "every stage needs a layer"),
+        ((8, 4, [2, 2, 2, 2]), {"first": 3}, "first=3 and last=0 must be 0"),
         ((8, 4, "odd"), {}, "unknown layer split 'odd'"),
         ((8, 4), {"first": 7}, "leaves 1 of 8 layers for 3 stages"),
         ((8, 2), {"first": 3, "last": 3}, "leaves 2 of 8 layers for 0 stages"),
