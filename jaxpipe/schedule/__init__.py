@@ -5,6 +5,7 @@ Pure Python and numpy; nothing here knows jax.
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.assignment import assign_layers
+from jaxpipe.schedule.automatic import Memory, peak_memory
 from jaxpipe.schedule.builders import BUILDERS, build, forward_only
 from jaxpipe.schedule.cells import Costs
 from jaxpipe.schedule.custom import read, write
@@ -21,6 +22,7 @@ __all__ = [
     "Action",
     "Cell",
     "Costs",
+    "Memory",
     "Op",
     "Placement",
     "Report",
@@ -31,6 +33,7 @@ __all__ = [
     "build",
     "forward_only",
     "lower",
+    "peak_memory",
     "read",
     "simulate",
     "timeline",

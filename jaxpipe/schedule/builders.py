@@ -1,8 +1,10 @@
 """Schedules by name."""
 
 from inspect import signature
+from typing import Any
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.automatic import zb_auto
 from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
 from jaxpipe.schedule.loop import (
     bfs,
@@ -21,35 +23,47 @@ BUILDERS = {
     "bfs": bfs,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "zb_auto": zb_auto,
     "interleaved_zb": interleaved_zb,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
 }
 
 
-def build(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
+def build(
+    name: str,
+    *,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    **options: Any,
+) -> Schedule:
     """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
 
-    `virtual_stages` is the number of stages a rank, for the schedules that leave it open.
+    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. Further
+    options are the builder's own: `breadth` of `bfs`; `costs`, `memory`, `memory_limit`,
+    `objective`, `transfer_ticks` and `evaluations` of `zb_auto`.
 
-    Raises `ScheduleError` for an unknown name, sizes below one or that the schedule cannot have.
+    Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
+    cannot have.
     """
     name = name.lower()
     if name not in BUILDERS:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(BUILDERS)}.")
+    if virtual_stages is not None:
+        options["virtual_stages"] = virtual_stages
     sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
     for key, size in sizes.items():
         if size is not None and size < 1:
             raise ScheduleError(f"{name}: {key}={size} must be at least 1.")
-    if virtual_stages is None:
-        return BUILDERS[name](pp, microbatches)
-    flexible = [n for n in BUILDERS if "virtual_stages" in signature(BUILDERS[n]).parameters]
-    if name not in flexible:
-        raise ScheduleError(
-            f"{name} has a fixed number of stages a rank: leave virtual_stages={virtual_stages} "
-            f"out, or use one of {', '.join(flexible)}."
-        )
-    return BUILDERS[name](pp, microbatches, virtual_stages)
+    for option, value in options.items():
+        takers = [n for n in BUILDERS if option in signature(BUILDERS[n]).parameters]
+        if name not in takers:
+            raise ScheduleError(
+                f"{name} has no {option}: leave {option}={value!r} out"
+                + (f", or use one of {', '.join(takers)}." if takers else ".")
+            )
+    return BUILDERS[name](pp, microbatches, **options)
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:

@@ -48,7 +48,7 @@ def simulate(
     (33.0, 0.2727, (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    starts, ends = _asynchronous(schedule, costs)
+    starts, ends = asynchronous(schedule, costs)
     makespan = max(ends) - min(starts)
     max_span = max(end - start for start, end in zip(starts, ends))
     grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
@@ -66,8 +66,11 @@ def simulate(
     )
 
 
-def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[float]]:
-    """First start and last end of every rank when each runs as early as it can."""
+def asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[float]]:
+    """First start and last end of every rank when each runs as early as it can.
+
+    Raises `ScheduleError` where the schedule cannot finish.
+    """
     made: dict[Value, tuple[int, float]] = {}
     clock = [0.0] * schedule.pp
     starts: list[float | None] = [None] * schedule.pp

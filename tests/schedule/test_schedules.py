@@ -31,6 +31,7 @@ LEGAL = {
     "bfs": lambda p, m, v: (p, m, v),
     "zb_h1": lambda p, m, v: (p, m, None),
     "zb_h2": lambda p, m, v: (p, m, None),
+    "zb_auto": lambda p, m, v: (p, min(m, 24), None),
     "interleaved_zb": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
     "dualpipe": lambda p, m, v: (p + p % 2, max(m + m % 2, 2 * (p + p % 2)), None),
     "dualpipev": lambda p, m, v: (p, max(m, 2 * p), None),
@@ -39,7 +40,8 @@ LEGAL = {
 
 def build_legal(name, *sizes):
     pp, microbatches, virtual_stages = LEGAL[name](*sizes)
-    return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    options = {"evaluations": 5} if name == "zb_auto" else {}
+    return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, **options)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
