@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -125,7 +124,7 @@ class Keying:
 
     def _replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _take(self, leaf: jax.Array, rank: int) -> jax.Array:
         """Row `rank` of a stage leaf, as an array of that rank's devices."""
@@ -207,6 +206,8 @@ class Checkpoints:
 
     def restore(self, like: Tree, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
         """The newest readable `(state, meta)` in the form of `like`, or None if there is none.
+
+        `like` is a state in stage form, or only its shapes.
 
         A damaged checkpoint is renamed out of the way, said, and the one before it is taken.
         Raises `ConfigError` for a checkpoint of another model, naming the first differing leaf.

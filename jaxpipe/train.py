@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted between steps: resume takes the newest checkpoint", file=sys.stderr)
+        print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -102,17 +102,17 @@ def _start(
     trainer: "Trainer", data: "Data", checkpoints: "Checkpoints", say: Callable[[str], None]
 ) -> tuple["State", int]:
     """The newest checkpoint's state and data position, or a fresh state at position 0."""
-    state = trainer.init()
     if trainer.config.checkpoint.resume == "none":
         if checkpoints.steps:
             raise ConfigError(
                 f"{checkpoints.directory} holds checkpoints of steps {checkpoints.steps} but "
                 f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
             )
-        return state, 0
-    found = checkpoints.restore(state._asdict(), say)
+        return trainer.init(), 0
+    shapes = trainer.state_shapes
+    found = checkpoints.restore(shapes._asdict(), say)
     if found is None:
-        return state, 0
+        return trainer.init(), 0
     restored, meta = found
     if meta["data"] != data.train.fingerprint:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _start(
             f"another run.dir."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
-    return type(state)(**restored), meta["position"]
+    return type(shapes)(**restored), meta["position"]
 
 
 @dataclass(frozen=True)
