@@ -122,19 +122,22 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
 
 
 def _check_runnable(schedule: Schedule) -> None:
+    remedy = "train with gpipe, 1f1b or bfs"
     if schedule.stages != schedule.pp:
         raise ScheduleError(
             f"{schedule.name} has {schedule.stages} stages on {schedule.pp} ranks: the executor "
-            f"runs one stage a rank."
+            f"runs one stage a rank; {remedy}."
         )
     if schedule.placement.mirrored_from is not None:
         raise ScheduleError(
-            f"{schedule.name} runs both ways round the ranks: the executor runs one stage a rank."
+            f"{schedule.name} runs both ways round the ranks: the executor runs one stage a rank; "
+            f"{remedy}."
         )
     for rank, action in schedule.actions():
         if action.op in (Op.B, Op.W):
             raise ScheduleError(
-                f"rank {rank}, {action}: the executor runs the unsplit gradient BW, not B and W."
+                f"rank {rank}, {action}: the executor runs the unsplit gradient BW, not B and W; "
+                f"{remedy}."
             )
 
 
