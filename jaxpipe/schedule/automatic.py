@@ -23,7 +23,7 @@ from itertools import product
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs, lockstep_cost, place
 from jaxpipe.schedule.loop import zb_h1, zb_h2
-from jaxpipe.schedule.simulate import asynchronous
+from jaxpipe.schedule.simulate import clock
 
 _NEVER = float("inf")
 _WALKS = 3  # local searches, from the best points of the grid
@@ -114,11 +114,10 @@ def zb_auto(
 
 def _objective(name: str, costs: Costs, transfer_ticks: int) -> Callable[[Schedule], float]:
     def span(schedule: Schedule) -> float:
-        return max(end - start for start, end in zip(*asynchronous(schedule, costs)))
+        return max(line[-1][1] - line[0][0] for line in clock(schedule, costs))
 
     def makespan(schedule: Schedule) -> float:
-        starts, ends = asynchronous(schedule, costs)
-        return max(ends) - min(starts)
+        return max(line[-1][1] for line in clock(schedule, costs))
 
     def lockstep(schedule: Schedule) -> float:
         grid = place(schedule, transfer_ticks=transfer_ticks)

@@ -48,9 +48,9 @@ def simulate(
     (33.0, 0.2727, (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    starts, ends = asynchronous(schedule, costs)
-    makespan = max(ends) - min(starts)
-    max_span = max(end - start for start, end in zip(starts, ends))
+    lines = [line for line in clock(schedule, costs) if line]
+    makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
+    max_span = max(line[-1][1] - line[0][0] for line in lines)
     grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
     lockstep = lockstep_cost(grid, costs, transfer_ticks)
     work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
@@ -66,39 +66,39 @@ def simulate(
     )
 
 
-def asynchronous(schedule: Schedule, costs: Costs) -> tuple[list[float], list[float]]:
-    """First start and last end of every rank when each runs as early as it can.
+def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
+    """Start and end of every cell of every rank when each rank runs as early as it can.
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
     made: dict[Value, tuple[int, float]] = {}
-    clock = [0.0] * schedule.pp
-    starts: list[float | None] = [None] * schedule.pp
-    position = [0] * schedule.pp
-    left = sum(map(len, schedule.ranks))
-    while left:
-        before = left
-        for rank, order in enumerate(schedule.ranks):
-            while position[rank] < len(order):
-                cell = order[position[rank]]
-                needs = external_needs(cell, schedule.stages)
-                if not all(value in made for value in needs):
+    waits: dict[Value, int] = {}  # value not made yet -> the rank that stands still for it
+    times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
+    runnable = list(range(schedule.pp))
+    while runnable:
+        rank = runnable.pop()
+        line = times[rank]
+        now = line[-1][1] if line else 0.0
+        for cell in schedule.ranks[rank][len(line) :]:
+            begin = now
+            for value in external_needs(cell, schedule.stages):
+                if value not in made:
+                    waits[value] = rank
                     break
-                arrivals = (
-                    time + (costs.transfer if source != rank else 0.0)
-                    for source, time in map(made.__getitem__, needs)
-                )
-                begin = max([clock[rank], *arrivals])
-                clock[rank] = begin + costs.of_cell(cell)
-                starts[rank] = begin if starts[rank] is None else starts[rank]
-                for action in cell.actions:
-                    if value := produced_by(action):
-                        made[value] = (rank, clock[rank])
-                position[rank] += 1
-                left -= 1
-        if left == before:
-            raise ScheduleError(f"deadlock: {left} actions of {schedule.name} can never start.")
-    return [start or 0.0 for start in starts], clock
+                source, time = made[value]
+                begin = max(begin, time if source == rank else time + costs.transfer)
+            else:
+                now = begin + costs.of_cell(cell)
+                line.append((begin, now))
+                for value in filter(None, map(produced_by, cell.actions)):
+                    made[value] = (rank, now)
+                    if value in waits:
+                        runnable.append(waits.pop(value))
+                continue
+            break
+    if left := sum(map(len, schedule.ranks)) - sum(map(len, times)):
+        raise ScheduleError(f"deadlock: {left} actions of {schedule.name} can never start.")
+    return times
 
 
 def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
