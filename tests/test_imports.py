@@ -11,7 +11,7 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "presets", "checks", "schedule", "runtime"},
+    {"config", "presets", "checks", "schedule", "analysis", "runtime"},
     {"model"},
     {"parallel"},
     {"pipeline"},
@@ -23,6 +23,7 @@ ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {
     "config": {"presets"},
     "checks": {"config", "schedule"},
+    "analysis": {"config"},
     "metrics": {"progress"},
     "summary": {"trainer"},
 }
@@ -66,7 +67,7 @@ def test_rows(path):
         assert (own, other) not in FORBIDDEN, f"{own} may not import {other}"
 
 
-@pytest.mark.parametrize("name", ["schedule", "config", "checks", "runtime"])
+@pytest.mark.parametrize("name", ["schedule", "config", "checks", "analysis", "runtime"])
 def test_row_zero_does_not_import_jax(name):
     code = f"import sys, jaxpipe.{name}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,13 +5,12 @@ Pure Python and numpy; nothing here knows jax.
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.assignment import assign_layers
-from jaxpipe.schedule.automatic import Memory, peak_memory
 from jaxpipe.schedule.builders import BUILDERS, build, forward_only
-from jaxpipe.schedule.cells import Costs
+from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
 from jaxpipe.schedule.lower import Tables, lower
-from jaxpipe.schedule.simulate import Report, simulate
+from jaxpipe.schedule.simulate import Report, peak_memory, simulate
 from jaxpipe.schedule.validate import validate
 
 NAMES = tuple(BUILDERS)

@@ -1,5 +1,6 @@
 """Schedules by name."""
 
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxpipe.schedule.loop import (
     zb_h1,
     zb_h2,
 )
+from jaxpipe.schedule.vshape import v_shaped
 
 BUILDERS = {
     "gpipe": gpipe,
@@ -25,6 +27,9 @@ BUILDERS = {
     "zb_h2": zb_h2,
     "zb_auto": zb_auto,
     "interleaved_zb": interleaved_zb,
+    "zbv": partial(v_shaped, "zbv"),
+    "v_half": partial(v_shaped, "v_half"),
+    "v_min": partial(v_shaped, "v_min"),
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
 }
@@ -42,7 +47,7 @@ def build(
 
     `virtual_stages` is the number of stages a rank, for the schedules that leave it open. Further
     options are the builder's own: `breadth` of `bfs`; `costs`, `memory`, `memory_limit`,
-    `objective`, `transfer_ticks` and `evaluations` of `zb_auto`.
+    `objective`, `transfer_ticks` and `effort` of the searched ones.
 
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
     cannot have.

@@ -61,6 +61,15 @@ class Costs:
         return sum(map(self.of, cell.actions))
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What the ops of one microbatch do to a rank's memory, in one unit: F takes, B and W free."""
+
+    F: float = 1.0
+    B: float = 0.0
+    W: float = -1.0
+
+
 Grid = list[list[Cell]]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 

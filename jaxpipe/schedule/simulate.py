@@ -10,7 +10,7 @@ the same with each rank's own first start to last end, the longest one (Qi et al
 from dataclasses import dataclass
 
 from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, external_needs, produced_by
-from jaxpipe.schedule.cells import Costs, lockstep_cost, place
+from jaxpipe.schedule.cells import Costs, Memory, lockstep_cost, place
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,20 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     if left := sum(map(len, schedule.ranks)) - sum(map(len, times)):
         raise ScheduleError(f"deadlock: {left} actions of {schedule.name} can never start.")
     return times
+
+
+def peak_memory(schedule: Schedule, memory: Memory) -> list[float]:
+    """Most that each rank holds at once, in the unit of `memory`."""
+    change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W}
+    peaks = []
+    for order in schedule.ranks:
+        held = peak = 0.0
+        for cell in order:
+            for action in cell.actions:
+                held += change[action.op]
+                peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
 
 
 def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.analysis import peak_held
 from jaxpipe.schedule import (
     BUILDERS,
     Action,
@@ -22,6 +23,7 @@ from jaxpipe.schedule import (
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
+SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
 
 # Per schedule: any (P, M, v) to one that it can have.
 LEGAL = {
@@ -33,6 +35,9 @@ LEGAL = {
     "zb_h2": lambda p, m, v: (p, m, None),
     "zb_auto": lambda p, m, v: (p, min(m, 24), None),
     "interleaved_zb": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
+    "zbv": lambda p, m, v: (p, min(m, 24), None),
+    "v_half": lambda p, m, v: (p, min(m, 24), None),
+    "v_min": lambda p, m, v: (p, min(m, 24), None),
     "dualpipe": lambda p, m, v: (p + p % 2, max(m + m % 2, 2 * (p + p % 2)), None),
     "dualpipev": lambda p, m, v: (p, max(m, 2 * p), None),
 }
@@ -40,7 +45,7 @@ LEGAL = {
 
 def build_legal(name, *sizes):
     pp, microbatches, virtual_stages = LEGAL[name](*sizes)
-    options = {"evaluations": 5} if name == "zb_auto" else {}
+    options = {"effort": 20_000} if name in SEARCHED else {}
     return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, **options)
 
 
@@ -50,7 +55,13 @@ def build_legal(name, *sizes):
 def test_every_builder_is_valid(name, pp, microbatches, v):
     schedule = build_legal(name, pp, microbatches, v)
     validate(schedule)
-    assert simulate(schedule).makespan > 0  # both clocks run to the end
+    report = simulate(schedule)
+    assert report.makespan > 0  # both clocks run to the end
+    declared = peak_held(name, schedule.pp, schedule.microbatches, schedule.stages // schedule.pp)
+    if name in SEARCHED:
+        assert all(held <= most for held, most in zip(report.peak_until_w, declared))
+    else:
+        assert report.peak_until_w == declared
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

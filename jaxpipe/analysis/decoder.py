@@ -1,0 +1,221 @@
+"""What jaxpipe's own decoder costs: FLOPs and stored bytes of F, B and W, from sizes alone.
+
+The layer is the one of `jaxpipe.model`: RMSNorm, grouped-query attention with heads of their own
+width, rotary positions and optional norms of q and k, SwiGLU. The bytes are those of the cut into
+F, B and W: residuals go from F to B (`for_b`) or to W (`for_w`), the stash from B to W. Everything
+is for one microbatch on one device.
+
+Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, section 3); sequence
+parallelism splits the stream between them along the sequence, the matrices' inputs included, which
+are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2).
+
+Letters: T tokens of a microbatch, D model, H query heads, G key/value heads, K head width, F
+hidden width of the MLP, L tokens of a sequence.
+"""
+
+from dataclasses import dataclass
+
+from jaxpipe.analysis.flops import OpFlops
+from jaxpipe.config import ModelConfig
+
+REMAT = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer and one microbatch: the papers' M_B is `until_b`, M_W is `until_w`."""
+
+    for_b: int  # residuals that only B reads
+    for_w: int  # residuals that W reads
+    stash: int  # what B leaves for W
+
+    @property
+    def until_b(self) -> int:
+        """Held from F until B."""
+        return self.for_b + self.for_w
+
+    @property
+    def until_w(self) -> int:
+        """Held from B until W."""
+        return self.for_w + self.stash
+
+
+def layer_flops(
+    model: ModelConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    remat: str = "none",
+    tp: int = 1,
+    causal: bool = False,
+) -> OpFlops:
+    """FLOPs of the matrix products of one layer, on one device, with what B computes again.
+
+    Attention counts as the full square, which `xla` computes; `causal` counts only the pairs that
+    the mask lets through. `cudnn` computes the scores once more in B (Dao et al. 2022, Algorithm
+    4); that is taken from the algorithm, not measured.
+
+    Raises `ValueError` for an unknown `remat`, or a `tp` that does not divide heads and `d_ff`.
+    """
+    widths = _Widths(model, tp)
+    _check_remat(remat)
+    tokens = batch * seq_len
+    pairs = tokens * ((seq_len + 1) / 2 if causal else seq_len)
+    down = 2.0 * tokens * model.d_model * widths.hidden
+    weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
+    product = 2.0 * pairs * widths.q  # scores, or scores @ v
+    work = OpFlops.of_weight(weights) + OpFlops.of_values(2 * product)
+    fused = model.attention == "cudnn"
+    again = product if fused else 0.0
+    if remat == "full":
+        again += work.F - down
+    elif remat == "selective" and not fused:
+        again += 2 * product
+    return work + OpFlops(B=again)
+
+
+def head_flops(model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1) -> OpFlops:
+    """FLOPs of the product with the output head, on one device.
+
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
+    """
+    return OpFlops.of_weight(2.0 * batch * seq_len * _vocabulary_matrix(model, tp))
+
+
+def layer_bytes(
+    model: ModelConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    itemsize: int,
+    remat: str = "none",
+    tp: int = 1,
+    sequence_parallel: bool = False,
+) -> LayerBytes:
+    """Bytes that one layer stores for one microbatch on one device.
+
+    `itemsize` is the bytes of one value of the compute dtype. W needs the input and the output
+    gradient of every matrix whatever `remat` is: the input is a residual where F stores it, and
+    part of the stash where B computes it again.
+
+    Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
+    with sequence parallelism `seq_len`.
+    """
+    widths = _Widths(model, tp)
+    _check_remat(remat)
+    fused = model.attention == "cudnn"
+    tokens = batch * seq_len
+    rows = _stream_tokens(batch, seq_len, tp, sequence_parallel)
+    stream = rows * model.d_model * itemsize
+    q, kv, hidden = (tokens * w * itemsize for w in (widths.q, widths.kv, widths.hidden))
+    inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
+    gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
+    # The fused attention's second output: a float32 logsumexp a query.
+    logsumexp = 4 * tokens * widths.heads if fused else 0
+    match remat:
+        case "full":
+            return LayerBytes(stream, 0, inputs + gradients)
+        case "selective":
+            products = q + 2 * kv + stream + 2 * hidden
+            for_w = q if fused else 0  # the attention's output is stored only if it is fused
+            return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
+    wide = max(itemsize, 4)
+    norms = 2 * _norm_bytes(stream, rows, wide)
+    if model.qk_norm:
+        norms += _norm_bytes(q, tokens * widths.heads, wide)
+        norms += _norm_bytes(kv, tokens * widths.kv_heads, wide)
+    if fused:
+        softmax = logsumexp
+    else:
+        # Exponentials and two numbers a row in the wide dtype, probabilities in the narrow one.
+        softmax = tokens * widths.heads * (seq_len * (wide + itemsize) + 2 * wide)
+    activation = 5 * hidden  # gate, its sigmoid, the sigmoid's slope, silu, up
+    return LayerBytes(norms + q + 2 * kv + softmax + activation, inputs, gradients)
+
+
+def hidden_bytes(
+    model: ModelConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    itemsize: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+) -> int:
+    """Bytes of one activation, or of its gradient, as a device sends it to another stage.
+
+    Raises `ValueError` for a `tp` that does not divide `seq_len` with sequence parallelism.
+
+    >>> model = ModelConfig(
+    ...     n_layers=1, d_model=8, n_heads=2, n_kv_heads=1, d_ff=16, vocab_size=32
+    ... )
+    >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
+    64
+    """
+    return _stream_tokens(batch, seq_len, tp, sequence_parallel) * model.d_model * itemsize
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of one layer on one device; norm gains are on all `tp` devices.
+
+    Raises `ValueError` for a `tp` that does not divide heads and `d_ff`.
+    """
+    widths = _Widths(model, tp)
+    matrices = model.d_model * (2 * widths.q + 2 * widths.kv + 3 * widths.hidden)
+    return matrices + 2 * model.d_model + 2 * model.head_size * model.qk_norm
+
+
+def embedding_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of the embedding on one device, split over the vocabulary.
+
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
+    """
+    return _vocabulary_matrix(model, tp)
+
+
+def head_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Parameters of the final norm and the head on one device; a tied head has none of its own.
+
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
+    """
+    own = 0 if model.tie_embeddings else _vocabulary_matrix(model, tp)
+    return own + model.d_model
+
+
+class _Widths:
+    """Widths of what one device holds of a layer."""
+
+    def __init__(self, model: ModelConfig, tp: int):
+        for name in ("n_heads", "n_kv_heads", "d_ff"):
+            _check_divides(tp, name, getattr(model, name))
+        self.heads, self.kv_heads = model.n_heads // tp, model.n_kv_heads // tp
+        self.q, self.kv = self.heads * model.head_size, self.kv_heads * model.head_size
+        self.hidden = model.d_ff // tp
+
+
+def _norm_bytes(values: int, rows: int, wide: int) -> int:
+    """One RMSNorm for B: its input and the normalised values, and two wide numbers a row."""
+    return 2 * values + 2 * rows * wide
+
+
+def _stream_tokens(batch: int, seq_len: int, tp: int, sequence_parallel: bool) -> int:
+    """Tokens whose residual stream is on one device."""
+    if not sequence_parallel:
+        return batch * seq_len
+    _check_divides(tp, "seq_len", seq_len)
+    return batch * (seq_len // tp)
+
+
+def _vocabulary_matrix(model: ModelConfig, tp: int) -> int:
+    _check_divides(tp, "vocab_size", model.vocab_size)
+    return model.vocab_size // tp * model.d_model
+
+
+def _check_divides(tp: int, name: str, size: int) -> None:
+    if size % tp:
+        raise ValueError(f"tp={tp} must divide {name}={size}: devices hold equal parts.")
+
+
+def _check_remat(remat: str) -> None:
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat={remat!r}: use one of {', '.join(REMAT)}.")

@@ -1,0 +1,191 @@
+"""The search behind the automatic schedules.
+
+1. *Building blocks* that fit the memory (`blocks`) say how urgent each op is; *rules* (`rules`)
+   turn a block into a finite schedule with the true costs. Blocks and rules do not depend on the
+   number of microbatches, so the best are found on a shorter pipeline run: first alike on all
+   ranks, then changed rank by rank, keeping what is no worse.
+2. Steps on the longest path of the whole schedule are moved, keeping what is no worse. Only such
+   moves can shorten it, as in job-shop scheduling (van Laarhoven et al. 1992, "Job Shop Scheduling
+   by Simulated Annealing", theorem 1).
+
+Seeded, so that the same request gives the same schedule.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, product
+
+from jaxpipe.schedule.action import Op, Schedule, ScheduleError
+from jaxpipe.schedule.blocks import blocks
+from jaxpipe.schedule.problem import SLACK, B, F, Orders, Problem, Score, Step, W
+from jaxpipe.schedule.rules import Rules, list_schedule
+
+_WALKS = 5  # local searches, from the best starting points of different worth
+_STARTS, _CHANGES, _MOVES, _POLISH = 0.25, 0.25, 1.5, 0.5  # moves cost a fifth of a listing
+_DISTANCES = (1, 1, 1, 2, 3, 4, 6)
+
+
+def search(
+    problem: Problem, *, effort: int | None = None, known: Iterable[Schedule] = ()
+) -> Schedule:
+    """The best schedule found, no worse than any of the `known` ones that fits the memory.
+
+    `effort` is about how many steps are simulated on the way, a third of a million a second (None:
+    as many as that, or 370 short schedules).
+
+    Raises `ScheduleError` where nothing is found that fits the memory.
+    """
+    dice = random.Random(0)
+    pp, m = problem.placement.pp, problem.microbatches
+    steady = 2 * max(pp, problem.room * pp // problem.placement.stages)
+    short = replace(problem, microbatches=min(m, steady))
+    effort = effort or max(350_000, 370 * short.steps)
+    starts = list(map(_orders, known))
+    scored = _scored(problem, starts)
+    if not scored or scored[0][0][0] > problem.least * (1 + SLACK):
+        thorough = effort > 10 * problem.steps  # is there time to look at the whole schedule?
+        for _, orders, rules in _walks(short, effort, dice)[: None if thorough else 2]:
+            starts.append(stretched(orders, m - short.microbatches))
+            if m > short.microbatches and thorough:
+                starts.append(list_schedule(problem, rules))
+        scored = _scored(problem, starts)
+    if not scored:
+        raise ScheduleError(
+            f"{problem.name}: no schedule found for pp={pp}, microbatches={m} within "
+            f"memory_limit={problem.limit:g}: raise it."
+        )
+    score, orders = scored[0]
+    if m > short.microbatches and score[0] > problem.least * (1 + SLACK):
+        share = int(effort * _POLISH / problem.steps)
+        score, orders = _move_steps(problem, score, orders, share, dice)
+    return problem.schedule(orders)
+
+
+def _scored(problem: Problem, candidates: Iterable[Orders | None]) -> list[tuple[Score, Orders]]:
+    """Those that fit the memory and end, best first."""
+    fitting = [orders for orders in candidates if orders and all(map(problem.fits, orders))]
+    scored = [(score, orders) for orders in fitting if (score := problem.score(orders))]
+    return sorted(scored, key=lambda item: item[0])
+
+
+def stretched(orders: Orders, more: int) -> Orders | None:
+    """The orders of a schedule with `more` microbatches, by repeating one period of each rank.
+
+    A period is a run of steps in the middle that has every op of every stage once; None where a
+    rank has none.
+    """
+    if not more:
+        return orders
+    longer = []
+    for order in orders:
+        length = len({step[:2] for step in order})
+        middle = (len(order) - length) // 2
+        starts = sorted(range(len(order) - length + 1), key=lambda at: abs(at - middle))
+        start = next(
+            (at for at in starts if len({s[:2] for s in order[at : at + length]}) == length), None
+        )
+        if start is None:
+            return None
+        period, after = order[start : start + length], order[start + length :]
+        longer.append(order[:start])
+        for shift in range(more + 1):
+            longer[-1] += [(op, stage, i + shift) for op, stage, i in period]
+        longer[-1] += [(op, stage, i + more) for op, stage, i in after]
+    return longer
+
+
+def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Score, Orders, Rules]]:
+    """A good schedule from each of the best starting points, best first."""
+    found: list[tuple[Score, Orders, Rules]] = []
+
+    def attempt(rules: Rules) -> tuple[Score, Orders] | None:
+        orders = list_schedule(problem, rules)
+        return None if orders is None else (problem.score(orders), orders)
+
+    for rules in islice(_starts(problem, dice), max(4, int(effort * _STARTS / problem.steps))):
+        if result := attempt(rules):
+            found.append((*result, rules))
+    distinct = {item[0]: item for item in reversed(found)}
+    found = sorted(distinct.values(), key=lambda item: item[0])[:_WALKS]
+    walks = []
+    for best, orders, rules in found:
+        for _ in range(int(effort * _CHANGES / problem.steps / len(found))):
+            changed = rules.changed(dice)
+            result = attempt(changed)
+            if result and result[0] <= best:  # along equals too: plateaus are wide
+                (best, orders), rules = result, changed
+        share = int(effort * _MOVES / problem.steps / len(found))
+        walks.append((*_move_steps(problem, best, orders, share, dice), rules))
+    return sorted(walks, key=lambda item: item[0])
+
+
+def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
+    """Blocks with the same rules on all ranks, three that fit the memory for each that does not.
+
+    A block that needs more memory is of use where ops may overtake its order.
+    """
+    pp = problem.placement.pp
+    room = max(1, problem.room)
+    fit, tall = [], []
+    for block in blocks(problem.placement):
+        for follow, wait, fill in product((0, 1, 2), (False, True), (0, 1, 2)):
+            if block.held <= room or follow == 0:
+                (fit if block.held <= room else tall).append((block, follow, wait, fill))
+    dice.shuffle(fit)
+    dice.shuffle(tall)
+    while fit or tall:
+        for source in (fit, fit, fit, tall):
+            if source:
+                block, *rules = source.pop()
+                yield Rules(
+                    block.period, block.phases, *((rule,) * pp for rule in (*rules, room)), room
+                )
+
+
+def _move_steps(
+    problem: Problem, score: Score, orders: Orders, evaluations: int, dice: random.Random
+) -> tuple[Score, Orders]:
+    """The score and orders after moving steps of the longest path to and fro within their rank."""
+    orders = list(orders)
+    critical = problem.critical(orders)
+    for _ in range(evaluations if critical else 0):
+        rank, at = dice.choice(critical)
+        distance = dice.choice(_DISTANCES)
+        old = orders[rank]
+        if dice.random() < 0.5:  # the step goes ahead of those before it, or its neighbour behind
+            to = max(0, at - distance)
+        else:
+            at -= 1
+            to = min(len(old) - 1, at + distance)
+        new = list(old)
+        new.insert(to, new.pop(at))
+        if not _in_order(new[min(at, to) : max(at, to) + 1]) or not problem.fits(new):
+            continue
+        orders[rank] = new
+        moved = problem.score(orders)
+        if moved and moved <= score:
+            score, critical = moved, problem.critical(orders)
+        else:
+            orders[rank] = old
+    return score, orders
+
+
+def _in_order(steps: Sequence[Step]) -> bool:
+    """Whether F, B and W of a microbatch, and the microbatches of an op, keep their order."""
+    latest: dict[tuple[int, int], int] = {}
+    ops: dict[tuple[int, int], int] = {}
+    for op, stage, i in steps:
+        if latest.get((op, stage), i) > i or ops.get((stage, i), op) > op:
+            return False
+        latest[op, stage] = i
+        ops[stage, i] = op
+    return True
+
+
+def _orders(schedule: Schedule) -> Orders:
+    kinds = {Op.F: F, Op.B: B, Op.W: W}
+    return [
+        [(kinds[op], stage, i) for cell in order for op, stage, i in cell.actions]
+        for order in schedule.ranks
+    ]
