@@ -9,16 +9,7 @@ import jax
 from tensorboardX import SummaryWriter
 
 from jaxpipe.config import ModelConfig
-
-# Dense bfloat16 FLOP/s of one device, from the vendors' data sheets (without sparsity).
-_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
+from jaxpipe.presets import DEVICES
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -27,7 +18,7 @@ def peak_flops(device_kind: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)
     """
-    return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)
+    return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:

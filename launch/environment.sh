@@ -1,6 +1,11 @@
 # Sourced by the launch scripts: finds a Python, keeps .venv in step with pyproject.toml.
 # JAXPIPE_PYTHON names the Python to use instead of the newest one found.
 
+# A path given first is meant from where the user stands, not from here.
+case "${1:-}" in
+'' | -*) ;;
+*) if [ -e "$1" ]; then set -- "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" "${@:2}"; fi ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usable_version() { # prints "3.12.1" if the given command is a Python that jaxpipe can use

@@ -11,19 +11,20 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "presets", "checks", "schedule", "analysis", "runtime"},
+    {"config", "presets", "checks", "schedule", "analysis", "runtime", "planning"},
     {"model"},
     {"parallel"},
     {"pipeline"},
     {"checkpoint", "optimizer", "data", "metrics", "progress"},
     {"trainer", "summary"},
-    {"train"},
+    {"train", "plan"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {
     "config": {"presets"},
     "checks": {"config", "schedule"},
     "analysis": {"config"},
+    "planning": {"analysis", "config", "presets", "schedule"},
     "metrics": {"progress"},
     "summary": {"trainer"},
 }
@@ -67,7 +68,9 @@ def test_rows(path):
         assert (own, other) not in FORBIDDEN, f"{own} may not import {other}"
 
 
-@pytest.mark.parametrize("name", ["schedule", "config", "checks", "analysis", "runtime"])
+@pytest.mark.parametrize(
+    "name", ["schedule", "config", "checks", "analysis", "planning", "plan", "runtime"]
+)
 def test_row_zero_does_not_import_jax(name):
     code = f"import sys, jaxpipe.{name}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

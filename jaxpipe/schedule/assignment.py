@@ -59,9 +59,10 @@ def assign_layers(
         )
     if min(counts) < 1:
         raise ScheduleError(
-            f"layer split {policy!r} of {layers} layers over {stages} stages gives "
-            f"{list(counts)} (input_weight={input_weight}, output_weight={output_weight}): every "
-            f"stage needs a layer; lower the weights or the pins, or use fewer stages."
+            f"layer split {policy!r} of {layers} layers over {stages} stages leaves stage "
+            f"{counts.index(min(counts))} without one (input_weight={input_weight}, "
+            f"output_weight={output_weight}): every stage needs a layer; lower the weights or the "
+            f"pins, or use fewer stages."
         )
     return counts
 

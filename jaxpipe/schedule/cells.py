@@ -74,22 +74,32 @@ Grid = list[list[Cell]]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
-def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
-    """Time of the whole grid when ranks meet at the transfers.
+def lockstep_starts(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> list[list[float]]:
+    """Start of every cell `[tick][rank]` when ranks meet at the transfers.
 
-    One-tick transfers end every tick with a meeting of all: the sum over ticks of the slowest
-    cell. With two ticks a rank needs at tick t only what its neighbours on the ring had sent by
-    the end of tick t - 2, so it may run one cell ahead of them.
+    One-tick transfers end every tick with a meeting of all. With two ticks a rank needs at tick t
+    only what its neighbours on the ring had sent by the end of tick t - 2, so it may run one cell
+    ahead of them. A message is sent every tick, whether a cell needs it or not.
     """
-    times = [[costs.of_cell(cell) for cell in row] for row in grid]
-    if transfer_ticks == 1:
-        return sum(map(max, times))
-    pp = len(times[0])
-    before, last = [0.0] * pp, [0.0] * pp  # ends of the two ticks past
-    for row in times:
-        starts = [max(last[r], before[r - 1], before[(r + 1) % pp]) for r in range(pp)]
-        before, last = last, [start + time for start, time in zip(starts, row)]
-    return max(last)
+    pp = len(grid[0]) if grid else 1
+    transfer = costs.transfer if pp > 1 else 0.0
+    starts: list[list[float]] = []
+    before, last = [-transfer] * pp, [-transfer] * pp
+    for row in grid:
+        if transfer_ticks == 1:
+            now = [max(last) + transfer] * pp
+        else:
+            heard = [max(before[r - 1], before[(r + 1) % pp]) + transfer for r in range(pp)]
+            now = [max(0.0, own, others) for own, others in zip(last, heard)]
+        starts.append(now)
+        before, last = last, [start + costs.of_cell(cell) for start, cell in zip(now, row)]
+    return starts
+
+
+def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
+    """Time of the whole grid, by `lockstep_starts`."""
+    last = zip(lockstep_starts(grid, costs, transfer_ticks)[-1], grid[-1])
+    return max(start + costs.of_cell(cell) for start, cell in last)
 
 
 def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Grid:

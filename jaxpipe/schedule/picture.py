@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxpipe.schedule.action import Cell, Op, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Grid, place
+from jaxpipe.schedule.cells import Costs, lockstep_starts, place
 from jaxpipe.schedule.simulate import clock as asynchronous
 
 if TYPE_CHECKING:
@@ -106,24 +106,12 @@ def boxes(
         return [[Box(*t, cell) for t, cell in zip(*rank)] for rank in zip(times, schedule.ranks)]
     if clock == "lockstep":
         grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
-        return _lockstep(grid, costs, transfer_ticks)
+        starts = zip(*lockstep_starts(grid, costs, transfer_ticks))
+        return [
+            [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
+            for rank in zip(starts, zip(*grid))
+        ]
     raise ScheduleError(f"clock={clock!r}: use 'asynchronous' or 'lockstep'.")
-
-
-def _lockstep(grid: Grid, costs: Costs, transfer_ticks: int) -> list[list[Box]]:
-    """The grid's cells under the recurrence of `lockstep_cost`."""
-    pp = len(grid[0])
-    lines: list[list[Box]] = [[] for _ in range(pp)]
-    before, last = [0.0] * pp, [0.0] * pp  # ends of the two ticks past
-    for cells in grid:
-        starts = [max(last[r], before[r - 1], before[(r + 1) % pp]) for r in range(pp)]
-        if transfer_ticks == 1:
-            starts = [max(last)] * pp
-        before, last = last, [s + costs.of_cell(cell) for s, cell in zip(starts, cells)]
-        for line, start, end, cell in zip(lines, starts, last, cells):
-            if cell.actions:
-                line.append(Box(start, end, cell))
-    return lines
 
 
 def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> list[Row]:

@@ -20,6 +20,7 @@ from jaxpipe.schedule import (
     timeline,
     validate,
 )
+from jaxpipe.schedule.cells import place
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
@@ -139,6 +140,16 @@ def test_pairing_f_with_bw_restores_the_ideal_lockstep(pp, microbatches):
     schedule = build("1f1b", pp=pp, microbatches=microbatches)
     report = simulate(schedule, in_flight=2 * pp - 1)
     assert report.lockstep_makespan == 3 * (microbatches + pp - 1)
+
+
+def test_transfers_in_the_lockstep():
+    """One-tick transfers add one message a tick; with two ticks most of it can hide."""
+    schedule = build("1f1b", pp=4, microbatches=8)
+    messages = len(place(schedule)) - 1
+    for ticks, added in ((1, 1.0), (2, 2 / 3)):
+        free = simulate(schedule, transfer_ticks=ticks).lockstep_makespan
+        paid = simulate(schedule, Costs(transfer=0.25), transfer_ticks=ticks).lockstep_makespan
+        assert free < paid <= free + added * 0.25 * messages + 1e-12
 
 
 @pytest.mark.parametrize(("in_flight", "efficiency"), [(None, 0.70), (15, 0.877), (32, 0.877)])

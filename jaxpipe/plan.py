@@ -1,0 +1,224 @@
+"""`python -m jaxpipe.plan CONFIG [section.key=value ...]`: choose a schedule without any device.
+
+Prints every schedule that the configuration could have, with its bubbles, bytes and predicted
+speed, and the fastest within the memory. Exit codes: 0 done; 2 bad input.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.planning import (
+    Advice,
+    Estimate,
+    Hardware,
+    OpSeconds,
+    advise,
+    analytic,
+    candidates,
+    estimate,
+    read_measured,
+)
+from jaxpipe.presets import DEVICES
+from jaxpipe.schedule import ScheduleError, timeline
+from jaxpipe.schedule.picture import picture
+
+_GIB = 2**30
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": _GIB,
+          "ti": 2**40}  # fmt: skip
+
+_COLUMNS = ("schedule", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s")
+_LEGEND = (
+    "bubble, span: of ranks that run freely, over the whole step and over a rank's own; scan: of "
+    "the lockstep that the executor runs. held: microbatches x stages on a rank. GiB: a device's "
+    "(! too much), stored: activations of it, sent: to neighbours in a step. * planned only: the "
+    "executor does not run it."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _plan(arguments)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes of a size such as `80GiB`, `50GB` or `1e9`.
+
+    >>> parse_bytes("80GiB"), parse_bytes("50 GB")
+    (85899345920.0, 50000000000.0)
+    """
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if not match or match[2] not in _UNITS or match[1].count(".") > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 50GB")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxpipe.plan", description=__doc__)
+    parser.add_argument("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add = parser.add_argument
+    add("--memory", type=parse_bytes, metavar="80GiB", help="of a device (default: its own)")
+    add("--device", default="H100", choices=DEVICES, help="for the seconds of ops (default H100)")
+    add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
+    add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
+    add("--costs", type=Path, metavar="FILE", help="measured seconds, a JSON file, instead")
+    add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
+    add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
+    add("--timeline", action="store_true", help="print its timeline")
+    add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add("--json", action="store_true", help="print everything as one JSON object")
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = configs.load(arguments.config, arguments.overrides)
+    hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
+    memory = arguments.memory or DEVICES[arguments.device].memory
+    ticks = config.parallel.transfer_ticks or 2
+    try:
+        seconds = read_measured(arguments.costs) if arguments.costs else analytic(config, hardware)
+        found, refused = candidates(config, seconds)
+        estimates = [estimate(config, one, seconds, transfer_ticks=ticks) for one in found]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not estimates:
+        raise ConfigError(next(iter(refused.values())))
+    advice = advise(
+        config, estimates, seconds, memory=memory, bubble=arguments.bubble, transfer_ticks=ticks
+    )
+    shown = _shown(estimates, arguments.show or advice.best_that_runs or advice.best)
+    if arguments.json:
+        print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
+    else:
+        _print(config, estimates, refused, advice, memory, ticks)
+    knobs = {"transfer_ticks": ticks, "in_flight": shown.candidate.in_flight}
+    if arguments.timeline:
+        print(
+            timeline(shown.candidate.schedule, **knobs), file=sys.stderr if arguments.json else None
+        )
+    if arguments.picture:
+        _draw(shown, arguments.picture, seconds, knobs)
+    return 0
+
+
+def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
+    for one in estimates:
+        if one.candidate.label == (label or estimates[0].candidate.label):
+            return one
+    raise ConfigError(
+        f"--show {label!r} is not in the table: use one of "
+        f"{', '.join(repr(e.candidate.label) for e in estimates)}."
+    )
+
+
+def _draw(shown: Estimate, path: Path, seconds: OpSeconds, knobs: dict[str, Any]) -> None:
+    picture(
+        shown.candidate.schedule,
+        path,
+        costs=seconds.costs(shown.candidate.layers),
+        clock="lockstep" if shown.candidate.runs else "asynchronous",
+        **knobs,
+    )
+    print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
+
+
+def _print(
+    config: configs.Config,
+    estimates: Sequence[Estimate],
+    refused: dict[str, str],
+    advice: Advice,
+    memory: float,
+    ticks: int,
+) -> None:
+    console = Console(highlight=False, width=max(96, Console().width))
+    parallel, train = config.parallel, config.train
+    console.print(
+        f"{config.model.parameter_count():,} parameters, pp={parallel.pp} dp={parallel.dp} "
+        f"tp={parallel.tp}, {train.grad_accum_steps} microbatches of {train.microbatch_size} x "
+        f"{train.seq_len} tokens, remat {train.remat}, transfers take {ticks} ticks"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
+        label, report = one.candidate.label, one.report
+        fits = one.bytes.total <= memory
+        chosen = label in (advice.best, advice.best_that_runs)
+        table.add_row(
+            label + ("" if one.candidate.runs else " *"),
+            f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
+            f"{report.bubble_lockstep:.1%}", str(one.held),
+            f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
+            f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
+            f"{one.tokens_per_second:,.0f}",
+            style="bold" if chosen else "" if fits else "dim",
+        )  # fmt: skip
+    console.print(table)
+    console.print(_LEGEND, style="dim", soft_wrap=True)
+    for why in dict.fromkeys(refused.values()):
+        labels = ", ".join(label for label, reason in refused.items() if reason == why)
+        console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
+    if advice.best:
+        console.print(f"fastest within {memory / _GIB:.1f} GiB: {advice.best}", soft_wrap=True)
+    if advice.best_that_runs and advice.best_that_runs != advice.best:
+        console.print(f"fastest that the executor runs: {advice.best_that_runs}", soft_wrap=True)
+    for sentence in advice.sentences:
+        console.print(sentence, soft_wrap=True)
+
+
+def _as_json(
+    estimates: Sequence[Estimate],
+    refused: dict[str, str],
+    advice: Advice,
+    seconds: OpSeconds,
+    memory: float,
+) -> dict[str, Any]:
+    rows = [
+        {
+            "schedule": one.candidate.label,
+            "runs": one.candidate.runs,
+            "fits": one.bytes.total <= memory,
+            "tokens_per_second": one.tokens_per_second,
+            **asdict(one.report),
+            "bytes": asdict(one.bytes) | {"total": one.bytes.total},
+            "held": one.held,
+            "sent_bytes": one.sent,
+            "layers": one.candidate.layers,
+        }
+        for one in estimates
+    ]
+    return {
+        "seconds": msgspec.to_builtins(seconds),
+        "memory": memory,
+        "schedules": rows,
+        "refused": refused,
+        **asdict(advice),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

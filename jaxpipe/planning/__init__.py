@@ -1,0 +1,21 @@
+"""What a run would cost under every schedule, before any device is touched. Nothing needs jax."""
+
+from jaxpipe.planning.advice import Advice, advise
+from jaxpipe.planning.candidates import Candidate, candidates
+from jaxpipe.planning.estimate import Estimate, estimate
+from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
+from jaxpipe.planning.memory import RankBytes
+
+__all__ = [
+    "Advice",
+    "Candidate",
+    "Estimate",
+    "Hardware",
+    "OpSeconds",
+    "RankBytes",
+    "advise",
+    "analytic",
+    "candidates",
+    "estimate",
+    "read_measured",
+]

@@ -1,0 +1,93 @@
+"""Which candidate to take, and what to change for a smaller bubble."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxpipe.config import Config
+from jaxpipe.planning.candidates import candidate
+from jaxpipe.planning.estimate import Estimate, estimate
+from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.schedule import ScheduleError
+
+_TRIES = 6
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Labels of the fastest candidates that fit the memory: of all, and of those that run."""
+
+    best: str | None
+    best_that_runs: str | None
+    sentences: tuple[str, ...]
+
+
+def advise(
+    config: Config,
+    estimates: Sequence[Estimate],
+    seconds: OpSeconds,
+    *,
+    memory: float,
+    bubble: float | None,
+    transfer_ticks: int,
+) -> Advice:
+    """The fastest within `memory` bytes a device, and how to get its scan's bubble to `bubble`."""
+    fitting = sorted(
+        (e for e in estimates if e.bytes.total <= memory),
+        key=lambda e: e.tokens_per_second,
+        reverse=True,
+    )
+    sentences = []
+    if not fitting:
+        least = min(estimates, key=lambda e: e.bytes.total)
+        sentences.append(
+            f"nothing fits {memory / 2**30:.1f} GiB a device: {least.candidate.label} needs least, "
+            f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
+            f"train.microbatch_size, or set train.remat='full'."
+        )
+    running = [e for e in fitting if e.candidate.runs]
+    if bubble is not None:
+        for chosen in {e.candidate.label: e for e in (*fitting[:1], *running[:1])}.values():
+            sentences.append(_smaller(config, chosen, seconds, bubble, transfer_ticks))
+    return Advice(
+        fitting[0].candidate.label if fitting else None,
+        running[0].candidate.label if running else None,
+        tuple(sentences),
+    )
+
+
+def _smaller(
+    config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float, transfer_ticks: int
+) -> str:
+    """The number of microbatches that brings the bubble down, found by trying."""
+    label, now = chosen.candidate.label, chosen.report.bubble_lockstep
+    m, pp = config.train.grad_accum_steps, config.parallel.pp
+    if now <= bubble:
+        return f"{label}: the bubble is {now:.1%} already."
+    for _ in range(_TRIES):
+        # Idle time hardly depends on M: so many microbatches of work make it the wanted share.
+        m = max(m + pp, math.ceil(m * now / (1 - now) * (1 - bubble) / bubble))
+        m = -(-m // pp) * pp
+        train = msgspec.structs.replace(config.train, grad_accum_steps=m)
+        longer = msgspec.structs.replace(config, train=train)
+        try:
+            found = candidate(longer, seconds, label)
+        except ScheduleError as error:
+            return f"{label}: {error}"
+        result = estimate(longer, found, seconds, transfer_ticks=transfer_ticks)
+        now = result.report.bubble_lockstep
+        if now <= bubble:
+            return (
+                f"{label}: train.grad_accum_steps={m} brings the bubble from "
+                f"{chosen.report.bubble_lockstep:.1%} to {now:.1%}, for "
+                f"{result.bytes.total / 2**30:.1f} GiB a device."
+            )
+        if m > 64 * pp:
+            break
+    return (
+        f"{label}: more microbatches do not bring the bubble below {bubble:.1%} "
+        f"({now:.1%} with train.grad_accum_steps={m}): its ranks' stages differ, or the lockstep "
+        f"costs it; try parallel.layer_split or another schedule."
+    )

@@ -1,0 +1,84 @@
+"""Which schedules a configuration could have: every builder that its sizes allow."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.config import Config
+from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.schedule import Schedule, ScheduleError, assign_layers, build
+
+_SEARCH = 150_000  # steps simulated by each search: less than a second
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule for a configuration; `in_flight` as in the configuration."""
+
+    label: str
+    schedule: Schedule
+    layers: tuple[int, ...]  # of every stage
+    in_flight: int | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the executor runs it."""
+        placement = self.schedule.placement
+        split = any(op.name in ("B", "W") for _, (op, _, _) in self.schedule.actions())
+        return self.schedule.stages == placement.pp and not (split or placement.mirrored_from)
+
+
+def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
+    """The schedules that fit the sizes, and why each of the others does not."""
+    found: list[Candidate] = []
+    refused: dict[str, str] = {}
+    for label, name, options in _variants(config):
+        try:
+            found.append(_candidate(config, seconds, label, name, options))
+        except ScheduleError as error:
+            refused[label] = str(error)
+    return found, refused
+
+
+def candidate(config: Config, seconds: OpSeconds, label: str) -> Candidate:
+    """The candidate of that label; raises `ScheduleError` where the sizes do not allow it."""
+    name, options = next((name, o) for known, name, o in _variants(config) if known == label)
+    return _candidate(config, seconds, label, name, options)
+
+
+def _candidate(
+    config: Config, seconds: OpSeconds, label: str, name: str, options: dict[str, Any]
+) -> Candidate:
+    parallel = config.parallel
+    in_flight = options.pop("in_flight", None)
+    chunks = options.get("virtual_stages", 2 if name in _V_SHAPED else 1)
+    stages = parallel.pp * chunks
+    split = parallel.layer_split
+    if not isinstance(split, str) and len(split) != stages:
+        split = "even"
+    layers = assign_layers(
+        config.model.n_layers, stages, split,
+        input_weight=parallel.input_weight, output_weight=parallel.output_weight,
+        first=parallel.first_stage_layers, last=parallel.last_stage_layers,
+    )  # fmt: skip
+    if name in _SEARCHED:
+        options |= {"costs": seconds.costs(layers), "effort": _SEARCH}
+    schedule = build(name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options)
+    return Candidate(label, schedule, layers, in_flight)
+
+
+_V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
+_SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
+
+
+def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
+    """`(label, builder, options)`, options of the builder and `in_flight`."""
+    pp, layers = config.parallel.pp, config.model.n_layers
+    chunked = [v for v in (2, 3, 4) if layers >= pp * v]
+    found: list[tuple[str, str, dict[str, Any]]] = [("gpipe", "gpipe", {}), ("1f1b", "1f1b", {})]
+    for ahead in sorted({(3 * pp - 1) // 2, 2 * pp - 1} - {pp - 1, pp}):
+        found.append((f"1f1b in_flight={ahead}", "1f1b", {"in_flight": ahead}))
+    for name in ("interleaved_1f1b", "bfs", "interleaved_zb"):
+        found += [(f"{name} v={v}", name, {"virtual_stages": v}) for v in chunked]
+    found += [(name, name, {}) for name in ("zb_h1", "zb_h2")]
+    found += [(f"zb_auto {p}", "zb_auto", {"memory_limit": p}) for p in ("1p", "2p")]
+    return found + [(name, name, {}) for name in (*_V_SHAPED, "dualpipe")]

@@ -1,0 +1,163 @@
+"""The plan against the trainer's own bytes, the split's residuals, and its command line."""
+
+import json
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpipe import config as configs
+from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.plan import main, parse_bytes
+from jaxpipe.planning import Hardware, analytic, candidates, estimate
+from jaxpipe.schedule import lower
+from jaxpipe.trainer import Trainer
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def estimates_of(*overrides, ticks=1):
+    config = configs.load(SMALL, overrides)
+    seconds = analytic(config, Hardware(link=1e15))
+    found, refused = candidates(config, seconds)
+    return config, refused, {
+        one.label: estimate(config, one, seconds, transfer_ticks=ticks) for one in found
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_bytes_are_the_trainers(pp, remat):
+    overrides = (f"parallel.pp={pp}", "model.n_layers=6", f"train.remat={remat}",
+                 "train.grad_accum_steps=8", "parallel.dp=1")  # fmt: skip
+    config, _, estimates = estimates_of(*overrides)
+    trainer = Trainer(config, tuple(jax.devices()[:pp]))
+    predicted = estimates["1f1b"].bytes
+
+    def on_a_device(shapes, shardings):
+        leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+        shards = [(s.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf, s in leaves]
+        return sum(int(jax.numpy.prod(jax.numpy.array((1, *shape)))) * n for shape, n in shards)
+
+    params = on_a_device(trainer.state_shapes.params, trainer.state_shardings.params)
+    assert predicted.parameters == params
+    moments = on_a_device(trainer.state_shapes.optimizer, trainer.state_shardings.optimizer)
+    assert 0 <= moments - predicted.optimizer <= 16  # the optimizer's own counters
+
+    train = config.train
+    ids = jax.ShapeDtypeStruct((train.microbatch_size, train.seq_len), "int32")
+    x = jax.ShapeDtypeStruct((*ids.shape, config.model.d_model), train.compute_dtype)
+    layer = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], train.compute_dtype),
+        trainer.state_shapes.params["layers"][0],
+    )
+    split = split_layer(
+        trainer.decoder.layer, layer, x, {"inputs": ids, "targets": ids}, POLICIES[remat]
+    )
+    residual = sum(r.size * r.dtype.itemsize for r in jax.tree.leaves(split.residuals))
+    tables = lower(trainer.schedule)
+    rings = tables.residual_slots * trainer.layout.slots * residual
+    messages = predicted.activations - rings
+    assert 0 < messages == 4 * x.size * x.dtype.itemsize
+
+
+def test_every_schedule_that_fits_the_sizes_is_there():
+    _, refused, estimates = estimates_of(
+        "parallel.pp=2", "model.n_layers=8", "train.grad_accum_steps=8", "parallel.dp=1"
+    )
+    names = {label.split()[0] for label in estimates}
+    assert names == {
+        "gpipe", "1f1b", "interleaved_1f1b", "bfs", "interleaved_zb", "zb_h1", "zb_h2", "zb_auto",
+        "zbv", "v_half", "v_min", "dualpipev", "dualpipe",
+    }  # fmt: skip
+    assert not refused
+    assert {e.candidate.schedule.name for e in estimates.values() if e.candidate.runs} == {
+        "gpipe", "1f1b",
+    }  # fmt: skip
+    assert estimates["gpipe"].bytes.activations > 3 * estimates["1f1b"].bytes.activations
+    assert estimates["zbv"].report.bubble_span < estimates["1f1b"].report.bubble_span
+    _, refused, _ = estimates_of("parallel.pp=3", "model.n_layers=6", "train.grad_accum_steps=8",
+                                 "parallel.dp=1")  # fmt: skip
+    assert "even pp" in refused["dualpipe"]
+
+
+def test_candidates_that_run_are_those_that_lower():
+    _, _, estimates = estimates_of(
+        "parallel.pp=2", "model.n_layers=8", "train.grad_accum_steps=8", "parallel.dp=1"
+    )
+    for one in estimates.values():
+        try:
+            lower(one.candidate.schedule)
+            runs = True
+        except ValueError:
+            runs = False
+        assert runs == one.candidate.runs
+
+
+def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
+    start = time.perf_counter()
+    assert main([str(CONFIGS / "llama3_70b_plan.toml"), "--memory", "80GiB", "--json"]) == 0
+    seconds = time.perf_counter() - start
+    plan = json.loads(capsys.readouterr().out)
+    rows = {row["schedule"]: row for row in plan["schedules"]}
+    assert plan["best"] in rows
+    assert rows[plan["best"]]["fits"]
+    fastest = max(row["tokens_per_second"] for row in rows.values() if row["fits"])
+    assert rows[plan["best"]]["tokens_per_second"] == fastest
+    for row in rows.values():
+        assert 0 < row["bubble_global"] < 1
+        assert row["bytes"]["total"] == sum(
+            size for name, size in row["bytes"].items() if name != "total"
+        )
+    # tokens/s cannot exceed what the devices' FLOPs allow: 6 N FLOPs a token, half the peak.
+    assert fastest < 1024 * 0.5 * 989e12 / (6 * 70e9)
+    assert seconds < 30  # 8 s alone on 2 cores; the machine may be busy
+
+
+def test_the_command_prints_draws_and_advises(capsys, tmp_path):
+    small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4"]
+    picture = tmp_path / "plan.svg"
+    arguments = ["--bubble", "0.1", "--show", "1f1b", "--timeline", "--picture", str(picture)]
+    assert main([*small, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "zb_auto 2p *" in out
+    assert "rank 1 | " in out
+    assert "train.grad_accum_steps=" in out
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_measured_seconds_replace_the_computed(capsys, tmp_path):
+    costs = tmp_path / "ops.json"
+    costs.write_text('{"layer": {"F": 1, "B": 1, "W": 1}, "head": 0, "transfer": 0}')
+    small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "model.n_layers=2",
+             "train.grad_accum_steps=4", "parallel.layer_split=even", "--json"]  # fmt: skip
+    assert main([*small, "--costs", str(costs)]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)["schedules"]}
+    assert rows["1f1b"]["makespan"] == 3 * (4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of 'gpipe', '1f1b'"),
+        (["--costs", "nowhere.json"], "cannot read op seconds from nowhere.json"),
+        (["parallel.pp=64"], "layers cannot fill 64 stages"),
+        (["parallel.tp=3"], "tp=3 must divide"),
+        (["--picture", "plan.gif"], r"\.svg"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, message, capsys):
+    assert main([str(SMALL), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message.replace("\\", "") in error
+
+
+def test_sizes_in_words():
+    assert parse_bytes("1.5GiB") == 1.5 * 2**30
+    for wrong in ("many", "GiB", "1.2.3GB", "80Gi B"):
+        with pytest.raises(Exception, match="is not a size such as 80GiB"):
+            parse_bytes(wrong)
