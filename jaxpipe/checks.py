@@ -1,7 +1,7 @@
 """What no single field of a configuration shows: the rules across fields."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import NAMES, ScheduleError, assign_layers, build, lower
+from jaxpipe.schedule import NAMES, Schedule, ScheduleError, assign_layers, build, lower
 
 
 def validate(config: Config, *, devices: int | None = None) -> None:
@@ -19,6 +19,15 @@ def validate(config: Config, *, devices: int | None = None) -> None:
             f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
             f"runtime.cpu_devices={wanted} to train on virtual CPU devices."
         )
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The schedule that a configuration names; raises `ScheduleError` where it cannot be."""
+    parallel = config.parallel
+    options = {"path": parallel.schedule_file} if parallel.schedule_file else {}
+    return build(
+        parallel.schedule, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options
+    )
 
 
 def _check_mesh(config: Config) -> None:
@@ -72,16 +81,20 @@ def _check_pipeline(config: Config) -> None:
         )  # fmt: skip
     except ScheduleError as error:
         raise ConfigError(f"parallel.layer_split: {error}") from error
-    filled = parallel.schedule.lower() in ("gpipe", "bfs") or parallel.allow_underfilled
+    filled = parallel.schedule.lower() in ("gpipe", "bfs", "custom") or parallel.allow_underfilled
     if microbatches < parallel.pp and not filled:
         raise ConfigError(
             f"train.grad_accum_steps={microbatches} cannot fill parallel.pp={parallel.pp} under "
             f"{parallel.schedule}: use at least {parallel.pp}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
         )
+    if (parallel.schedule.lower() == "custom") != bool(parallel.schedule_file):
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
+            f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
+        )
     try:
-        schedule = build(parallel.schedule, pp=parallel.pp, microbatches=microbatches)
-        lower(schedule, in_flight=parallel.in_flight or None)
+        lower(schedule_of(config), in_flight=parallel.in_flight or None)
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
 

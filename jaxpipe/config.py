@@ -77,6 +77,7 @@ class ParallelConfig(_Section, kw_only=True):
     dp: Positive = 1  # data-parallel replicas of every rank
     tp: Positive = 1  # tensor parallelism: only 1 in this version
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
+    schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
     input_weight: Count = 1  # weighted: layers that the embedding counts for
     output_weight: Count = 1  # weighted: layers that the head counts for

@@ -11,12 +11,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import optimizer as optimizers
+from jaxpipe.checks import schedule_of
 from jaxpipe.config import Config
 from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
-from jaxpipe.schedule import Schedule, assign_layers, build
+from jaxpipe.schedule import Schedule, assign_layers
 
 Tree = Any
 
@@ -64,12 +65,7 @@ class Trainer:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of actions on every rank."""
-        config = self.config
-        return build(
-            config.parallel.schedule,
-            pp=config.parallel.pp,
-            microbatches=config.train.grad_accum_steps,
-        )
+        return schedule_of(self.config)
 
     @cached_property
     def execution(self) -> Execution:

@@ -5,15 +5,13 @@ Pure Python and numpy; nothing here knows jax.
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.assignment import assign_layers
-from jaxpipe.schedule.builders import BUILDERS, build, forward_only
+from jaxpipe.schedule.builders import BUILDERS, NAMES, build, forward_only
 from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
 from jaxpipe.schedule.lower import Tables, lower
 from jaxpipe.schedule.simulate import Report, peak_memory, simulate
 from jaxpipe.schedule.validate import validate
-
-NAMES = tuple(BUILDERS)
 
 __all__ = [
     "BUILDERS",

@@ -3,7 +3,7 @@
 from jaxpipe.schedule.action import Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.loop import zb_h1, zb_h2
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import Problem, limit_in_units
 from jaxpipe.schedule.search import search
 
 
@@ -29,18 +29,15 @@ def zb_auto(
     limit, with the least that works.
     """
     memory = memory or Memory()
-    limit = memory_limit
-    if isinstance(limit, str):
-        if limit not in ("1p", "2p"):
-            raise ScheduleError(f"memory_limit={limit!r}: use '1p', '2p' or a number.")
-        limit = int(limit[0]) * pp * memory.F
+    placement = Placement.loop(pp)
+    limit = limit_in_units(memory_limit, placement, memory)
     if limit < memory.F:
         raise ScheduleError(
             f"zb_auto: memory_limit={memory_limit} is less than one forward takes, {memory.F:g}: "
             f"use at least {memory.F:g}."
         )
     problem = Problem(
-        "zb_auto", Placement.loop(pp), microbatches, costs or Costs(), memory, limit, objective,
+        "zb_auto", placement, microbatches, costs or Costs(), memory, limit, objective,
         transfer_ticks,
     )  # fmt: skip
     return search(problem, effort=effort, known=[zb_h1(pp, microbatches), zb_h2(pp, microbatches)])

@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.automatic import zb_auto
+from jaxpipe.schedule.cells import Costs, Memory
+from jaxpipe.schedule.custom import custom
 from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
 from jaxpipe.schedule.loop import (
     bfs,
@@ -16,6 +18,8 @@ from jaxpipe.schedule.loop import (
     zb_h1,
     zb_h2,
 )
+from jaxpipe.schedule.problem import SLACK, check_objective, limit_in_units
+from jaxpipe.schedule.simulate import peak_memory
 from jaxpipe.schedule.vshape import v_shaped
 
 BUILDERS = {
@@ -33,6 +37,8 @@ BUILDERS = {
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
 }
+_NAMED = BUILDERS | {"custom": custom}
+NAMES = tuple(_NAMED)
 
 
 def build(
@@ -41,34 +47,65 @@ def build(
     pp: int,
     microbatches: int,
     virtual_stages: int | None = None,
+    costs: Costs | None = None,
+    memory: Memory | None = None,
+    memory_limit: str | float | None = None,
+    objective: str = "span",
     **options: Any,
 ) -> Schedule:
     """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
 
-    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. Further
-    options are the builder's own: `breadth` of `bfs`; `costs`, `memory`, `memory_limit`,
-    `objective`, `transfer_ticks` and `effort` of the searched ones.
+    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. `costs`
+    and `objective` (`"span"`, `"makespan"` or `"lockstep"`) steer the searched ones, zb_auto, zbv,
+    v_half and v_min; the orders of the others do not depend on them. `memory_limit` is what a rank
+    may hold, in the unit of `memory` (by default one stage of a microbatch from F to W), so it may
+    be bytes; `"1p"` and `"2p"` are P and 2P microbatches through a rank's stages. zb_auto makes
+    the best of it (default `"2p"`), of the others it is demanded.
+
+    Further options are the builder's own: `breadth` of `bfs`; `transfer_ticks` and `effort` of the
+    searched ones; `path` of `custom`, a file that `read` understands.
 
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
-    cannot have.
+    cannot have, and a memory limit that it breaks.
     """
     name = name.lower()
-    if name not in BUILDERS:
-        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(BUILDERS)}.")
-    if virtual_stages is not None:
-        options["virtual_stages"] = virtual_stages
+    if name not in _NAMED:
+        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_NAMED)}.")
     sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
     for key, size in sizes.items():
         if size is not None and size < 1:
             raise ScheduleError(f"{name}: {key}={size} must be at least 1.")
+    check_objective(objective)
+    if virtual_stages is not None:
+        options["virtual_stages"] = virtual_stages
     for option, value in options.items():
-        takers = [n for n in BUILDERS if option in signature(BUILDERS[n]).parameters]
+        takers = [n for n in _NAMED if option in signature(_NAMED[n]).parameters]
         if name not in takers:
             raise ScheduleError(
                 f"{name} has no {option}: leave {option}={value!r} out"
                 + (f", or use one of {', '.join(takers)}." if takers else ".")
             )
-    return BUILDERS[name](pp, microbatches, **options)
+    builder = _NAMED[name]
+    request = {"costs": costs, "memory": memory, "objective": objective}
+    if memory_limit is not None:
+        request["memory_limit"] = memory_limit
+    known = signature(builder).parameters
+    options |= {key: value for key, value in request.items() if key in known}
+    schedule = builder(pp, microbatches, **options)
+    if memory_limit is not None:
+        _check_memory(schedule, memory or Memory(), memory_limit)
+    return schedule
+
+
+def _check_memory(schedule: Schedule, memory: Memory, memory_limit: str | float) -> None:
+    limit = limit_in_units(memory_limit, schedule.placement, memory)
+    peak = max(peak_memory(schedule, memory))
+    if peak > limit * (1 + SLACK):
+        raise ScheduleError(
+            f"{schedule.name} holds up to {peak:g} on a rank, more than memory_limit="
+            f"{memory_limit}: the least that works for it is {peak:g}; zb_auto, v_half and v_min "
+            f"need less."
+        )
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:

@@ -49,6 +49,22 @@ def read(path: str | Path) -> Schedule:
     return schedule
 
 
+def custom(pp: int, microbatches: int, *, path: str | Path | None = None) -> Schedule:
+    """The schedule in a file, which must be for so many ranks and microbatches.
+
+    Raises `ScheduleError` where it is not, besides what `read` raises.
+    """
+    if path is None:
+        raise ScheduleError("custom needs a path: give the .csv or .json file of the schedule.")
+    schedule = read(path)
+    if (schedule.pp, schedule.microbatches) != (pp, microbatches):
+        raise ScheduleError(
+            f"{path}: is for pp={schedule.pp} and microbatches={schedule.microbatches}, not for "
+            f"pp={pp} and microbatches={microbatches}: change one or the other."
+        )
+    return schedule
+
+
 def write(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule as `.csv` or `.json`; `read` gives the same one back."""
     path, rows = Path(path), schedule.orders()

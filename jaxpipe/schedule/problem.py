@@ -22,6 +22,24 @@ NEVER = float("inf")
 _OPS = (Op.F, Op.B, Op.W)
 
 
+def check_objective(name: str) -> None:
+    """Raise `ScheduleError` for an unknown objective."""
+    if name not in OBJECTIVES:
+        raise ScheduleError(f"unknown objective {name!r}: use one of {', '.join(OBJECTIVES)}.")
+
+
+def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> float:
+    """A memory limit in the unit of `memory`: `"1p"` is P microbatches through a rank's stages.
+
+    Raises `ScheduleError` for other words.
+    """
+    if not isinstance(limit, str):
+        return limit
+    if limit not in ("1p", "2p"):
+        raise ScheduleError(f"memory_limit={limit!r}: use '1p', '2p' or a number.")
+    return int(limit[0]) * placement.stages * memory.F
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is asked for: every rank within `limit` (unit of `memory`), and `objective` least."""
@@ -36,10 +54,7 @@ class Problem:
     transfer_ticks: int = 1
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ScheduleError(
-                f"unknown objective {self.objective!r}: use one of {', '.join(OBJECTIVES)}."
-            )
+        check_objective(self.objective)
 
     @cached_property
     def stages_of(self) -> list[list[int]]:

@@ -51,3 +51,15 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "half.json").write_text('[["0F0"')
     with pytest.raises(ScheduleError, match="half.json: is not valid json"):
         read(tmp_path / "half.json")
+
+
+def test_build_takes_a_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    write(build("zb_h1", pp=2, microbatches=4), path)
+    assert build("custom", pp=2, microbatches=4, path=path).orders()[1][0] == "1F0"
+    with pytest.raises(
+        ScheduleError, match="is for pp=2 and microbatches=4, not for pp=2 and micr"
+    ):
+        build("custom", pp=2, microbatches=8, path=path)
+    with pytest.raises(ScheduleError, match="custom needs a path: give the .csv or .json"):
+        build("custom", pp=2, microbatches=8)

@@ -50,7 +50,7 @@ def build_legal(name, *sizes):
     return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, **options)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LEGAL)
 @given(pp=st.integers(1, 16), microbatches=st.integers(1, 96), v=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_every_builder_is_valid(name, pp, microbatches, v):
@@ -221,3 +221,23 @@ def test_validate_names_the_broken_cell(rank, edit, message):
 def test_build_rejects(name, pp, microbatches, message):
     with pytest.raises(ScheduleError, match=message):
         build(name, pp=pp, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_every_builder_takes_costs_and_a_memory_limit(name):
+    """The limit of the schedule's own peak is kept; one below it is refused with the least."""
+    costs = Costs(1.0, 1.2, 0.8, transfer=0.1)
+    pp, microbatches, v = LEGAL[name](4, 8, 2)
+    sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": v, "costs": costs}
+    peak = max(simulate(build(name, **sizes)).peak_until_w)
+    schedule = build(name, **sizes, memory_limit=peak, objective="makespan")
+    assert max(simulate(schedule).peak_until_w) <= peak
+    if name == "zb_auto":
+        assert max(simulate(build(name, **sizes, memory_limit=2)).peak_until_w) <= 2
+    else:
+        with pytest.raises(ScheduleError, match=f"the least that works for it is {peak}"):
+            build(name, **sizes, memory_limit=peak - 1)
+
+
+def test_every_builder_is_listed():
+    assert set(BUILDERS) == set(LEGAL)
