@@ -32,15 +32,16 @@ def search(
     """The best schedule found, no worse than any of the `known` ones that fits the memory.
 
     `effort` is about how many steps are simulated on the way, a third of a million a second (None:
-    as many as that, or 370 short schedules).
+    as many as that, or 370 schedules of the length that is searched).
 
     Raises `ScheduleError` where nothing is found that fits the memory.
     """
     dice = random.Random(0)
     pp, m = problem.placement.pp, problem.microbatches
-    steady = 2 * max(pp, problem.room * pp // problem.placement.stages)
+    room = min(problem.room * pp // problem.placement.stages, m)
+    steady = 2 * max(pp, room)  # twice what is ever in flight: no bubble of the ends in the middle
     short = replace(problem, microbatches=min(m, steady))
-    effort = effort or max(350_000, 370 * short.steps)
+    effort = effort or max(350_000, 370 * 3 * problem.placement.stages * steady)
     starts = list(map(_orders, known))
     scored = _scored(problem, starts)
     if not scored or scored[0][0][0] > problem.least * (1 + SLACK):
