@@ -22,7 +22,7 @@ from jaxpipe.schedule.problem import SLACK, B, F, Orders, Problem, Score, Step, 
 from jaxpipe.schedule.rules import Rules, list_schedule
 
 _WALKS = 5  # local searches, from the best starting points of different worth
-_STARTS, _CHANGES, _MOVES, _POLISH = 0.25, 0.25, 1.5, 0.5  # moves cost a fifth of a listing
+_STARTS, _CHANGES, _MOVES, _POLISH = 0.3, 0.2, 1.5, 0.5  # moves cost a fifth of a listing
 _DISTANCES = (1, 1, 1, 2, 3, 4, 6)
 
 
@@ -122,12 +122,12 @@ def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Sco
 
 
 def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
-    """Blocks with the same rules on all ranks, three that fit the memory for each that does not.
+    """Blocks with the same rules on all ranks, in the order in which they are worth a try.
 
-    A block that needs more memory is of use where ops may overtake its order.
+    Turn by turn: of the blocks that fit the memory the one that fills it best, any of them, and one
+    that needs more memory, which is of use where ops may overtake its order.
     """
-    pp = problem.placement.pp
-    room = max(1, problem.room)
+    pp, room = problem.placement.pp, max(1, problem.room)
     fit, tall = [], []
     for block in blocks(problem.placement):
         for follow, wait, fill in product((0, 1, 2), (False, True), (0, 1, 2)):
@@ -135,10 +135,14 @@ def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
                 (fit if block.held <= room else tall).append((block, follow, wait, fill))
     dice.shuffle(fit)
     dice.shuffle(tall)
-    while fit or tall:
-        for source in (fit, fit, fit, tall):
-            if source:
-                block, *rules = source.pop()
+    fullest = sorted(fit, key=lambda start: start[0].held)
+    seen = set()
+    while fullest or fit or tall:
+        for source in (fullest, fit, fullest, tall):
+            start = source.pop() if source else None
+            if start and start not in seen:
+                seen.add(start)
+                block, *rules = start
                 yield Rules(
                     block.period, block.phases, *((rule,) * pp for rule in (*rules, room)), room
                 )

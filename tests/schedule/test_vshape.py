@@ -68,8 +68,8 @@ def test_zbv_with_as_many_microbatches_as_ranks_beats_its_own_order():
 def test_no_worse_than_the_published_generators(row):
     """Makespan within the same memory: where the default effort is not enough, four times that.
 
-    The search aims at the span first. Of three rows it finds shorter makespans than published, and
-    spans up to 0.4 % longer.
+    The makespan is what counts. In a few rows a shorter one than published comes with a span that
+    is up to 0.8 % longer.
     """
     name, pp, m, f, b, w, transfer, *memory, peak, span, makespan = row
     costs, memory = Costs(f, b, w, transfer), Memory(*memory)
@@ -81,7 +81,7 @@ def test_no_worse_than_the_published_generators(row):
         if report.max_span <= span and report.makespan <= makespan:
             return
     assert report.makespan <= makespan
-    assert report.max_span <= 1.005 * span
+    assert report.max_span <= 1.01 * span
 
 
 @given(
