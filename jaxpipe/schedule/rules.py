@@ -32,24 +32,29 @@ class Rules:
     most: int  # the largest warmup to try
 
     def changed(self, dice: random.Random) -> "Rules":
-        """One to three rules of single ranks made anew."""
+        """One to three rules made anew, each of a single rank or, at times, of every rank."""
         lists = {name: list(getattr(self, name)) for name in _RULES}
+        pp, chunks = len(self.warmup), len(self.phases[0][F])
         for _ in range(dice.choice((1, 1, 2, 3))):
-            name, rank = dice.choice(_RULES), dice.randrange(len(self.warmup))
-            old = lists[name][rank]
-            if name == "phases":
-                both = [list(old[F]), list(old[B])]
-                chunk = dice.randrange(len(both[F]))
-                both[dice.choice((F, B))][chunk] += dice.choice((-3, -2, -1, 1, 2, 3))
-                new = tuple(map(tuple, both))
-            elif name == "warmup":
-                new = max(1, min(self.most, old + dice.choice((-1, 1))))
-            else:
-                new = dice.randrange(2 if name == "wait" else 3)
-            lists[name][rank] = new
+            name = dice.choice(_RULES)
+            ranks = range(pp) if dice.random() < _EVERY_RANK / chunks else (dice.randrange(pp),)
+            op, chunk = dice.choice((F, B)), dice.randrange(chunks)
+            shift, choice = dice.choice((-3, -2, -1, 1, 2, 3)), dice.randrange(3)
+            for rank in ranks:
+                old = lists[name][rank]
+                if name == "phases":
+                    both = [list(old[F]), list(old[B])]
+                    both[op][chunk] += shift
+                    new = tuple(map(tuple, both))
+                elif name == "warmup":
+                    new = max(1, min(self.most, old + (1 if shift > 0 else -1)))
+                else:
+                    new = choice % 2 if name == "wait" else choice
+                lists[name][rank] = new
         return replace(self, **{name: tuple(values) for name, values in lists.items()})
 
 
+_EVERY_RANK = 0.2  # of the changes; of two chunks, half of that
 _RULES = ("phases", "phases", "follow", "wait", "fill", "warmup")  # phases change twice as often
 
 
