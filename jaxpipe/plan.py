@@ -2,10 +2,15 @@
 
 Prints every schedule that the configuration could have, with its bubbles, bytes and predicted
 speed, and the fastest within the memory. Exit codes: 0 done; 2 bad input.
+
+With `--check-gpu h100` it compiles the training step for the configuration's GPUs instead, without
+having one, and says whether it fits and what hides behind what. Exit codes: 0 it fits; 1 it does
+not; 2 bad input, or no compiler for GPUs.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
+from jaxpipe.checks import validate
 from jaxpipe.config import ConfigError
+from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
     Advice,
     Estimate,
@@ -49,9 +56,9 @@ _LEGEND = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
-        return _plan(arguments)
+        return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -90,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add("--check-gpu", choices=CARDS, help="compile the step for such GPUs, without having one")
+    add("--devices", type=int, metavar="N", help="how many, for --check-gpu (default: pp dp tp)")
     add("--json", action="store_true", help="print everything as one JSON object")
     return parser
 
@@ -123,6 +132,31 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         _draw(shown, arguments.picture, seconds, knobs)
     return 0
+
+
+def _check_gpu(arguments: argparse.Namespace) -> int:
+    config = configs.load(arguments.config, arguments.overrides)
+    validate(config)
+    parallel = config.parallel
+    wanted = parallel.pp * parallel.dp * parallel.tp
+    if arguments.devices not in (None, wanted):
+        raise ConfigError(
+            f"--devices {arguments.devices}: parallel.pp={parallel.pp} x parallel.dp="
+            f"{parallel.dp} x parallel.tp={parallel.tp} = {wanted} must equal it: change one of "
+            f"them, or leave --devices out."
+        )
+    # The compiler for GPUs needs no device, but its plugin fails to start without one. jax is
+    # imported here alone: planning does without, and reads these when it starts.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings say what the report says
+    from jaxpipe.gpu import check, report
+
+    found = check.check(config, arguments.check_gpu, memory=arguments.memory)
+    if arguments.json:
+        print(json.dumps(report.as_json(found), indent=1))
+    else:
+        print("\n".join(report.lines(found)))
+    return 0 if found.fits else 1
 
 
 def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:

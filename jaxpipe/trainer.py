@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe import compiler
 from jaxpipe import optimizer as optimizers
 from jaxpipe.checks import schedule_of
 from jaxpipe.config import Config
@@ -151,6 +152,7 @@ class Trainer:
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
+            compiler_options=self._compiler_options,
         )
 
     @cached_property
@@ -160,7 +162,11 @@ class Trainer:
         def loss(params: Tree, batch: Tree) -> jax.Array:
             return self.pipeline.losses(params, batch).sum()
 
-        return jax.jit(loss, in_shardings=(self.state_shardings.params, self.batch_sharding))
+        return jax.jit(
+            loss,
+            in_shardings=(self.state_shardings.params, self.batch_sharding),
+            compiler_options=self._compiler_options,
+        )
 
     def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         """A host batch on the devices."""
@@ -192,6 +198,10 @@ class Trainer:
             values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
         memory = memory_peak()
         return values if memory is None else values | {"peak_memory_bytes": memory}
+
+    @cached_property
+    def _compiler_options(self) -> dict[str, Any]:
+        return compiler.options(self.mesh.devices.flat[0].platform)
 
     @cached_property
     def _learning_rate(self) -> optax.Schedule:

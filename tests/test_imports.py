@@ -15,8 +15,9 @@ ROWS = [
     {"model"},
     {"parallel"},
     {"pipeline"},
-    {"checkpoint", "optimizer", "data", "metrics", "progress"},
+    {"checkpoint", "compiler", "optimizer", "data", "metrics", "progress"},
     {"trainer", "summary"},
+    {"gpu"},
     {"train", "plan"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

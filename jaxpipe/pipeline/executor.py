@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.parallel.layout import batch_spec, state_specs
 from jaxpipe.parallel.mesh import DP, PP
+from jaxpipe.pipeline.chunk import Chunk
 from jaxpipe.pipeline.split import POLICIES, split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
 from jaxpipe.pipeline.tick import RankWork
@@ -45,7 +47,7 @@ class Pipeline:
       functions: the model as stages see it.
       schedule: which rank does what in which order.
       mesh: a (pp, dp, tp) mesh; its pp must be the schedule's.
-      layers_per_stage: layers of each stage (None: every slot of every rank holds one).
+      layers_per_stage: layers of each stage (None: every slot of every stage holds one).
       execution: how the schedule is run.
 
     Both methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`) and a batch
@@ -79,25 +81,37 @@ class Pipeline:
             in_flight=self.execution.in_flight,
         )
         specs = state_specs(params, schedule.pp)
-        counts = self.layers_per_stage or [len(params["layers"])] * schedule.pp
-        even = len(set(counts)) == 1
+        active = self._active(len(params["layers"]) // schedule.placement.own_chunks)
         return jax.shard_map(
-            partial(_rank_program, self.functions, tables, self.execution, even, specs["shared"]),
+            partial(_rank_program, self.functions, tables, self.execution, active, specs["shared"]),
             mesh=self.mesh,
-            in_specs=(specs, batch_spec(), PartitionSpec(None, PP), PartitionSpec(PP)),
+            in_specs=(specs, batch_spec(), PartitionSpec(None, PP)),
             out_specs=(PartitionSpec(), specs if tables.trains else None),
             check_vma=False,  # the collectives stand outside everything differentiated
-        )(params, batch, tables.columns, jnp.asarray(counts))
+        )(params, batch, tables.columns)
+
+    def _active(self, slots: int) -> np.ndarray:
+        """Whether a rank has a layer in a slot of a chunk: `[P, chunks, slots]`."""
+        placement = self.schedule.placement
+        counts = self.layers_per_stage or [slots] * placement.stages
+        active = np.zeros((placement.pp, placement.own_chunks, slots), bool)
+        for stage, rank in enumerate(placement.rank_of):
+            active[rank, placement.chunk(stage), : counts[stage]] = True
+        if placement.mirrored_from is not None:
+            active = np.concatenate([active, active[::-1]], axis=1)
+        return active
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         pp, dp, schedule = self.mesh.shape[PP], self.mesh.shape[DP], self.schedule
         if schedule.pp != pp:
             raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
-        slots, counts = len(params["layers"]), self.layers_per_stage
-        if counts is not None and (len(counts) != pp or max(counts) != slots):
+        chunks, counts = schedule.placement.own_chunks, self.layers_per_stage
+        slots, rest = divmod(len(params["layers"]), chunks)
+        if rest or (counts and (len(counts) != schedule.stages or max(counts) != slots)):
             raise ValueError(
-                f"layers_per_stage={list(counts)} needs {pp} entries whose largest is the number "
-                f"of layer slots, {slots}."
+                f"layers_per_stage={counts and list(counts)} with {len(params['layers'])} layer "
+                f"slots a rank: {schedule.name} has {schedule.stages} stages, {chunks} a rank, so "
+                f"it needs {schedule.stages} counts whose largest, times {chunks}, is the slots."
             )
         for leaf in jax.tree.leaves(batch):
             if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
@@ -149,12 +163,11 @@ def _rank_program(
     functions: StageFunctions,
     tables: Tables,
     execution: Execution,
-    even: bool,
+    active: np.ndarray,
     shared_specs: Tree,
     params: Tree,
     batch: Tree,
     columns: dict[str, jax.Array],
-    count: jax.Array,
 ) -> tuple[jax.Array, Tree]:
     """The whole step as one rank sees it: local shapes, pp and dp bound."""
     layers = jax.tree.map(lambda leaf: _cast(leaf[0], execution), params["layers"])
@@ -170,30 +183,29 @@ def _rank_program(
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
     seed = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+    chunks = _chunks(layers, active)
     work = RankWork(
         functions=functions,
         embed=SharedPart.trace(functions.embed, shared, microbatch),
         head=SharedPart.trace(functions.head, shared, x, microbatch),
         split=split,
         shared=shared,
-        layers=layers,
-        active=tuple(None if even else slot < count[0] for slot in range(len(layers))),
+        chunks=chunks,
         batch=batch,
         seed=seed,
+        tables=tables,
         poison=execution.poison_bubbles,
     )
-    totals = {
-        "shared": jax.tree.map(
-            lambda whole, leaf: jax.ShapeDtypeStruct(whole.shape, leaf.dtype),
-            shared, params["shared"],
-        ),
-        "layers": jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
-        ),
-    }  # fmt: skip
+    whole = jax.tree.map(
+        lambda whole, leaf: jax.ShapeDtypeStruct(whole.shape, leaf.dtype), shared, params["shared"]
+    )
+    layer = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0]
+    )
+    totals = {"shared": whole, "layers": tuple((layer,) * len(c.layers) for c in chunks)}
     carry, _ = lax.scan(
         lambda carry, row: (work.tick(carry, row), None),
-        work.first_carry(tables, x, totals),
+        work.first_carry(x, totals),
         {name: column[:, 0] for name, column in columns.items()},
     )
     losses = lax.psum(carry.losses, (PP, DP))
@@ -201,8 +213,45 @@ def _rank_program(
         return losses, None
     return losses, {
         "shared": jax.tree.map(_scatter, carry.shared_gradients, shared_specs),
-        "layers": jax.tree.map(lambda leaf: lax.psum(leaf, DP)[None], carry.layer_gradients),
+        "layers": jax.tree.map(
+            lambda leaf: lax.psum(leaf, DP)[None],
+            _brought_home(carry.layer_gradients, len(layers)),
+        ),
     }
+
+
+def _chunks(layers: tuple[Tree, ...], active: np.ndarray) -> tuple[Chunk, ...]:
+    """The stages this rank computes; where there are more than it holds, the rest is mirrored.
+
+    A mirrored stage of rank r is held by rank P-1-r, which sends a copy of it once a step.
+    """
+    _, chunks, slots = active.shape
+    if chunks * slots > len(layers):
+        layers = (*layers, *_mirror(layers))
+    here = jnp.asarray(active)[lax.axis_index(PP)]
+    return tuple(
+        Chunk(
+            layers[chunk * slots : (chunk + 1) * slots],
+            tuple(
+                None if active[:, chunk, slot].all() else here[chunk, slot] for slot in range(slots)
+            ),
+        )
+        for chunk in range(chunks)
+    )
+
+
+def _brought_home(gradients: tuple[tuple[Tree, ...], ...], held: int) -> tuple[Tree, ...]:
+    """Gradients of the layers that this rank holds, those of their mirrored copies added."""
+    flat = tuple(tree for chunk in gradients for tree in chunk)
+    own, mirrored = flat[:held], flat[held:]
+    return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own
+
+
+def _mirror(tree: Tree) -> Tree:
+    """What rank P-1-r has, on rank r."""
+    size = lax.axis_size(PP)
+    across = [(r, size - 1 - r) for r in range(size)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, PP, across), tree)
 
 
 def _cast(leaf: jax.Array, execution: Execution) -> jax.Array:

@@ -1,8 +1,8 @@
-"""One tick on one rank: receive, F, head, gradient, embedding gradient.
+"""One tick on one rank: receive, then what its cell holds, each kind of work in a cond of its own.
 
-Every buffer is written by exactly one two-way `lax.cond` whose other branch passes it on, and
-within a tick it is written before it is read: so XLA updates all of them in place. Only arrivals
-are written outside a cond; when nothing arrives, they go to a spare slot.
+Every buffer is written only by two-way `lax.cond`s whose other branch passes it on, and within a
+tick it is written before it is read: so XLA updates all of them in place. Only messages are stored
+outside a cond; when there is none, they go to a spare slot.
 """
 
 from collections.abc import Callable
@@ -15,29 +15,33 @@ from jax import lax
 
 from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.chunk import Chunk, Kept, Row
 from jaxpipe.pipeline.split import LayerSplit, Residuals
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
-from jaxpipe.schedule import Tables
+from jaxpipe.schedule import Op, Tables
+from jaxpipe.schedule.lower import Pair
 
 Tree = Any
-Row = dict[str, jax.Array]  # the table's columns at this tick and rank, each a scalar
+GradientState = tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]
 
 
 class Carry(NamedTuple):
-    """What a rank hands from tick to tick. Rings are indexed by the tables' slots.
+    """What a rank hands from tick to tick.
 
-    `y`, `dx`: what this rank made last and sends next. `arriving`: with two-tick transfers, what
-    the permutes of the last tick brought. `losses`: each microbatch's share of the loss, `[M]`.
-    `dx`, `dy_ring`, `residuals` and the gradients are empty in a forward-only pass.
+    `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
+    the last tick brought, a message a lane. `inbox` is a ring of messages; `residuals` and `stash`
+    are rings of each layer slot, which all chunks share; the tables' slots point into them.
+    `layer_gradients` are by chunk and layer slot. `losses`: each microbatch's share of the loss,
+    `[M]`. A forward-only pass has no `dx`, residuals, stash or gradients.
     """
 
     y: jax.Array
     dx: Any
     arriving: Any
-    x_ring: jax.Array
-    dy_ring: Any
+    inbox: jax.Array
     residuals: tuple[Residuals, ...]
-    layer_gradients: tuple[Tree, ...]
+    stash: tuple[Any, ...]
+    layer_gradients: tuple[tuple[Tree, ...], ...]
     shared_gradients: Tree
     losses: jax.Array
 
@@ -46,9 +50,8 @@ class Carry(NamedTuple):
 class RankWork:
     """One rank's functions and the values that no tick changes.
 
-    `layers[j]` are slot j's parameters and `active[j]` whether this rank has a layer there (None:
-    every rank does). `batch` has leaves `[M, B, ...]`. `seed` is the loss's cotangent: one over
-    the number of terms in the whole batch. A forward-only pass has no `split`.
+    `batch` has leaves `[M, B, ...]`. `seed` is the loss's cotangent: one over the number of terms
+    in the whole batch. A forward-only pass has no `split`.
     """
 
     functions: StageFunctions
@@ -56,13 +59,13 @@ class RankWork:
     head: SharedPart
     split: LayerSplit | None
     shared: Tree
-    layers: tuple[Tree, ...]
-    active: tuple[jax.Array | None, ...]
+    chunks: tuple[Chunk, ...]
     batch: Tree
     seed: jax.Array
+    tables: Tables
     poison: bool
 
-    def first_carry(self, tables: Tables, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
+    def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
         """Empty buffers; `gradients` gives the shapes and dtypes of the accumulators."""
 
         def ring(slots: int, like: Any) -> Any:
@@ -70,28 +73,32 @@ class RankWork:
                 lambda leaf: buffers.make_ring(slots, leaf, poison=self.poison), like
             )
 
+        slots, lanes = self.tables.slots, self.tables.lanes
         message = jnp.full(x.shape, jnp.nan if self.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(self.batch)[0].shape[0]
         carry = Carry(
             y=message,
             dx=None,
-            arriving=(message, None) if tables.transfer_ticks == 2 else None,
-            x_ring=ring(tables.x_slots + 1, x),
-            dy_ring=None,
+            arriving=(message,) * len(lanes) if self.tables.transfer_ticks == 2 else None,
+            inbox=ring(slots.inbox + 1, x),
             residuals=(),
+            stash=(),
             layer_gradients=(),
             shared_gradients=None,
             losses=jnp.zeros(microbatches, self.seed.dtype),
         )
         if self.split is None:
             return carry
+        kept, layer_slots = self.split.residuals, self.chunks[0].layers
+        residuals = [
+            Residuals(ring(slots.for_b, kept.for_b), ring(slots.for_w, kept.for_w))
+            for _ in layer_slots
+        ]
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
-        residuals = [ring(tables.residual_slots, self.split.residuals) for _ in self.layers]
         return carry._replace(
             dx=message,
-            arriving=(message, message) if tables.transfer_ticks == 2 else None,
-            dy_ring=ring(tables.dy_slots + 1, x),
             residuals=tuple(residuals),
+            stash=tuple(ring(slots.stash, self.split.stash) for _ in layer_slots),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
         )
@@ -99,113 +106,167 @@ class RankWork:
     def tick(self, carry: Carry, row: Row) -> Carry:
         """Run one row of the tables."""
         carry, row = self._receive(carry, row)
-        carry = self._forward(carry, row)
+        read = {op: self._read(carry, row, op) for op in {pair.op for pair in self.tables.pairs}}
+        for index, pair in enumerate(self.tables.pairs):
+            carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
+        for chunk in self.tables.forwards:
+            carry = self._forward(carry, row, row["F"] == chunk + 1, chunk)
         carry = self._head(carry, row)
-        if self.split is not None:
-            carry = self._gradient(carry, row)
+        for op, chunk in self.tables.gradients:
+            carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
+        if self.tables.trains:
             carry = self._embed_gradient(carry, row)
-        return carry
+        return self._spoil(carry, row) if self.poison else carry
 
     def _receive(self, carry: Carry, row: Row) -> tuple[Carry, Row]:
-        """Send what was made last tick; store what arrives.
+        """Send and keep what was made last tick; store what arrives.
 
         One-tick transfers are complete before any cond starts: the barrier ties them to the row,
         from which every predicate comes. Without it XLA may put one permute between two conds, and
         neighbours then wait for each other in the middle of the tick. Two-tick transfers have the
         whole tick to arrive and are stored at the start of the next.
         """
-        sent = (_send(carry.y, +1), None if carry.dx is None else _send(carry.dx, -1))
-        if carry.arriving is None:
+        arrived, sent = carry.arriving, self._send(carry, row)
+        if self.tables.transfer_ticks == 1:
             (arrived, row), sent = lax.optimization_barrier((sent, row)), None
-        else:
-            arrived = carry.arriving
-        x_ring = buffers.write(carry.x_ring, arrived[0], row["x_arrive"])
-        dy_ring = carry.dy_ring
-        if dy_ring is not None:
-            dy_ring = buffers.write(dy_ring, arrived[1], row["dy_arrive"])
-        return carry._replace(arriving=sent, x_ring=x_ring, dy_ring=dy_ring), row
+        inbox = carry.inbox
+        for index, message in enumerate(arrived):
+            inbox = buffers.write(inbox, message, row[f"arrive_{index}"])
+        for name, message in (("keep_y", carry.y), ("keep_dx", carry.dx)):
+            if self.tables.stores(name):
+                inbox = buffers.write(inbox, message, row[name])
+        if self.poison:
+            nothing = jnp.full_like(carry.y, jnp.nan)
+            carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
+        return carry._replace(arriving=sent, inbox=inbox), row
 
-    def _forward(self, carry: Carry, row: Row) -> Carry:
-        """F: the embedding or a slot of the x ring, through the layers, leaving residuals."""
+    def _send(self, carry: Carry, row: Row) -> tuple[jax.Array, ...]:
+        """What the lanes bring from the neighbours: one permute each way round the ring."""
+        lanes, brought = self.tables.lanes, {}
+        for hop in dict.fromkeys(lane.hop for lane in lanes):
+            load = {
+                index: carry.y
+                if lane.kinds == ("y",)
+                else carry.dx
+                if lane.kinds == ("dx",)
+                else jnp.where(row[f"send_{index}"], carry.dx, carry.y)
+                for index, lane in enumerate(lanes)
+                if lane.hop == hop
+            }
+            brought |= dict(zip(load, _permute(list(load.values()), hop)))
+        return tuple(brought[index] for index in range(len(lanes)))
+
+    def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
+        """F of one chunk, leaving residuals."""
+        work = self.chunks[chunk]
 
         def run() -> tuple[jax.Array, tuple[Residuals, ...]]:
-            microbatch = buffers.read(self.batch, row["forward_mb"])
-            x = lax.cond(
-                row["embed"],
-                lambda: self.functions.embed(self.shared, microbatch),
-                lambda: buffers.read(carry.x_ring, row["x_read"]),
-            )
+            x, microbatch = self._input(carry, row)
             if self.split is None:
-                for slot, params in enumerate(self.layers):
-                    x = self._if_active(
-                        slot,
-                        lambda x, params=params: self.functions.layer(params, x, microbatch),
-                        x,
-                    )
-                return x, ()
-            rings = []
-            for slot, params in enumerate(self.layers):
+                return work.forward_only(self.functions.layer, x, microbatch), ()
+            return work.forward(self.split, x, microbatch, carry.residuals, row)
 
-                def layer(
-                    x: jax.Array, ring: Residuals, params: Tree = params
-                ) -> tuple[jax.Array, Residuals]:
-                    y, kept = self.split.forward(params, x, microbatch)
-                    return y, buffers.write(ring, kept, row["residual_write"])
+        y, residuals = lax.cond(runs, run, lambda: (carry.y, carry.residuals))
+        return carry._replace(y=y, residuals=residuals)
 
-                x, ring = self._if_active(slot, layer, x, carry.residuals[slot])
-                rings.append(ring)
-            return x, tuple(rings)
+    def _gradient(self, carry: Carry, row: Row, runs: jax.Array, op: Op, chunk: int) -> Carry:
+        """B, W or BW of one chunk, adding to its parameters' gradients."""
 
-        y, residuals = lax.cond(row["forward"], run, lambda: (self._idle(carry.y), carry.residuals))
+        def kept(slot: int) -> Kept:
+            return Kept.read(carry.residuals[slot], carry.stash[slot], row, op)
+
+        def run() -> GradientState:
+            return self._run_gradient(carry, row, op, chunk, kept)
+
+        made = lax.cond(runs, run, lambda: self._gradient_state(carry, op, chunk))
+        return self._with_gradient(carry, chunk, made)
+
+    def _pair(self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[Kept]) -> Carry:
+        """F of one chunk and a gradient of another in one branch, neither waiting for the other.
+
+        What the gradient reads has been `read` before the branch, in which the rings are then only
+        written: with both in one branch XLA would copy them.
+        """
+        passed = carry.y, carry.residuals, self._gradient_state(carry, pair.op, pair.gradient)
+
+        def run() -> tuple[jax.Array, tuple[Residuals, ...], GradientState]:
+            x, microbatch = self._input(carry, row)
+            y, residuals = self.chunks[pair.forward].forward(
+                self.split, x, microbatch, carry.residuals, row
+            )
+            made = self._run_gradient(carry, row, pair.op, pair.gradient, read.__getitem__)
+            return y, residuals, made
+
+        y, residuals, made = lax.cond(runs, run, lambda: passed)
         carry = carry._replace(y=y, residuals=residuals)
-        return self._spoil(carry, row["forward"], x_ring=row["x_read"])
+        return self._with_gradient(carry, pair.gradient, made)
+
+    def _read(self, carry: Carry, row: Row, op: Op) -> list[Kept]:
+        """What a gradient reads of every layer slot."""
+        return [Kept.read(*rings, row, op) for rings in zip(carry.residuals, carry.stash)]
+
+    def _gradient_state(self, carry: Carry, op: Op, chunk: int) -> GradientState:
+        """What a gradient action changes: dx, the stash if it is B, and the sums of gradients."""
+        stash = carry.stash if op is Op.B else ((),) * len(carry.stash)
+        return carry.dx, stash, carry.layer_gradients[chunk]
+
+    def _run_gradient(
+        self, carry: Carry, row: Row, op: Op, chunk: int, kept: Callable[[int], Kept]
+    ) -> GradientState:
+        dx, stash, totals = self._gradient_state(carry, op, chunk)
+        microbatch = buffers.read(self.batch, row["gradient_mb"])
+        if op is not Op.W:
+            dx = self._choose(
+                "dy_of_head",
+                row,
+                lambda: carry.y,
+                lambda: buffers.read(carry.inbox, row["dy_read"]),
+            )
+        return self.chunks[chunk].gradient(self.split, op, dx, microbatch, kept, stash, totals, row)
+
+    @staticmethod
+    def _with_gradient(carry: Carry, chunk: int, made: GradientState) -> Carry:
+        dx, stash, totals = made
+        gradients = list(carry.layer_gradients)
+        gradients[chunk] = totals
+        stash = stash if any(stash) else carry.stash
+        return carry._replace(dx=dx, stash=stash, layer_gradients=tuple(gradients))
+
+    def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
+        """x of F, from the embedding or the inbox, and its microbatch."""
+        microbatch = buffers.read(self.batch, row["forward_mb"])
+        x = self._choose(
+            "embed",
+            row,
+            lambda: self.functions.embed(self.shared, microbatch),
+            lambda: buffers.read(carry.inbox, row["x_read"]),
+        )
+        return x, microbatch
+
+    def _choose(
+        self, flag: str, row: Row, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]
+    ) -> jax.Array:
+        """One of two values by a flag; the other is left out where no cell raises it."""
+        return lax.cond(row[flag], yes, no) if self.tables.columns[flag].any() else no()
 
     def _head(self, carry: Carry, row: Row) -> Carry:
-        """Loss of the microbatch whose last layer F has just run, and its output gradient."""
+        """The loss after the last layer; the gradient it leaves takes the place of y."""
         m = row["forward_mb"]
 
-        def run() -> tuple[jax.Array, Any, Tree]:
+        def run() -> tuple[jax.Array, jax.Array, Tree]:
             microbatch = buffers.read(self.batch, m)
             if self.split is None:
                 loss = self.functions.head(self.shared, carry.y, microbatch)
-                return self._record(carry.losses, loss, m), None, None
+                return self._record(carry.losses, loss, m), carry.y, None
             loss, pull = self.head.vjp(self.shared, carry.y, microbatch=microbatch)
             used, dy = pull(self.seed.astype(loss.dtype))
-            ring = buffers.write(carry.dy_ring, dy, row["dy_write"])
             gradients = self.head.add(carry.shared_gradients, used)
-            return self._record(carry.losses, loss, m), ring, gradients
+            return self._record(carry.losses, loss, m), dy, gradients
 
-        losses, dy_ring, gradients = lax.cond(
-            row["head"], run, lambda: (carry.losses, carry.dy_ring, carry.shared_gradients)
+        losses, y, gradients = lax.cond(
+            row["head"], run, lambda: (carry.losses, carry.y, carry.shared_gradients)
         )
-        return carry._replace(losses=losses, dy_ring=dy_ring, shared_gradients=gradients)
-
-    def _gradient(self, carry: Carry, row: Row) -> Carry:
-        """BW: back through the layers, adding to the parameters' gradients."""
-
-        def run() -> tuple[jax.Array, tuple[Tree, ...]]:
-            microbatch = buffers.read(self.batch, row["gradient_mb"])
-            dy = buffers.read(carry.dy_ring, row["dy_read"])
-            totals = list(carry.layer_gradients)
-            for slot, params in reversed(list(enumerate(self.layers))):
-
-                def layer(
-                    dy: jax.Array, total: Tree, slot: int = slot, params: Tree = params
-                ) -> tuple[jax.Array, Tree]:
-                    kept = buffers.read(carry.residuals[slot], row["residual_read"])
-                    dx, gradients = self.split.backward(params, microbatch, kept, dy)
-                    return dx, jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients)
-
-                dy, totals[slot] = self._if_active(slot, layer, dy, totals[slot])
-            return dy, tuple(totals)
-
-        dx, totals = lax.cond(
-            row["gradient"], run, lambda: (self._idle(carry.dx), carry.layer_gradients)
-        )
-        carry = carry._replace(dx=dx, layer_gradients=totals)
-        return self._spoil(
-            carry, row["gradient"], dy_ring=row["dy_read"], residuals=row["residual_read"]
-        )
+        return carry._replace(losses=losses, y=y, shared_gradients=gradients)
 
     def _embed_gradient(self, carry: Carry, row: Row) -> Carry:
         """The embedding's gradient from the dx that stage 0 has just made."""
@@ -219,39 +280,47 @@ class RankWork:
         gradients = lax.cond(row["embed_gradient"], run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
 
-    def _if_active(self, slot: int, layer: Callable[..., Any], x: jax.Array, *rings: Any) -> Any:
-        """Run a slot's layer, or pass everything on where this rank has no layer there."""
-        active = self.active[slot]
-        if active is None:
-            return layer(x, *rings)
-        passed = (x, *rings) if rings else x
-        return lax.cond(active, lambda: layer(x, *rings), lambda: passed)
-
     def _record(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
         return losses.at[m].set((loss * self.seed).astype(losses.dtype))
 
-    def _idle(self, message: jax.Array) -> jax.Array:
-        """What is sent by a rank that made nothing: anything, since nobody stores it."""
-        return jnp.full_like(message, jnp.nan) if self.poison else message
-
-    def _spoil(self, carry: Carry, ran: jax.Array, **slots: jax.Array) -> Carry:
-        """With poison, overwrite the slots of rings that this tick has read for the last time."""
-        if not self.poison or self.split is None:
+    def _spoil(self, carry: Carry, row: Row) -> Carry:
+        """Poison in every slot that this tick has read for the last time."""
+        inbox = buffers.spoil(carry.inbox, row["x_read"])
+        carry = carry._replace(inbox=buffers.spoil(inbox, row["dy_read"]))
+        if self.split is None:
             return carry
-        spoilt = {
-            name: lax.cond(
-                ran,
-                lambda ring, slot: buffers.spoil(ring, slot),
-                lambda ring, _: ring,
-                getattr(carry, name),
-                slot,
+
+        def ran(*ops: Op) -> jax.Array:
+            """Whether the cell's gradient is one of these."""
+            flags = [row[op.name] > 0 for op in ops]
+            flags += [
+                row["pair"] == index + 1
+                for index, pair in enumerate(self.tables.pairs)
+                if pair.op in ops
+            ]
+            return jnp.stack(flags).any()
+
+        def spoil(rings: Tree, slot: str, when: jax.Array) -> Tree:
+            return lax.cond(when, lambda: buffers.spoil(rings, row[slot]), lambda: rings)
+
+        if self.tables.splits:
+            stash = (spoil(ring, "stash_read", ran(Op.W)) for ring in carry.stash)
+            carry = carry._replace(stash=tuple(stash))
+        return carry._replace(
+            residuals=tuple(
+                Residuals(
+                    spoil(kept.for_b, "for_b_read", ran(Op.B, Op.BW)),
+                    spoil(kept.for_w, "for_w_read", ran(Op.W, Op.BW)),
+                )
+                for kept in carry.residuals
             )
-            for name, slot in slots.items()
-        }
-        return carry._replace(**spoilt)
+        )
 
 
-def _send(message: jax.Array, hop: int) -> jax.Array:
-    """The message of the rank `hop` before this one round the ring."""
+def _permute(messages: list[jax.Array], hop: int) -> list[jax.Array]:
+    """The messages of the rank `hop` before this one round the ring, in one permute."""
     size = lax.axis_size(PP)
-    return lax.ppermute(message, PP, [(r, (r + hop) % size) for r in range(size)])
+    ring = [(r, (r + hop) % size) for r in range(size)]
+    if len(messages) == 1:
+        return [lax.ppermute(messages[0], PP, ring)]
+    return list(lax.ppermute(jnp.stack(messages), PP, ring))

@@ -6,6 +6,7 @@ The text notation of an order is PyTorch's, where `I` is our B, `W` our W and `B
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,10 +112,33 @@ class Placement:
         """Number of stages."""
         return len(self.rank_of)
 
+    @property
+    def own_chunks(self) -> int:
+        """Most stages that a rank owns, whose parameters it holds."""
+        return max(Counter(self.rank_of).values())
+
+    @property
+    def chunks(self) -> int:
+        """Most stages that a rank computes: twice its own where microbatches enter at both ends."""
+        return self.own_chunks * (1 if self.mirrored_from is None else 2)
+
+    def mirrored(self, microbatch: int) -> bool:
+        """Whether a microbatch enters at the last rank."""
+        return self.mirrored_from is not None and microbatch >= self.mirrored_from
+
     def rank(self, stage: int, microbatch: int) -> int:
         """The rank that computes a stage of a microbatch."""
-        mirrored = self.mirrored_from is not None and microbatch >= self.mirrored_from
-        return self.pp - 1 - self.rank_of[stage] if mirrored else self.rank_of[stage]
+        rank = self.rank_of[stage]
+        return self.pp - 1 - rank if self.mirrored(microbatch) else rank
+
+    def chunk(self, stage: int, microbatch: int = 0) -> int:
+        """Which of the stages of its rank: its own in order, then those it computes mirrored.
+
+        >>> [Placement.v_shape(2).chunk(stage) for stage in range(4)]
+        [0, 0, 1, 1]
+        """
+        own = self.rank_of[:stage].count(self.rank_of[stage])
+        return own + self.own_chunks if self.mirrored(microbatch) else own
 
 
 @dataclass(frozen=True)

@@ -1,167 +1,264 @@
 """Lower a schedule to the integer tables that the scan reads, with buffer slots by liveness.
 
 A tick of the executor runs in this order, which is also what makes two uses of a slot collide:
-store what arrived; F reads its input and writes residuals; the head writes an output gradient; the
-gradient action reads residuals and output gradient. So a slot is taken from the tick it is written
-to the tick it is last read, both included. Slots are coloured greedily by start, which for
-intervals uses the fewest possible: the most that are ever alive at once.
+store what arrived or was kept; F reads its input and writes residuals; the head turns the last
+stage's y into its gradient; the gradient action reads residuals and output gradient and writes a
+stash. So a slot is taken from the tick it is written to the tick it is last read, both included.
+Slots are coloured greedily by start, which for intervals uses the fewest possible: the most that
+are ever alive at once.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
 from jaxpipe.schedule.cells import Grid, place
+from jaxpipe.schedule.lanes import Lane, Message, assign_lanes, hop_of, messages
 
-Key = tuple[int, int]  # (stage, microbatch)
+Intervals = dict[Hashable, tuple[int, int]]  # what -> (first tick, last tick)
+
+
+class Slots(NamedTuple):
+    """Something of each buffer: of messages, and of the three lifetimes of activations.
+
+    `inbox`: y or dx from when it is stored until it is read. `for_b`: residuals from F to B.
+    `for_w`: residuals from F to W. `stash`: from B to W. An unsplit gradient is both B and W, and
+    stashes nothing.
+    """
+
+    inbox: object
+    for_b: object
+    for_w: object
+    stash: object
+
+
+class Pair(NamedTuple):
+    """An F and a gradient of different chunks in one cell: two halves that may overlap."""
+
+    forward: int
+    op: Op
+    gradient: int
 
 
 @dataclass(frozen=True)
 class Tables:
     """One integer per (tick, rank) and column, and the sizes of the buffers they point into.
 
-    Flags are 0 or 1. A slot column of a cell that does not use it holds the buffer's size, the
-    index of the spare slot behind the last real one.
+    Columns hold 0, slot columns the size of their buffer (an index behind its last slot), in
+    cells that do not use them. `F`, `B`, `W`, `BW`: 1 + the chunk whose action this is. `pair`: 1 +
+    an index into `pairs`; those four are then 0.
 
-    Columns: `forward` runs F of `forward_mb`, reading slot `x_read` (the embedding instead where
-    `embed`), leaving residuals in `residual_write`; `head` follows with the loss, leaving the
-    output gradient in `dy_write`. `gradient` runs BW of `gradient_mb`, reading `residual_read` and
-    `dy_read`; `embed_gradient` follows where it was stage 0. `x_arrive`, `dy_arrive` say where the
-    messages that arrive in this tick go.
+    F takes microbatch `forward_mb` and slot `x_read` of the inbox, or the embedding where `embed`;
+    its residuals go to `for_b_write` and `for_w_write`. Where `head`, the loss follows and leaves
+    the output gradient in place of y. A gradient takes `gradient_mb`, `dy_read` (or what the head
+    has just left, where `dy_of_head`), `for_b_read`, `for_w_read`, `stash_write`, `stash_read`.
+    Where `embed_gradient`, it has made the dx of stage 0.
+
+    What arrives on `lanes[i]` is stored in `arrive_i`; a lane for both kinds takes dx where
+    `send_i`. `keep_y` and `keep_dx`: where to store what this rank made last and reads itself.
     """
 
     columns: dict[str, np.ndarray]
-    x_slots: int
-    dy_slots: int
-    residual_slots: int
-    residual_slots_of: tuple[int, ...]
+    slots: Slots
+    slots_of: tuple[Slots, ...]  # used by each rank
+    lanes: tuple[Lane, ...]
+    pairs: tuple[Pair, ...]
     transfer_ticks: int
 
     @property
     def ticks(self) -> int:
         """Number of ticks T; every column is `[T, P]`."""
-        return len(self.columns["forward"])
+        return len(self.columns["F"])
 
     @property
     def trains(self) -> bool:
         """Whether any gradient is computed."""
-        return bool(self.columns["gradient"].any())
+        return bool(self.pairs or self.gradients)
+
+    @property
+    def forwards(self) -> list[int]:
+        """The chunks that some cell runs F of, outside pairs."""
+        return self._chunks_of(Op.F)
+
+    @property
+    def gradients(self) -> list[tuple[Op, int]]:
+        """The `(op, chunk)` that some cell runs, outside pairs."""
+        return [(op, chunk) for op in (Op.B, Op.BW, Op.W) for chunk in self._chunks_of(op)]
+
+    @property
+    def splits(self) -> bool:
+        """Whether some gradient is split into B and W."""
+        return bool(self.slots.stash)
+
+    def stores(self, column: str) -> bool:
+        """Whether any cell uses a column of inbox slots."""
+        return bool((self.columns[column] < self.slots.inbox).any())
+
+    def _chunks_of(self, op: Op) -> list[int]:
+        return [value - 1 for value in np.unique(self.columns[op.name]).tolist() if value]
 
 
 def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Tables:
-    """Tables of a schedule whose gradients are unsplit and whose ranks each hold one stage.
+    """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
-    `transfer_ticks` and `in_flight` are explained at `cells.place`. Raises `ScheduleError` for a
-    schedule the executor cannot run.
+    `transfer_ticks` and `in_flight` are explained at `cells.place`. Raises `ScheduleError` for
+    other placements, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> tables = lower(build("1f1b", pp=2, microbatches=2))
-    >>> tables.columns["forward_mb"].T.tolist(), tables.columns["gradient"].T.tolist()
+    >>> tables.columns["forward_mb"].T.tolist(), tables.columns["BW"].T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
-    _check_runnable(schedule)
     grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
-    when = _ticks_of(grid)
-    trains = any(op is Op.BW for op, _, _ in when)
-    last = schedule.stages - 1
+    inputs = messages(schedule, grid, transfer_ticks)
+    coloured = [
+        [colour(intervals.items()) for intervals in ranks]
+        for ranks in _lifetimes(schedule.placement, grid, inputs)
+    ]
+    used = [[1 + max(slots.values(), default=-1) for slots in ranks] for ranks in coloured]
+    slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
+    slots = Slots(*map(max, used))
+    lanes = assign_lanes(schedule, list(inputs.values()))
+    pairs = _pairs(schedule.placement, grid)
 
-    x_alive, dy_alive, residual_alive = ([{} for _ in range(schedule.pp)] for _ in range(3))
-    for (op, stage, m), tick in when.items():
-        rank, key = schedule.placement.rank(stage, m), (stage, m)
-        if op is Op.F:
-            if stage:
-                arrival = when[Action(Op.F, stage - 1, m)] + transfer_ticks
-                x_alive[rank][key] = (arrival, tick)
-            if trains:
-                residual_alive[rank][key] = (tick, when[Action(Op.BW, stage, m)])
+    columns = _empty_columns((len(grid), schedule.pp), slots, lanes)
+    for tick, row in enumerate(grid):
+        for rank, cell in enumerate(row):
+            for name, value in _cell_columns(cell, schedule, pairs, inputs, slot_of).items():
+                columns[name][tick, rank] = value
+    for action, message in inputs.items():
+        if message.stored is None:
+            continue
+        kind = message.value.kind
+        if message.sender == message.receiver:
+            name = f"keep_{kind}"
         else:
-            source = Action(Op.F, stage, m) if stage == last else Action(Op.BW, stage + 1, m)
-            arrival = when[source] + (0 if stage == last else transfer_ticks)
-            dy_alive[rank][key] = (arrival, tick)
-
-    x_slot, x_slots = _colour_all(x_alive)
-    dy_slot, dy_slots = _colour_all(dy_alive)
-    residual_slot, residual_slots = _colour_all(residual_alive)
-
-    shape = (len(grid), schedule.pp)
-    flags = ("forward", "forward_mb", "embed", "head", "gradient", "gradient_mb", "embed_gradient")
-    columns = {name: np.zeros(shape, np.int32) for name in flags}
-    for names, spare in (
-        (("x_read", "x_arrive"), x_slots),
-        (("dy_read", "dy_arrive", "dy_write"), dy_slots),
-        (("residual_write", "residual_read"), residual_slots),
-    ):
-        columns |= {name: np.full(shape, spare, np.int32) for name in names}
-
-    def put(tick: int, rank: int, **values: int) -> None:
-        for name, value in values.items():
-            columns[name][tick, rank] = value
-
-    for (op, stage, m), tick in when.items():
-        rank, key = schedule.placement.rank(stage, m), (stage, m)
-        if op is Op.F:
-            put(tick, rank, forward=1, forward_mb=m, embed=stage == 0, head=stage == last)
-            if stage:
-                put(tick, rank, x_read=x_slot[key])
-                put(x_alive[rank][key][0], rank, x_arrive=x_slot[key])
-            if trains:
-                put(tick, rank, residual_write=residual_slot[key])
-                if stage == last:
-                    put(tick, rank, dy_write=dy_slot[key])
-        else:
-            put(tick, rank, gradient=1, gradient_mb=m, embed_gradient=stage == 0)
-            put(tick, rank, dy_read=dy_slot[key], residual_read=residual_slot[key])
-            if stage != last:
-                put(dy_alive[rank][key][0], rank, dy_arrive=dy_slot[key])
-
-    used = tuple(len({residual_slot[key] for key in alive}) for alive in residual_alive)
-    return Tables(columns, x_slots, dy_slots, residual_slots, used, transfer_ticks)
-
-
-def _check_runnable(schedule: Schedule) -> None:
-    remedy = "train with gpipe, 1f1b or bfs"
-    if schedule.stages != schedule.pp:
-        raise ScheduleError(
-            f"{schedule.name} has {schedule.stages} stages on {schedule.pp} ranks: the executor "
-            f"runs one stage a rank; {remedy}."
-        )
-    if schedule.placement.mirrored_from is not None:
-        raise ScheduleError(
-            f"{schedule.name} runs both ways round the ranks: the executor runs one stage a rank; "
-            f"{remedy}."
-        )
-    for rank, action in schedule.actions():
-        if action.op in (Op.B, Op.W):
-            raise ScheduleError(
-                f"rank {rank}, {action}: the executor runs the unsplit gradient BW, not B and W; "
-                f"{remedy}."
+            hop = hop_of(message, schedule)
+            index = next(
+                i for i, lane in enumerate(lanes) if lane.hop == hop and kind in lane.kinds
             )
+            name = f"arrive_{index}"
+            if len(lanes[index].kinds) > 1:
+                columns[f"send_{index}"][message.made + 1, message.sender] = kind == "dx"
+        columns[name][message.stored, message.receiver] = slot_of.inbox[action]
+    return Tables(
+        columns, slots, tuple(Slots(*u) for u in zip(*used)), lanes, pairs, transfer_ticks
+    )
 
 
-def _ticks_of(grid: Grid) -> dict[Action, int]:
-    return {
+def _lifetimes(placement: Placement, grid: Grid, inputs: dict[Action, Message]) -> Slots:
+    """For each buffer, every rank's intervals; messages by reader, the rest by action F."""
+    when = {
         action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
     }
+    alive = Slots(*([{} for _ in range(placement.pp)] for _ in range(4)))
+    for action, message in inputs.items():
+        if message.stored is not None:
+            alive.inbox[message.receiver][action] = (message.stored, message.read)
+    for forward, start in when.items():
+        if forward.op is not Op.F:
+            continue
+        rank = placement.rank(forward.stage, forward.microbatch)
+        both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
+        if both is not None:
+            b = w = both
+        elif b is None:
+            continue
+        else:
+            alive.stash[rank][forward] = (b, w)
+        alive.for_b[rank][forward] = (start, b)
+        alive.for_w[rank][forward] = (start, w)
+    return alive
 
 
-def _colour_all(alive: list[dict[Key, tuple[int, int]]]) -> tuple[dict[Key, int], int]:
-    """Slots of every rank's intervals, and the size that serves the fullest rank."""
-    slots: dict[Key, int] = {}
-    for intervals in alive:
-        slots |= colour(intervals.items())
-    return slots, 1 + max(slots.values(), default=-1)
+def _pairs(placement: Placement, grid: Grid) -> tuple[Pair, ...]:
+    cells = {cell for row in grid for cell in row}
+    return tuple(sorted({pair for cell in cells if (pair := _pair_of(cell, placement))}, key=str))
 
 
-def colour(intervals: Iterable[tuple[Key, tuple[int, int]]]) -> dict[Key, int]:
+def _pair_of(cell: Cell, placement: Placement) -> Pair | None:
+    """The pair that a cell is, if its halves cannot depend on each other."""
+    if not (cell.forward and cell.gradient):
+        return None
+    forward, gradient = (placement.chunk(a.stage, a.microbatch) for a in cell.actions)
+    return Pair(forward, cell.gradient.op, gradient) if forward != gradient else None
+
+
+def _empty_columns(
+    shape: tuple[int, int], slots: Slots, lanes: tuple[Lane, ...]
+) -> dict[str, np.ndarray]:
+    flags = ["F", "B", "W", "BW", "pair", "forward_mb", "gradient_mb"]
+    flags += ["embed", "head", "embed_gradient", "dy_of_head"]
+    flags += [f"send_{i}" for i, lane in enumerate(lanes) if len(lane.kinds) > 1]
+    columns = {name: np.zeros(shape, np.int32) for name in flags}
+    messages = [
+        "x_read",
+        "dy_read",
+        "keep_y",
+        "keep_dx",
+        *(f"arrive_{i}" for i in range(len(lanes))),
+    ]
+    for names, spare in (
+        (messages, slots.inbox),
+        (("for_b_write", "for_b_read"), slots.for_b),
+        (("for_w_write", "for_w_read"), slots.for_w),
+        (("stash_write", "stash_read"), slots.stash),
+    ):
+        columns |= {name: np.full(shape, spare, np.int32) for name in names}
+    return columns
+
+
+def _cell_columns(
+    cell: Cell,
+    schedule: Schedule,
+    pairs: tuple[Pair, ...],
+    inputs: dict[Action, Message],
+    slot_of: Slots,
+) -> dict[str, int]:
+    """What the actions of a cell put into its columns."""
+    placement, last = schedule.placement, schedule.stages - 1
+    values: dict[str, int] = {}
+    pair = _pair_of(cell, placement)
+    if pair:
+        values["pair"] = 1 + pairs.index(pair)
+    for action in cell.actions:
+        op, stage, m = action
+        if not pair:
+            values[op.name] = 1 + placement.chunk(stage, m)
+        key = action._replace(op=Op.F)
+        if op is Op.F:
+            values |= {"forward_mb": m, "embed": stage == 0, "head": stage == last}
+            names = {"for_b": "for_b_write", "for_w": "for_w_write"}
+        else:
+            values["gradient_mb"] = m
+            values["embed_gradient"] = stage == 0 and op is not Op.W
+            names = {
+                Op.B: {"for_b": "for_b_read", "for_w": "for_w_read", "stash": "stash_write"},
+                Op.W: {"for_w": "for_w_read", "stash": "stash_read"},
+                Op.BW: {"for_b": "for_b_read", "for_w": "for_w_read"},
+            }[op]
+        if action in slot_of.inbox:
+            values["x_read" if op is Op.F else "dy_read"] = slot_of.inbox[action]
+        elif action in inputs:
+            values["dy_of_head"] = 1
+        for buffer, name in names.items():
+            slots = getattr(slot_of, buffer)
+            if key in slots:
+                values[name] = slots[key]
+    return values
+
+
+def colour(intervals: Iterable[tuple[Hashable, tuple[int, int]]]) -> dict[Hashable, int]:
     """The lowest free slot for each closed interval `(first, last)`, taken in order of start.
 
     >>> colour([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
     {'a': 0, 'b': 1, 'c': 0}
     """
-    slots: dict[Key, int] = {}
+    slots: dict[Hashable, int] = {}
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (last tick, slot)
     for key, (first, last) in sorted(intervals, key=lambda item: item[1]):

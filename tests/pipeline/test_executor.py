@@ -9,16 +9,15 @@ from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import build, lower
+from jaxpipe.schedule import BUILDERS, Op, build, lower
 
 
-def run(name, counts, dp, microbatches, *, ignore="some", dtype=jnp.float32, key=0, **execution):
+def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
     """The pipeline's and the reference's `(losses, gradients)`, both in stage form."""
-    pp, layout = len(counts), StageLayout(tuple(counts))
+    pp, layout = schedule.pp, StageLayout(tuple(counts), schedule.placement)
     shared, layers = toy_params(jax.random.key(key), layout.layers, dtype)
-    batch = toy_batch(jax.random.key(key + 1), microbatches, 2 * dp, ignore)
+    batch = toy_batch(jax.random.key(key + 1), schedule.microbatches, 2 * dp, ignore)
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
-    schedule = build(name, pp=pp, microbatches=microbatches)
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
     params = {"shared": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.losses_and_gradients)(params, batch)
@@ -27,29 +26,80 @@ def run(name, counts, dp, microbatches, *, ignore="some", dtype=jnp.float32, key
     return got, want
 
 
-EVEN = {1: [3], 2: [2, 2], 3: [1, 1, 1], 4: [1, 1, 1, 1], 8: [1] * 8}
-UNEVEN = {1: [5], 2: [3, 1], 3: [1, 3, 2], 4: [1, 2, 2, 1], 8: [2, 1, 1, 2, 1, 1, 1, 1]}
-MESHES = [(pp, dp) for pp in EVEN for dp in (1, 2) if pp * dp <= 8]
+def schedule_of(name, pp, *, more=False):
+    """A schedule at its least microbatches, or at the next number above pp that it takes."""
+    least = 2 * pp if name in ("dualpipe", "dualpipev") else 1
+    rounds = name in ("interleaved_1f1b", "interleaved_zb")
+    above = 2 * pp + 2 if name in ("dualpipe", "dualpipev") else 2 * pp if rounds else pp + 3
+    options = {"virtual_stages": 2} if name == "bfs" else {}
+    if name in ("zb_auto", "zbv", "v_half", "v_min"):
+        options["effort"] = 20_000
+    return build(name, pp=pp, microbatches=above if more else least, **options)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("pp", "dp"), MESHES)
-@pytest.mark.parametrize("split", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_equals_reference(name, pp, dp, split):
-    microbatches = {1: 3, 2: 5, 3: 7, 4: 6, 8: 11}[pp]  # not multiples of pp
-    assert_close(*run(name, split[pp], dp, microbatches))
+def uneven(stages):
+    return [1 + (stage % 3 == 1) for stage in range(stages)]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "bfs"])
-@pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (4, 4), (4, 8), (8, 5)])
-def test_any_number_of_microbatches(name, pp, microbatches):
-    assert_close(*run(name, EVEN[pp], 1, microbatches))
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("more", [False, True], ids=["least", "more"])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 1), (8, 1)])
+def test_every_schedule_equals_the_reference(name, pp, dp, more):
+    schedule = schedule_of(name, pp, more=more)
+    assert_close(*run(schedule, uneven(schedule.stages), dp))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+def test_every_schedule_equals_the_reference_in_double_precision(name, transfer_ticks):
+    schedule = schedule_of(name, 4, more=True)
+    with jax.enable_x64(True):
+        got, want = run(
+            schedule, uneven(schedule.stages), 2, dtype=jnp.float64, transfer_ticks=transfer_ticks
+        )
+        assert got[1]["layers"][0]["up"].dtype == jnp.float64
+        worst = jax.tree.map(cal_diff, got, want)
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+def test_poisoned_bubbles_leak_nothing(name, transfer_ticks):
+    schedule = schedule_of(name, 4, more=True)
+    counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
+    clean, _ = run(schedule, counts, transfer_ticks=transfer_ticks)
+    poisoned, _ = run(schedule, counts, transfer_ticks=transfer_ticks, poison_bubbles=True)
+    jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2", "zbv", "dualpipe"])
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_rematerialisation_changes_nothing(name, remat):
+    schedule = schedule_of(name, 2, more=True)
+    assert_close(*run(schedule, uneven(schedule.stages), remat=remat))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("counts", [[3], [1, 1, 1], [1, 3, 2]], ids=str)
+def test_any_number_of_ranks(name, counts):
+    schedule = build(name, pp=len(counts), microbatches=len(counts) + 2)
+    assert_close(*run(schedule, counts, 2))
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
+def test_two_stages_on_a_single_rank(name):
+    assert_close(*run(build(name, pp=1, microbatches=3), [2, 1]))
+
+
+def test_three_stages_a_rank():
+    schedule = build("interleaved_zb", pp=2, microbatches=4, virtual_stages=3)
+    assert_close(*run(schedule, [2, 1, 1, 1, 2, 1]))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("ignore", ["none", "whole"])
 def test_ignored_tokens(name, ignore):
-    got, want = run(name, [2, 1], 2, 5, ignore=ignore)
+    got, want = run(build(name, pp=2, microbatches=5), [2, 1], 2, ignore=ignore)
     assert_close(got, want)
     if ignore == "whole":
         assert got[0][2] == 0
@@ -67,45 +117,22 @@ def test_no_valid_token_at_all():
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (3, 2), (4, 2), (8, 1)])
-def test_equals_reference_in_double_precision(name, pp, dp):
-    with jax.enable_x64(True):
-        got, want = run(name, UNEVEN[pp], dp, pp + 2, dtype=jnp.float64)
-        assert got[1]["layers"][0]["up"].dtype == jnp.float64
-        worst = jax.tree.map(cal_diff, got, want)
-    assert max(jax.tree.leaves(worst)) < 1e-13, worst
-
-
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
-@pytest.mark.parametrize("in_flight", [None, 2, 7])
+@pytest.mark.parametrize("in_flight", [2, 7])
 def test_transfer_and_pairing_change_nothing(transfer_ticks, in_flight):
     execution = {"transfer_ticks": transfer_ticks, "in_flight": in_flight}
-    assert_close(*run("1f1b", [1, 2, 2, 1], 2, 6, **execution))
+    assert_close(*run(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, **execution))
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_rematerialisation_changes_nothing(remat):
-    assert_close(*run("1f1b", [2, 1], 1, 4, remat=remat))
-
-
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv", "dualpipe"])
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("counts", [[1, 2, 2, 1], [1, 1, 1, 1]], ids=["uneven", "even"])
-def test_poisoned_bubbles_leak_nothing(name, counts, transfer_ticks):
-    clean, _ = run(name, counts, 2, 3, transfer_ticks=transfer_ticks)
-    poisoned, _ = run(name, counts, 2, 3, transfer_ticks=transfer_ticks, poison_bubbles=True)
-    jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
-
-
-@pytest.mark.parametrize("counts", [[3], [2, 2], [1, 3, 2]])
-@pytest.mark.parametrize("transfer_ticks", [1, 2])
-def test_forward_only_gives_the_same_losses(counts, transfer_ticks):
-    pp, layout = len(counts), StageLayout(tuple(counts))
+def test_forward_only_gives_the_same_losses(name, transfer_ticks):
+    schedule = schedule_of(name, 4, more=True)
+    counts = uneven(schedule.stages)
+    layout = StageLayout(tuple(counts), schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers)
-    batch = toy_batch(jax.random.key(1), 5, 4)
-    mesh = make_mesh(pp, 2, devices=jax.devices()[: 2 * pp])
-    schedule = build("1f1b", pp=pp, microbatches=5)
+    batch = toy_batch(jax.random.key(1), schedule.microbatches, 4)
+    mesh = make_mesh(4, 2, devices=jax.devices())
     execution = Execution(transfer_ticks=transfer_ticks)
     pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
     params = {"shared": shared, "layers": layout.stack(layers)}
@@ -115,19 +142,39 @@ def test_forward_only_gives_the_same_losses(counts, transfer_ticks):
 
 
 def _swap_slots(columns):
-    columns["residual_read"][columns["gradient"] == 1] ^= 1
+    columns["for_b_read"][(columns["B"] + columns["BW"]) > 0] ^= 1
 
 
 def _store_late(columns):
-    columns["dy_arrive"][1:] = columns["dy_arrive"][:-1].copy()
+    columns["arrive_1"][1:] = columns["arrive_1"][:-1].copy()
 
 
-def _drop_a_gradient(columns):
-    columns["gradient"][columns["gradient"][:, 1].argmax(), 1] = 0
+def _drop(op):
+    def fault(columns):
+        column = columns[op.name]
+        column[(column[:, 1] > 0).argmax(), 1] = 0
+
+    fault.__name__ = f"drop_{op.name}"
+    return fault
 
 
-@pytest.mark.parametrize("fault", [_swap_slots, _store_late, _drop_a_gradient])
-def test_a_planted_fault_is_caught(monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("1f1b", _swap_slots),
+        ("1f1b", _store_late),
+        ("1f1b", _drop(Op.BW)),
+        ("zb_h1", _swap_slots),
+        ("zb_h1", _drop(Op.B)),
+        ("zb_h1", _drop(Op.W)),
+        ("zbv", _store_late),
+        ("zbv", _drop(Op.W)),
+        ("dualpipe", _drop(Op.W)),
+        ("dualpipe", _store_late),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_planted_fault_is_caught(monkeypatch, name, fault):
     """The comparison with the reference sees one wrong entry of the tables."""
 
     def faulty(*args, **kwargs):
@@ -136,5 +183,6 @@ def test_a_planted_fault_is_caught(monkeypatch, fault):
         return tables
 
     monkeypatch.setattr("jaxpipe.pipeline.executor.lower", faulty)
+    schedule = schedule_of(name, 4, more=True)
     with pytest.raises(AssertionError):
-        assert_close(*run("1f1b", [1, 1, 1, 1], 1, 6))
+        assert_close(*run(schedule, [1] * schedule.stages))

@@ -11,18 +11,19 @@ from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import build, lower, simulate
+from jaxpipe.schedule import BUILDERS, build, lower
 
 WIDE = 4  # examples per microbatch
 
 
 def lowered(name, pp, microbatches, *, layers_each=2, examples=WIDE, **execution):
-    shared, layers = toy_params(jax.random.key(0), pp * layers_each)
-    params = {"shared": shared, "layers": StageLayout((layers_each,) * pp).stack(layers)}
+    options = {"effort": 20_000} if name in ("zb_auto", "zbv", "v_half", "v_min") else {}
+    schedule = build(name, pp=pp, microbatches=microbatches, **options)
+    layout = StageLayout((layers_each,) * schedule.stages, schedule.placement)
+    shared, layers = toy_params(jax.random.key(0), layout.layers)
+    params = {"shared": shared, "layers": layout.stack(layers)}
     batch = toy_batch(jax.random.key(1), microbatches, examples)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
-    schedule = build(name, pp=pp, microbatches=microbatches)
-
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(**execution))
     return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule
 
@@ -39,24 +40,26 @@ def while_body(text):
 
 
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
-@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 4), (4, 16), (8, 8)])
-def test_two_permutes_a_tick(pp, microbatches, transfer_ticks):
-    text = compiled("1f1b", pp, microbatches, transfer_ticks=transfer_ticks).as_text()
-    permutes = re.findall(r"= .*collective-permute(?:-start)?\(", text)
-    assert len(permutes) == 2
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches"),
+    [("1f1b", 2, 4), ("1f1b", 4, 16), ("1f1b", 8, 8)]
+    + [(name, 4, 8) for name in ("interleaved_zb", "zb_h1", "zbv", "dualpipe", "dualpipev")],
+)
+def test_two_permutes_a_tick(name, pp, microbatches, transfer_ticks):
+    """One each way round the ring, however many messages they carry."""
+    text = compiled(name, pp, microbatches, transfer_ticks=transfer_ticks).as_text()
     assert len(re.findall(r"= .*collective-permute(?:-start)?\(", while_body(text))) == 2
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", BUILDERS)
 def test_no_ring_is_copied_in_the_loop(name):
-    trace, schedule = lowered(name, 4, 6)
-    slots = lower(schedule).residual_slots
+    trace, schedule = lowered(name, 4, 8)
+    slots = lower(schedule).slots
     text = trace.lower().compile().as_text()
-    entry = text[text.index("ENTRY") :]
-    # Every residual of the toy layer is a ring [slots, examples, length, ...].
-    ring = rf"\w+\[{slots},{WIDE},[\d,]+\]\S* copy\("
-    loop_copies = set(re.findall(ring, text.replace(entry, "")))
-    assert not loop_copies
+    loop = text.replace(text[text.index("ENTRY") :], "")
+    # Every message, residual and stash of the toy layer is [examples, length, ...].
+    sizes = "|".join(map(str, {slots.inbox + 1, *slots[1:]} - {0}))
+    assert not set(re.findall(rf"\w+\[(?:{sizes}),{WIDE},6,[\d,]+\]\S* copy\(", loop))
 
 
 def test_size_and_compile_time_do_not_grow_with_microbatches():
@@ -97,16 +100,6 @@ def test_gpipe_memory_grows_by_its_residuals():
     assert bytes_a_microbatch("gpipe", "full") >= 2 * ACTIVATION  # two layers' inputs
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 24])
-def test_slots_are_the_simulated_peak(pp, microbatches):
-    schedule = build("1f1b", pp=pp, microbatches=microbatches)
-    declared = tuple(min(microbatches, pp - r) for r in range(pp))
-    assert lower(schedule).residual_slots_of == declared
-    assert simulate(schedule).peak_until_w == declared
-    assert lower(schedule).residual_slots == declared[0]
-
-
 def dot_flops(jaxpr, count_cond):
     total = 0
     for eqn in jaxpr.eqns:
@@ -138,25 +131,27 @@ def executed_flops(trace, tables, rank):
     """FLOPs of matrix products that one rank's conds really execute in one step."""
     body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
     conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
-    columns = ["forward", "head", "gradient", "embed_gradient"]
-    assert len(conds) == len(columns)
+    columns = {name: column[:, rank] for name, column in tables.columns.items()}
+    runs = [columns["pair"] == index + 1 for index in range(len(tables.pairs))]
+    runs += [columns["F"] == chunk + 1 for chunk in tables.forwards]
+    runs += [columns["head"]]
+    runs += [columns[op.name] == chunk + 1 for op, chunk in tables.gradients]
+    runs += [columns["embed_gradient"]]
+    assert len(conds) == len(runs)
 
     def larger_branch(eqn):
         return max(dot_flops(branch.jaxpr, larger_branch) for branch in eqn.params["branches"])
 
-    return sum(
-        larger_branch(eqn) * int(tables.columns[name][:, rank].sum())
-        for name, eqn in zip(columns, conds)
-    )
+    return sum(larger_branch(eqn) * int(ran.sum()) for ran, eqn in zip(runs, conds))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(("remat", "extra"), [("none", 0), ("full", 1)])
 def test_no_wasted_flops(name, remat, extra):
     pp, microbatches, layers_each = 4, 8, 2
     trace, schedule = lowered(name, pp, microbatches, layers_each=layers_each, remat=remat)
     tables = lower(schedule)
-    shared, layers = toy_params(jax.random.key(0), pp * layers_each)
+    shared, layers = toy_params(jax.random.key(0), schedule.stages * layers_each)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
 
     def loss(params):

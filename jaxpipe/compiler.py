@@ -1,0 +1,98 @@
+"""What XLA is told when it compiles a step, and why: every option of the project stands here.
+
+The options are experimental ones of XLA, and their names and values change between releases: one
+that the installed XLA does not know is left out with a warning, never an error.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+
+Value = bool | int | str
+
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,DYNAMIC_SLICE_FUSION"
+
+
+class Option(NamedTuple):
+    """One option of XLA: its values, the first that XLA knows is taken, and its reason."""
+
+    name: str
+    values: tuple[Value, ...]
+    why: str
+
+
+# Each of the three is needed: without it the AOT check (`plan --check-gpu`) shows what its reason
+# says. jax 0.10.2, 0.11.2 and 0.12.0 know them all. Not among them, because it copies every
+# gradient accumulator in ticks without a backward: xla_gpu_enable_while_loop_unrolling.
+GPU = (
+    Option(
+        "xla_disable_hlo_passes",
+        ("collective-permute-motion",),
+        "The pass moves permutes to where nothing is left to hide them behind.",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        (4,),
+        "Both permutes of a tick are in flight at once, with room for collectives of the layers; "
+        "the default of 1 makes the second permute synchronous.",
+    ),
+    Option(
+        "xla_gpu_enable_command_buffer",
+        (f"{_GRAPHS},COLLECTIVES_KERNEL", _GRAPHS),
+        "A whole tick becomes one CUDA graph: outside a graph every conditional stops the host "
+        "until the device has told it which branch to take. jax 0.10 lacks the last kind.",
+    ),
+)
+
+
+def options(platform: str) -> dict[str, Value]:
+    """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
+
+    An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
+    that the installed XLA does not know.
+    """
+    kept, dropped = accepted(wanted(platform))
+    for sentence in dropped:
+        warnings.warn(sentence, stacklevel=2)
+    return kept
+
+
+def wanted(platform: str) -> tuple[Option, ...]:
+    """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
+    if platform not in ("gpu", "cuda"):
+        return ()
+    users = os.environ.get("XLA_FLAGS", "")
+    return tuple(option for option in GPU if f"--{option.name}" not in users)
+
+
+def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
+    """The options that the installed XLA knows, and a sentence for each that it does not."""
+    kept, dropped = {}, []
+    for name, values, _ in own:
+        refusals = {value: _refusal(name, value) for value in values}
+        known = [value for value, refusal in refusals.items() if refusal is None]
+        if known:
+            kept[name] = known[0]
+        else:
+            dropped.append(f"{name} is left out: this XLA says {refusals[values[-1]]!r}.")
+    return kept, dropped
+
+
+@cache
+def _refusal(name: str, value: Value) -> str | None:
+    """What XLA has against an option; None if nothing.
+
+    XLA reads the options of every platform on each, so a constant compiled for the default device
+    (10 ms on CPU) tells.
+    """
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
+        return str(error)
+    return None

@@ -1,0 +1,42 @@
+"""The GPUs that a step can be compiled for without having one. Imports no jax."""
+
+import os
+import re
+from importlib.resources import files
+
+CARDS = ("h100", "h200")
+PER_HOST = 8
+_MEMORY = re.compile(r"(device_memory_size: )(\d+)")
+
+
+def target_config(card: str) -> str:
+    """XLA's text proto of a card."""
+    return files("jaxpipe.gpu").joinpath(f"{card}.txtpb").read_text()
+
+
+def memory_of(card: str) -> int:
+    """Bytes of a card's memory."""
+    return int(_MEMORY.search(target_config(card))[2])
+
+
+def usable_share() -> float:
+    """Share of a GPU's memory that a run started in this environment would take (jax: 0.75)."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+
+
+def with_usable(config: str, usable: float) -> str:
+    """A target configuration under which XLA schedules for so many usable bytes.
+
+    In a run XLA's limit is what jax has taken; without a device it is 80 % of the memory.
+    """
+    return _MEMORY.sub(lambda match: f"{match[1]}{int(usable / 0.8)}", config)
+
+
+def topology(count: int) -> str:
+    """Slices x hosts x GPUs a host, with as many of at most 8 a host as divide the count.
+
+    >>> topology(4), topology(32), topology(12)
+    ('1x1x4', '1x4x8', '1x2x6')
+    """
+    per_host = max(n for n in range(1, PER_HOST + 1) if count % n == 0)
+    return f"1x{count // per_host}x{per_host}"

@@ -1,0 +1,142 @@
+"""Compile a configuration's training step for GPUs that are not there, and report on it."""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxpipe import compiler
+from jaxpipe.compiler import Option
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.gpu import cards
+from jaxpipe.gpu.program import Graphs, Program, graphs
+from jaxpipe.trainer import Trainer
+
+INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
+_CUDNN = (
+    "model.attention='cudnn' cannot be compiled without cuDNN: pip install --no-deps "
+    "nvidia-cudnn-cu13 (0.5 GB), or give model.attention=xla."
+)
+
+# Without a device nothing can be timed, and these keep XLA from guessing.
+_DEVICELESS = (
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        (False,),
+        "Products go to cuBLAS, as they mostly do after tuning; an untuned Triton kernel would "
+        "need other temporary memory.",
+    ),
+    Option("xla_gpu_autotune_level", (0,), "Nothing is tuned."),
+)
+_THUNKS = "*thunk_sequence_after_thunk_passes.txt"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device. `peak` includes the arguments, less what the outputs reuse of them.
+
+    Not included: CUDA's context, NCCL's buffers, CUDA graphs and fragmentation.
+    """
+
+    peak: int
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compiling showed. `usable` bytes are what jax would take of a card's `memory`."""
+
+    card: str
+    devices: int
+    topology: str
+    memory: int
+    usable: int
+    bytes: Memory
+    program: Program
+    graphs: Graphs | None
+    seconds: float
+    dropped: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step's peak is within what jax would take of the card."""
+        return self.bytes.peak <= self.usable
+
+
+def check(config: Config, card: str, *, memory: float | None = None) -> Report:
+    """Compile the step for the card; `memory` replaces the card's own bytes.
+
+    Raises `ConfigError` where the compiler or cuDNN is missing.
+    """
+    memory = int(memory or cards.memory_of(card))
+    usable = int(memory * cards.usable_share())
+    parallel = config.parallel
+    topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
+    trainer = Trainer(config, _devices(card, usable, topology))
+    options, _ = compiler.accepted(_DEVICELESS)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        compiled = _compile(trainer, options | {"xla_dump_to": folder})
+        seconds = time.perf_counter() - start
+        dump = next(Path(folder).glob(_THUNKS), None)
+        graphed = graphs(dump.read_text()) if dump else None
+    return Report(
+        card=card,
+        devices=trainer.mesh.size,
+        topology=topology,
+        memory=memory,
+        usable=usable,
+        bytes=_memory(compiled),
+        program=Program(compiled.as_text()),
+        graphs=graphed,
+        seconds=seconds,
+        dropped=tuple(compiler.accepted(compiler.wanted("gpu"))[1]),
+    )
+
+
+def _devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
+    config = cards.with_usable(cards.target_config(card), usable)
+    try:
+        described = topologies.get_topology_desc(
+            card, "cuda", target_config=config, topology=topology
+        )
+    except NotImplementedError as error:
+        raise ConfigError(f"{INSTALL}.") from error
+    return tuple(described.devices)
+
+
+def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
+    """The real step, for shapes instead of arrays."""
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        trainer.state_shapes, trainer.state_shardings,
+    )  # fmt: skip
+    shape = (*trainer.batch_shape.values(), trainer.config.train.seq_len)
+    ids = jax.ShapeDtypeStruct(shape, "int32", sharding=trainer.batch_sharding)
+    try:
+        traced = trainer.train_step.trace(state, {"inputs": ids, "targets": ids})
+        return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    except RuntimeError as error:
+        if "cuDNN not found" in str(error):
+            raise ConfigError(_CUDNN) from error
+        if any(part in str(error) for part in ("PTX compilation provider", "libdevice")):
+            raise ConfigError(f"{INSTALL} ({str(error).splitlines()[0]}).") from error
+        raise
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory:
+    analysis = compiled.memory_analysis()
+    return Memory(
+        peak=analysis.peak_memory_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+    )

@@ -1,0 +1,278 @@
+"""Facts about a compiled step, read from XLA's texts: pure functions of strings.
+
+Two texts are read. The scheduled HLO says what is computed in which order; the loop meant here is
+the one whose body takes most instructions, the scan over ticks. The thunk dump says what the host
+launches: thunks under a `kCommandBuffer` are one CUDA graph.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+_NAME = re.compile(r"%([\w.\-]+)")
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+_THUNK = re.compile(r"^( *)\d+: (k\w+)")
+_LABEL = re.compile(r"^( *)(\w+):$")
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+_CLONE = "double_buffer_clone"
+
+
+class Instruction(NamedTuple):
+    """One line of a computation; `rest` is what follows the opening bracket of its operands."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    root: bool
+
+
+class Permute(NamedTuple):
+    """A collective-permute of the loop.
+
+    `hides` is the number of conditionals between its start and its done, None if the stream waits
+    for it at once; `size` is in bytes.
+    """
+
+    name: str
+    size: int
+    hides: int | None
+
+
+class Copy(NamedTuple):
+    """Copies of one shape in the loop: each runs at most once a tick; `size` of one, in bytes."""
+
+    shape: str
+    size: int
+    count: int
+
+
+def bytes_of(shape: str) -> int:
+    """Bytes of all arrays in a shape.
+
+    >>> bytes_of("(bf16[2,3]{1,0}, pred[4]{0}, f32[])")
+    20
+    """
+    return sum(
+        _elements(dims) * (8 if dtype == "pred" else int(_BITS.search(dtype)[0])) // 8
+        for dtype, dims in _SHAPE.findall(shape)
+    )
+
+
+def _elements(dims: str) -> int:
+    product = 1
+    for dim in filter(None, dims.split(",")):
+        product *= int(dim)
+    return product
+
+
+@dataclass(frozen=True)
+class Program:
+    """A scheduled HLO module as text."""
+
+    text: str
+
+    @cached_property
+    def computations(self) -> dict[str, list[Instruction]]:
+        """Instructions of every computation, in the order in which they run."""
+        found: dict[str, list[Instruction]] = {}
+        inside: list[Instruction] = []
+        for line in self.text.splitlines():
+            if header := _HEADER.match(line):
+                inside = found.setdefault(header[2], [])
+            elif match := _INSTRUCTION.match(line):
+                root, name, shape, opcode, rest = match.groups()
+                inside.append(Instruction(name, shape, opcode, rest, bool(root)))
+        return found
+
+    @cached_property
+    def loop(self) -> str | None:
+        """Name of the body of the loop over ticks."""
+        bodies = [
+            re.search(r"body=%?([\w.\-]+)", one.rest)[1]
+            for one in self._all()
+            if one.opcode == "while"
+        ]
+        return max(bodies, key=lambda body: len(list(self._below(body))), default=None)
+
+    @cached_property
+    def ticks(self) -> int:
+        """Ticks in one turn of the loop: two where XLA has doubled its body."""
+        return 2 if any(_CLONE in one.name for one in self._body()) else 1
+
+    @cached_property
+    def conditionals(self) -> int:
+        """Conditionals of one tick, those inside other conditionals not counted."""
+        return sum(one.opcode == "conditional" for one in self._body()) // self.ticks
+
+    @cached_property
+    def permutes(self) -> tuple[Permute, ...]:
+        """The collective-permutes of the loop's body and those synchronous anywhere else."""
+        body = self._body()
+        waits = [one for one in self._all() if one.opcode == "collective-permute"]
+        found = [Permute(one.name, bytes_of(one.shape), None) for one in waits]
+        for at, start in enumerate(body):
+            if start.opcode != "collective-permute-start":
+                continue
+            end = next(
+                (i for i, one in enumerate(body) if one.opcode == "collective-permute-done"
+                 and start.name in _NAME.findall(one.rest)), at,
+            )  # fmt: skip
+            hides = sum(one.opcode == "conditional" for one in body[at:end])
+            synchronous = '"is_sync":true' in start.rest
+            found.append(
+                Permute(start.name, bytes_of(body[end].shape), None if synchronous else hides)
+            )
+        return tuple(found)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether every permute has all the conditionals of a tick to hide behind."""
+        return all(
+            one.hides is not None and one.hides >= max(1, self.conditionals)
+            for one in self.permutes
+        )
+
+    @cached_property
+    def buffer_copies(self) -> tuple[Copy, ...]:
+        """Copies in the loop of arrays that ticks change and hand on, messages not counted.
+
+        Rings and accumulators are such: they should be updated where they lie. Copies are told by
+        their shape alone.
+        """
+        return self._copies(self._carried - self._messages)
+
+    @cached_property
+    def message_copies(self) -> tuple[Copy, ...]:
+        """Copies in the loop of exactly a message's shape."""
+        return self._copies(self._messages)
+
+    @cached_property
+    def custom_calls(self) -> dict[str, int]:
+        """How often the module calls each library function, such as `__cublas$lt$matmul`."""
+        return dict(Counter(re.findall(r'custom_call_target="([^"]+)"', self.text)).most_common())
+
+    @cached_property
+    def collectives(self) -> dict[str, int]:
+        """Collectives other than permutes in the module, by kind."""
+        started = Counter(one.opcode.removesuffix("-start") for one in self._all())
+        return {kind: started[kind] for kind in _COLLECTIVES if started[kind]}
+
+    def _body(self) -> list[Instruction]:
+        return self.computations[self.loop] if self.loop else []
+
+    def _all(self) -> Iterator[Instruction]:
+        for instructions in self.computations.values():
+            yield from instructions
+
+    def _below(self, name: str) -> Iterator[tuple[bool, Instruction]]:
+        """Instructions of a computation and of all that it calls, and whether each is fused."""
+        seen, todo = {name}, [(False, name)]
+        while todo:
+            fused, current = todo.pop()
+            for one in self.computations[current]:
+                yield fused, one
+                for called in _NAME.findall(one.rest):
+                    if called in self.computations and called not in seen:
+                        seen.add(called)
+                        todo.append((fused or one.opcode.startswith("fusion"), called))
+
+    @cached_property
+    def _carried(self) -> set[str]:
+        """Shapes of the arrays in the loop's state that a turn of the loop may change."""
+        body = {one.name: one for one in self._body()}
+        roots = [one for one in body.values() if one.root and one.opcode == "tuple"]
+        found = set()
+        for root in roots:
+            for index, name in enumerate(_NAME.findall(root.rest.split(")")[0])):
+                made = body[name]
+                same = made.opcode == "get-tuple-element" and f"index={index}," in made.rest + ","
+                if not same or body[_NAME.search(made.rest)[1]].opcode != "parameter":
+                    found.update(_plain(made.shape))
+        return {shape for shape in found if not shape.endswith("[]")}
+
+    @cached_property
+    def _messages(self) -> set[str]:
+        sent = [one for one in self._all() if one.opcode.startswith("collective-permute")]
+        return {shape for one in sent for shape in _plain(one.shape) if not shape.endswith("[]")}
+
+    def _copies(self, shapes: set[str]) -> tuple[Copy, ...]:
+        """Copies of these shapes in the loop; inside a fusion only a root is written to memory."""
+        below = self._below(self.loop) if self.loop else ()
+        count = Counter(
+            _plain(one.shape)[0] for fused, one in below
+            if one.opcode in ("copy", "copy-start") and (one.root or not fused)
+        )  # fmt: skip
+        return tuple(Copy(s, bytes_of(s), count[s]) for s in sorted(shapes) if count[s])
+
+
+def _plain(shape: str) -> list[str]:
+    """The arrays of a shape without their layouts."""
+    return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(shape)]
+
+
+@dataclass
+class Thunk:
+    """What the host launches, or what a CUDA graph holds: a kind, and thunks inside by label."""
+
+    kind: str
+    indent: int
+    inside: list[tuple[str, "Thunk"]] = field(default_factory=list)
+    label: str = ""
+
+    def walk(self, graphed: bool = False) -> Iterator[tuple[bool, "Thunk"]]:
+        """This thunk and all inside, and whether each belongs to a graph."""
+        yield graphed, self
+        for _, one in self.inside:
+            yield from one.walk(graphed or self.kind == "kCommandBuffer")
+
+
+class Graphs(NamedTuple):
+    """How much of the tick is in CUDA graphs.
+
+    `whole`: the loop's body is one graph. `launches`: thunks of the body that the host issues
+    itself, by kind. `stops`: conditionals for which the host waits, once each a turn of the loop.
+    """
+
+    whole: bool
+    launches: dict[str, int]
+    stops: int
+
+
+def thunks(dump: str) -> Thunk:
+    """The tree of a thunk dump, under one root."""
+    stack = [Thunk("root", -1)]
+    for line in dump.splitlines():
+        if label := _LABEL.match(line):
+            while stack[-1].indent > len(label[1]):
+                stack.pop()
+            stack[-1].label = label[2]
+        elif thunk := _THUNK.match(line):
+            while stack[-1].indent >= len(thunk[1]):
+                stack.pop()
+            new = Thunk(thunk[2], len(thunk[1]))
+            stack[-1].inside.append((stack[-1].label, new))
+            stack.append(new)
+    return stack[0]
+
+
+def graphs(dump: str) -> Graphs | None:
+    """What the thunk dump says of the loop over ticks; None if it holds no loop."""
+    loops = [(graphed, one) for graphed, one in thunks(dump).walk() if one.kind == "kWhile"]
+    if not loops:
+        return None
+    graphed, loop = max(loops, key=lambda pair: len(list(pair[1].walk())))
+    body = [one for label, one in loop.inside if label == "body"]
+    launches = Counter(one.kind for one in body)
+    stops = sum(
+        one.kind == "kConditional" and not inner
+        for top in body for inner, one in top.walk(graphed)
+    )  # fmt: skip
+    whole = graphed or launches == {"kCommandBuffer": 1}
+    return Graphs(whole, dict(launches.most_common()), stops)

@@ -1,0 +1,102 @@
+"""A check's report for machines and for people."""
+
+from dataclasses import asdict
+from typing import Any
+
+from jaxpipe.gpu.check import Report
+
+_GIB = 2**30
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as JSON values; sizes are in bytes, times in seconds."""
+    program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
+    return {
+        "card": report.card,
+        "devices": report.devices,
+        "topology": report.topology,
+        "memory": report.memory,
+        "usable": report.usable,
+        "fits": report.fits,
+        "bytes": asdict(report.bytes),
+        "permutes": {
+            "asynchronous": len(program.permutes) - len(waits),
+            "synchronous": len(waits),
+            "ticks": program.ticks,
+            "conditionals": program.conditionals,
+            "hides": [one.hides for one in program.permutes],
+            "hidden": program.hidden,
+        },
+        "buffer_copies": [one._asdict() for one in program.buffer_copies],
+        "message_copies": [one._asdict() for one in program.message_copies],
+        "custom_calls": program.custom_calls,
+        "collectives": program.collectives,
+        "graphs": report.graphs and report.graphs._asdict(),
+        "compile_seconds": report.seconds,
+        "dropped_options": list(report.dropped),
+    }
+
+
+def lines(report: Report) -> list[str]:
+    """The report in words, a fact a line."""
+    size, program = report.bytes, report.program
+    return [
+        f"{report.devices} x {report.card} ({report.topology}): compiled in "
+        f"{report.seconds:.0f} s for a device that is not there; nothing was run",
+        f"memory: peak {_size(size.peak)} of the {_size(report.usable)} that jax takes of "
+        f"{_size(report.memory)}: {'fits' if report.fits else 'DOES NOT FIT'} (arguments "
+        f"{_size(size.arguments)}, temporaries {_size(size.temporaries)}, outputs "
+        f"{_size(size.outputs)} of which {_size(size.aliased)} in place of arguments; without "
+        f"CUDA's context and NCCL's buffers)",
+        *_advice(report),
+        _permutes(report),
+        "copies in the loop: " + (
+            ", ".join(f"{one.count} x {one.shape}" for one in program.buffer_copies)
+            or "none of a ring or an accumulator"
+        ) + f"; {sum(one.count for one in program.message_copies)} of a message",
+        f"library calls: {_counts(program.custom_calls)}",
+        f"collectives besides: {_counts(program.collectives)}",
+        _graphs(report),
+        *(f"option {sentence}" for sentence in report.dropped),
+    ]  # fmt: skip
+
+
+def _advice(report: Report) -> list[str]:
+    if report.fits or report.bytes.peak > report.memory:
+        return []
+    share = report.usable / report.memory
+    return [
+        f"jax takes {share:.0%} of the memory: set XLA_PYTHON_CLIENT_MEM_FRACTION above "
+        f"{report.bytes.peak / report.memory:.2f}, here and for the run"
+    ]
+
+
+def _permutes(report: Report) -> str:
+    program = report.program
+    waits = sum(one.hides is None for one in program.permutes)
+    hides = ", ".join(str(one.hides) for one in program.permutes if one.hides is not None)
+    return (
+        f"permutes: {len(program.permutes) - waits} asynchronous, behind {hides or 'no'} of the "
+        f"{program.conditionals} conditionals of a tick, {waits} synchronous: "
+        f"{'all hidden' if program.hidden else 'NOT ALL HIDDEN'}"
+    )
+
+
+def _graphs(report: Report) -> str:
+    found = report.graphs
+    if found is None:
+        return "CUDA graphs: no loop was found in what the host launches"
+    if found.whole:
+        return "CUDA graphs: a tick is one graph"
+    return (
+        f"CUDA graphs: a turn of the loop launches {_counts(found.launches)}; the host waits for "
+        f"{found.stops} conditionals"
+    )
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

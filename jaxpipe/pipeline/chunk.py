@@ -1,0 +1,133 @@
+"""F, B, W and BW of one chunk: the loop over its layers, and the rings where each leaves values."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.split import Layer, LayerSplit, Residuals
+from jaxpipe.schedule import Op
+
+Tree = Any
+Row = dict[str, jax.Array]  # the tables' columns at this tick and rank, each a scalar
+
+
+class Kept(NamedTuple):
+    """What a gradient action reads of one layer slot; None where it reads nothing."""
+
+    residuals: Residuals
+    stash: Any
+
+    @classmethod
+    def read(cls, residuals: Residuals, stash: Any, row: Row, op: Op) -> "Kept":
+        """From a layer slot's rings: W takes no `for_b`, and only W takes a stash."""
+        for_b = None if op is Op.W else buffers.read(residuals.for_b, row["for_b_read"])
+        for_w = buffers.read(residuals.for_w, row["for_w_read"])
+        stash = buffers.read(stash, row["stash_read"]) if op is Op.W else None
+        return cls(Residuals(for_b, for_w), stash)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The layers of one of the stages that a rank computes.
+
+    `layers[j]` are the parameters in layer slot j, `active[j]` whether this rank has a layer there
+    (None: every rank does). Rings of residuals and stash come as one per layer slot.
+    """
+
+    layers: tuple[Tree, ...]
+    active: tuple[jax.Array | None, ...]
+
+    def forward_only(self, layer: Layer, x: jax.Array, microbatch: Tree) -> jax.Array:
+        """y, keeping nothing."""
+        for slot, params in enumerate(self.layers):
+            (x,) = self._if_active(slot, lambda x, p=params: (layer(p, x, microbatch),), x)
+        return x
+
+    def forward(
+        self,
+        split: LayerSplit,
+        x: jax.Array,
+        microbatch: Tree,
+        rings: Sequence[Residuals],
+        row: Row,
+    ) -> tuple[jax.Array, tuple[Residuals, ...]]:
+        """F: y, and the rings with the residuals written."""
+        rings = list(rings)
+        for slot, params in enumerate(self.layers):
+
+            def layer(
+                x: jax.Array, ring: Residuals, params: Tree = params
+            ) -> tuple[jax.Array, Residuals]:
+                y, kept = split.forward(params, x, microbatch)
+                return y, Residuals(
+                    buffers.write(ring.for_b, kept.for_b, row["for_b_write"]),
+                    buffers.write(ring.for_w, kept.for_w, row["for_w_write"]),
+                )
+
+            x, rings[slot] = self._if_active(slot, layer, x, rings[slot])
+        return x, tuple(rings)
+
+    def gradient(
+        self,
+        split: LayerSplit,
+        op: Op,
+        dy: jax.Array,
+        microbatch: Tree,
+        kept: Callable[[int], Kept],
+        stashes: Sequence[Any],
+        totals: Sequence[Tree],
+        row: Row,
+    ) -> tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]:
+        """B, W or BW: dx (for W: dy), the rings of the stash, which B writes, and the totals.
+
+        `kept(slot)` gives what the action reads of a layer slot; `totals` are the sums of gradients
+        that it adds to.
+        """
+        stashes, totals = list(stashes), list(totals)
+        for slot in reversed(range(len(self.layers))):
+
+            def layer(
+                dy: jax.Array, total: Tree, stash: Any, slot: int = slot
+            ) -> tuple[jax.Array, Tree, Any]:
+                params, (residuals, stashed) = self.layers[slot], kept(slot)
+                match op:
+                    case Op.BW:
+                        dy, gradients = split.backward(params, microbatch, residuals, dy)
+                    case Op.B:
+                        dy, gradients, stashed = split.backward_input(
+                            params, microbatch, residuals, dy
+                        )
+                        stash = buffers.write(stash, stashed, row["stash_write"])
+                    case Op.W:
+                        gradients = split.backward_weight(
+                            params, microbatch, residuals.for_w, stashed
+                        )
+                return dy, _add(total, gradients), stash
+
+            dy, totals[slot], stashes[slot] = self._if_active(
+                slot, layer, dy, totals[slot], stashes[slot]
+            )
+        return dy, tuple(stashes), tuple(totals)
+
+    def _if_active(
+        self, slot: int, layer: Callable[..., tuple[Any, ...]], *passed: Any
+    ) -> tuple[Any, ...]:
+        """Run a slot's layer, or pass everything on where this rank has no layer there."""
+        active = self.active[slot]
+        if active is None:
+            return layer(*passed)
+        return lax.cond(active, lambda: layer(*passed), lambda: passed)
+
+
+def _add(totals: Tree, gradients: Tree) -> Tree:
+    """Totals plus gradients, in the totals' own dtype; None where there is nothing to add."""
+    return jax.tree.map(
+        lambda g, total: total if g is None else total + g.astype(total.dtype),
+        gradients,
+        totals,
+        is_leaf=lambda leaf: leaf is None,
+    )

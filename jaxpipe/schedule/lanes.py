@@ -1,0 +1,111 @@
+"""The messages of a schedule: who sends which value to whom, when, and in which permute.
+
+A tick has one permute each way round the ring, so a value travels to a neighbouring rank or stays.
+A permute carries a lane for each message that some rank may have for it in one tick: a y, a dx, or
+one of each where a cell makes both for the same neighbour (V-shaped and bidirectional placements).
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from jaxpipe.schedule.action import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    Value,
+    produced_by,
+)
+from jaxpipe.schedule.cells import Grid
+
+
+class Message(NamedTuple):
+    """A value for the action that reads it; `made`, `stored` and `read` are ticks.
+
+    A sender that is its own receiver keeps the value. One that is read in the cell that makes it
+    (the last stage's y, which the head turns into its gradient) is never stored: `stored` is None.
+    """
+
+    value: Value
+    sender: int
+    receiver: int
+    made: int
+    stored: int | None
+    read: int
+
+
+class Lane(NamedTuple):
+    """A message of every rank, every tick, to the rank `hop` further; of which kinds (y, dx)."""
+
+    hop: int
+    kinds: tuple[str, ...]
+
+
+def messages(schedule: Schedule, grid: Grid, transfer_ticks: int) -> dict[Action, Message]:
+    """The message that each action reads; those that read none are left out."""
+    made = {
+        value: (rank, tick)
+        for tick, row in enumerate(grid)
+        for rank, cell in enumerate(row)
+        for value in filter(None, map(produced_by, cell.actions))
+    }
+    found = {}
+    for tick, row in enumerate(grid):
+        for rank, cell in enumerate(row):
+            for action in cell.actions:
+                value = _input_of(action, schedule.stages)
+                if value is None:
+                    continue
+                sender, when = made[value]
+                stored = when + (1 if sender == rank else transfer_ticks)
+                in_cell = (sender, when) == (rank, tick)
+                found[action] = Message(
+                    value, sender, rank, when, None if in_cell else stored, tick
+                )
+    return found
+
+
+def _input_of(action: Action, stages: int) -> Value | None:
+    """What a stage hands to an action of another, or the head to one of the last stage."""
+    op, stage, m = action
+    if op is Op.F:
+        return Value("y", stage - 1, m) if stage else None
+    if op is Op.W:
+        return None
+    return Value("y", stage, m) if stage == stages - 1 else Value("dx", stage + 1, m)
+
+
+def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
+    """The fewest lanes that carry all messages between ranks, at most two a direction.
+
+    Raises `ScheduleError` for a message to a rank that is not next on the ring.
+    """
+    kinds: dict[int, set[str]] = defaultdict(set)
+    from_cell: dict[tuple[int, int, int], set[str]] = defaultdict(set)
+    for message in sent:
+        if message.sender != message.receiver:
+            hop = hop_of(message, schedule)
+            kinds[hop].add(message.value.kind)
+            from_cell[hop, message.made, message.sender].add(message.value.kind)
+    crowded = {hop for (hop, *_), together in from_cell.items() if len(together) == 2}
+    lanes: list[Lane] = []
+    for hop in sorted(kinds, reverse=True):
+        every = tuple(kind for kind in ("y", "dx") if kind in kinds[hop])
+        lanes += [Lane(hop, (kind,)) for kind in every] if hop in crowded else [Lane(hop, every)]
+    return tuple(lanes)
+
+
+def hop_of(message: Message, schedule: Schedule) -> int:
+    """+1 or -1; where both lead there (two ranks), y goes up and dx goes down."""
+    pp = schedule.pp
+    ways = [hop for hop in (+1, -1) if (message.sender + hop) % pp == message.receiver]
+    if not ways:
+        kind, stage, m = message.value
+        raise ScheduleError(
+            f"{schedule.name}: {kind} of stage {stage}, microbatch {m} goes from rank "
+            f"{message.sender} to rank {message.receiver}: stages that follow each other must be "
+            f"on the same or on neighbouring ranks; place them so."
+        )
+    if len(ways) == 2:
+        return +1 if message.value.kind == "y" else -1
+    return ways[0]

@@ -1,0 +1,115 @@
+"""`plan --check-gpu`: the real step compiled for H100s that are not there, in a process of its own.
+
+A process of its own because jax reads JAX_PLATFORMS, which the check needs to be `cpu`, only once.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpipe.gpu import cards
+from jaxpipe.plan import main
+
+SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+HAS_COMPILER = any(map(importlib.util.find_spec, PLUGINS))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")
+
+
+def plan(*arguments):
+    """Run the command; its exit code, output and errors."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxpipe.plan", SMALL, *arguments],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    return run.returncode, run.stdout, run.stderr
+
+
+def report(*arguments):
+    code, out, errors = plan("--check-gpu", "h100", "--json", *arguments)
+    assert code == 0, errors
+    return json.loads(out)
+
+
+STEP = ("model.n_layers=8", "train.grad_accum_steps=8", "train.compute_dtype=bfloat16",
+        "train.seq_len=128", "model.d_model=128", "model.d_ff=256")  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+@pytest.mark.parametrize(("pp", "dp"), [(4, 2), (8, 1)])
+def test_the_step_on_eight_gpus(pp, dp):
+    found = report("--devices", "8", *STEP, f"parallel.pp={pp}", f"parallel.dp={dp}")
+    assert found["topology"] == "1x1x8"
+    permutes = found["permutes"]
+    assert permutes["synchronous"] == 0
+    assert permutes["asynchronous"] == 2
+    assert permutes["conditionals"] > 0
+    assert permutes["hides"] == [permutes["conditionals"]] * 2
+    assert permutes["hidden"]
+    assert found["buffer_copies"] == []
+    assert found["graphs"]["whole"]
+    assert found["graphs"]["stops"] == 0
+    assert found["custom_calls"]["__cublas$lt$matmul"] >= 8 // pp * (7 + 14)
+    assert found["dropped_options"] == []
+    size = found["bytes"]
+    assert size["aliased"] > 0.99 * size["outputs"]  # the state is updated where it lies
+    assert size["peak"] >= size["arguments"] + size["temporaries"]
+
+
+@needs_compiler
+def test_what_does_not_fit_is_one():
+    code, out, _ = plan("--check-gpu", "h200", "--memory", "1MiB", *STEP)
+    assert code == 1
+    assert "DOES NOT FIT" in out
+    assert out.count("\n") >= 7
+
+
+@needs_compiler
+def test_a_second_host():
+    found = report(*STEP, "parallel.dp=4")
+    assert (found["devices"], found["topology"]) == (16, "1x2x8")
+
+
+@pytest.mark.skipif(HAS_COMPILER, reason="needs jaxpipe without [aot]")
+def test_without_a_compiler_it_says_what_to_install():
+    code, out, errors = plan("--check-gpu", "h100")
+    assert (code, out) == (2, "")
+    assert errors.startswith("error: ")
+    assert "pip install 'jaxpipe[aot]'" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "9"], "--devices 9: parallel.pp=4 x parallel.dp=2 x parallel.tp=1 = 8 must"),
+        (["parallel.pp=64"], "parallel.pp=64"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, message, capsys):
+    assert main([SMALL, "--check-gpu", "h100", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("card", cards.CARDS)
+def test_cards(card):
+    assert 75e9 < cards.memory_of(card) < 155e9
+    config = cards.with_usable(cards.target_config(card), 8e9)
+    assert "device_memory_size: 10000000000" in config
+    assert config.count("device_memory_size") == 1
+
+
+def test_usable_share_is_that_of_a_run(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert cards.usable_share() == 0.75
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert cards.usable_share() == 0.9

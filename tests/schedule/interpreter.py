@@ -1,0 +1,111 @@
+"""Run tables with symbols for values; fail where a slot holds anything but what is due."""
+
+from jaxpipe.schedule import Action, Op
+
+
+class Rank:
+    """One rank's buffers and what it made last."""
+
+    def __init__(self, schedule, tables, rank):
+        self.schedule, self.tables, self.rank = schedule, tables, rank
+        self.inbox, self.for_b, self.for_w, self.stash = {}, {}, {}, {}
+        self.y = self.dx = None
+
+    def stage(self, chunk, m):
+        placement = self.schedule.placement
+        (stage,) = (
+            s
+            for s in range(placement.stages)
+            if placement.rank(s, m) == self.rank and placement.chunk(s, m) == chunk
+        )
+        return stage
+
+    def keep(self, row, arrived):
+        for index, message in enumerate(arrived):
+            self.inbox[row[f"arrive_{index}"]] = message
+        self.inbox[row["keep_y"]] = self.y
+        self.inbox[row["keep_dx"]] = self.dx
+        self.inbox.pop(self.tables.slots.inbox, None)
+        self.y = self.dx = None
+
+    def forward(self, row, chunk):
+        m = row["forward_mb"]
+        stage = self.stage(chunk, m)
+        assert row["embed"] == (stage == 0)
+        if stage:
+            assert self.inbox[row["x_read"]] == ("y", stage - 1, m)
+        self.y = ("y", stage, m)
+        if self.tables.trains:
+            self.for_b[row["for_b_write"]] = self.for_w[row["for_w_write"]] = (stage, m)
+        return Action(Op.F, stage, m)
+
+    def head(self, row):
+        assert self.y == ("y", self.schedule.stages - 1, row["forward_mb"])
+        self.y = ("dx", self.schedule.stages, row["forward_mb"])
+
+    def gradient(self, row, op, chunk):
+        m = row["gradient_mb"]
+        stage = self.stage(chunk, m)
+        assert self.for_w[row["for_w_read"]] == (stage, m)
+        if op is Op.W:
+            assert self.stash[row["stash_read"]] == (stage, m)
+            return Action(op, stage, m)
+        dy = self.y if row["dy_of_head"] else self.inbox[row["dy_read"]]
+        assert dy == ("dx", stage + 1, m)
+        assert self.for_b[row["for_b_read"]] == (stage, m)
+        assert row["embed_gradient"] == (stage == 0)
+        if op is Op.B:
+            self.stash[row["stash_write"]] = (stage, m)
+        self.dx = ("dx", stage, m)
+        return Action(op, stage, m)
+
+    def work(self, row):
+        """The actions of one tick, in the executor's order."""
+        tables = self.tables
+        forward = row["F"] - 1
+        gradients = [(op, row[op.name] - 1) for op in (Op.B, Op.BW, Op.W) if row[op.name]]
+        if row["pair"]:
+            assert forward < 0
+            assert not gradients
+            forward, *gradient = tables.pairs[row["pair"] - 1]
+            gradients = [tuple(gradient)]
+            assert not row["dy_of_head"]
+        assert len(gradients) <= 1
+        if forward >= 0:
+            yield self.forward(row, forward)
+        if row["head"]:
+            self.head(row)
+        for op, chunk in gradients:
+            yield self.gradient(row, op, chunk)
+
+    def sends(self, row, index):
+        kinds = self.tables.lanes[index].kinds
+        kind = kinds[row[f"send_{index}"]] if len(kinds) == 2 else kinds[0]
+        return self.y if kind == "y" else self.dx
+
+
+def interpret(schedule, tables):
+    """All actions that the tables run, each checked."""
+    rows = [
+        [{name: int(c[tick, r]) for name, c in tables.columns.items()} for r in range(schedule.pp)]
+        for tick in range(tables.ticks)
+    ]
+    ranks = [Rank(schedule, tables, r) for r in range(schedule.pp)]
+    nothing = [[None] * len(tables.lanes)] * schedule.pp
+    done, arriving = [], nothing
+    for now in rows:
+        sent = [
+            [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
+        ]
+        brought = [
+            [sent[(r - lane.hop) % schedule.pp][i] for i, lane in enumerate(tables.lanes)]
+            for r in range(schedule.pp)
+        ]
+        arrived, arriving = (
+            (brought, nothing) if tables.transfer_ticks == 1 else (arriving, brought)
+        )
+        for rank, row, messages in zip(ranks, now, arrived):
+            rank.keep(row, messages)
+            done += rank.work(row)
+    assert len(done) == len(set(done))
+    return set(done)
