@@ -69,7 +69,7 @@ class Keying:
         return {"ends": tree["shared"], "layers": {str(i): layer(i) for i in self._indices}}
 
     def _key_shapes(self, tree: Tree) -> Tree:
-        specs = state_specs(tree, len(self.layout.counts))
+        specs = state_specs(tree, self.layout.pp)
 
         def end(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -92,14 +92,14 @@ class Keying:
         }
 
     def _stage(self, keyed: Tree, like: Tree) -> Tree:
-        specs = state_specs(like, len(self.layout.counts))
+        specs = state_specs(like, self.layout.pp)
         layers = [keyed["layers"][str(i)] for i in self._indices]
         slots = []
         for slot, (leaves, slot_specs) in enumerate(zip(like["layers"], specs["layers"])):
             held = {
-                rank: layers[self.layout.first_layer(rank) + slot]
-                for rank, count in enumerate(self.layout.counts)
-                if slot < count
+                rank: layers[row[slot]]
+                for rank, row in enumerate(self.layout.table)
+                if row[slot] is not None
             }
             slots.append(
                 jax.tree.map(

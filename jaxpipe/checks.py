@@ -1,7 +1,8 @@
 """What no single field of a configuration shows: the rules across fields."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import NAMES, Schedule, ScheduleError, assign_layers, build, lower
+from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.schedule import NAMES, ScheduleError, lower
 
 
 def validate(config: Config, *, devices: int | None = None) -> None:
@@ -19,15 +20,6 @@ def validate(config: Config, *, devices: int | None = None) -> None:
             f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
             f"runtime.cpu_devices={wanted} to train on virtual CPU devices."
         )
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The schedule that a configuration names; raises `ScheduleError` where it cannot be."""
-    parallel = config.parallel
-    options = {"path": parallel.schedule_file} if parallel.schedule_file else {}
-    return build(
-        parallel.schedule, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options
-    )
 
 
 def _check_mesh(config: Config) -> None:
@@ -73,14 +65,6 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
             f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
         )
-    try:
-        assign_layers(
-            config.model.n_layers, parallel.pp, parallel.layer_split,
-            input_weight=parallel.input_weight, output_weight=parallel.output_weight,
-            first=parallel.first_stage_layers, last=parallel.last_stage_layers,
-        )  # fmt: skip
-    except ScheduleError as error:
-        raise ConfigError(f"parallel.layer_split: {error}") from error
     filled = parallel.schedule.lower() in ("gpipe", "bfs", "custom") or parallel.allow_underfilled
     if microbatches < parallel.pp and not filled:
         raise ConfigError(
@@ -94,9 +78,14 @@ def _check_pipeline(config: Config) -> None:
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
         )
     try:
-        lower(schedule_of(config), in_flight=parallel.in_flight or None)
+        schedule = schedule_of(config)
+        lower(schedule, in_flight=parallel.in_flight or None)
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
+    try:
+        layers_of(config, schedule.stages)
+    except ScheduleError as error:
+        raise ConfigError(f"parallel.layer_split: {error}") from error
 
 
 def _check_rest(config: Config) -> None:

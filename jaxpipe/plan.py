@@ -49,8 +49,7 @@ _COLUMNS = ("schedule", "bubble", "span", "scan", "held", "GiB", "stored", "sent
 _LEGEND = (
     "bubble, span: of ranks that run freely, over the whole step and over a rank's own; scan: of "
     "the lockstep that the executor runs. held: microbatches x stages on a rank. GiB: a device's "
-    "(! too much), stored: activations of it, sent: to neighbours in a step. * planned only: the "
-    "executor does not run it."
+    "(! too much), stored: activations of it, sent: to neighbours in a step."
 )
 
 
@@ -119,7 +118,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     advice = advise(
         config, estimates, seconds, memory=memory, bubble=arguments.bubble, transfer_ticks=ticks
     )
-    shown = _shown(estimates, arguments.show or advice.best_that_runs or advice.best)
+    shown = _shown(estimates, arguments.show or advice.best)
     if arguments.json:
         print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
     else:
@@ -174,7 +173,7 @@ def _draw(shown: Estimate, path: Path, seconds: OpSeconds, knobs: dict[str, Any]
         shown.candidate.schedule,
         path,
         costs=seconds.costs(shown.candidate.layers),
-        clock="lockstep" if shown.candidate.runs else "asynchronous",
+        clock="lockstep",
         **knobs,
     )
     print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
@@ -201,9 +200,9 @@ def _print(
     for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
         label, report = one.candidate.label, one.report
         fits = one.bytes.total <= memory
-        chosen = label in (advice.best, advice.best_that_runs)
+        chosen = label == advice.best
         table.add_row(
-            label + ("" if one.candidate.runs else " *"),
+            label,
             f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
             f"{report.bubble_lockstep:.1%}", str(one.held),
             f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
@@ -218,8 +217,6 @@ def _print(
         console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
     if advice.best:
         console.print(f"fastest within {memory / _GIB:.1f} GiB: {advice.best}", soft_wrap=True)
-    if advice.best_that_runs and advice.best_that_runs != advice.best:
-        console.print(f"fastest that the executor runs: {advice.best_that_runs}", soft_wrap=True)
     for sentence in advice.sentences:
         console.print(sentence, soft_wrap=True)
 
@@ -234,7 +231,6 @@ def _as_json(
     rows = [
         {
             "schedule": one.candidate.label,
-            "runs": one.candidate.runs,
             "fits": one.bytes.total <= memory,
             "tokens_per_second": one.tokens_per_second,
             **asdict(one.report),

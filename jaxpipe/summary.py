@@ -28,7 +28,7 @@ def summary(trainer: Trainer) -> RenderableType:
 
 
 def activation_bytes(trainer: Trainer, tables: Tables) -> int:
-    """Bytes of every rank's rings: residuals of its layer slots, arrivals and output gradients."""
+    """Bytes of every rank's rings: residuals and stash of its layer slots, and messages."""
     train = trainer.config.train
     shape = (train.microbatch_size, train.seq_len)
     ids = jax.ShapeDtypeStruct(shape, "int32")
@@ -39,8 +39,10 @@ def activation_bytes(trainer: Trainer, tables: Tables) -> int:
         trainer.state_shapes.params["layers"][0],
     )
     split = split_layer(trainer.decoder.layer, layer, x, microbatch, POLICIES[train.remat])
-    residuals = _bytes(split.residuals) * tables.residual_slots * trainer.layout.slots
-    return residuals + _bytes(x) * (tables.x_slots + tables.dy_slots + 2)
+    slots, kept = tables.slots, split.residuals
+    held = zip((slots.for_b, slots.for_w, slots.stash), (kept.for_b, kept.for_w, split.stash))
+    rings = trainer.layout.slots * sum(count * _bytes(values) for count, values in held)
+    return rings + (slots.inbox + 1) * _bytes(x)
 
 
 def _run_table(trainer: Trainer, tables: Tables) -> Table:
@@ -83,15 +85,25 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     }
     table = Table("rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None)
     for rank in range(pp):
-        first, count = trainer.layout.first_layer(rank), trainer.layout.counts[rank]
-        ends = ("embedding + " if rank == 0 else "", " + head" if rank == pp - 1 else "")
         table.add_row(
             str(rank),
-            f"{ends[0]}{first}..{first + count - 1}{ends[1]}",
-            str(tables.residual_slots_of[rank]),
+            ", ".join(_stages_of(trainer, rank)),
+            str(tables.slots_of[rank].for_w),
             *map(readable_bytes, per_rank.values()),
         )
     return table
+
+
+def _stages_of(trainer: Trainer, rank: int) -> list[str]:
+    """The layers of each stage that a rank holds, with the ends."""
+    layout, placement, found = trainer.layout, trainer.schedule.placement, []
+    for stage, owner in enumerate(placement.rank_of):
+        if owner == rank:
+            first, count = layout.first_layer(stage), layout.counts[stage]
+            embedding = "embedding + " if stage == 0 else ""
+            head = " + head" if stage == placement.stages - 1 else ""
+            found.append(f"{embedding}{first}..{first + count - 1}{head}")
+    return found
 
 
 def _bytes(tree: Tree) -> int:

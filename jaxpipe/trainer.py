@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import compiler
 from jaxpipe import optimizer as optimizers
-from jaxpipe.checks import schedule_of
 from jaxpipe.config import Config
 from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
-from jaxpipe.schedule import Schedule, assign_layers
+from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.schedule import Schedule
 
 Tree = Any
 
@@ -49,19 +49,9 @@ class Trainer:
 
     @cached_property
     def layout(self) -> StageLayout:
-        """Layers of each stage."""
-        parallel = self.config.parallel
-        return StageLayout(
-            assign_layers(
-                self.config.model.n_layers,
-                parallel.pp,
-                parallel.layer_split,
-                input_weight=parallel.input_weight,
-                output_weight=parallel.output_weight,
-                first=parallel.first_stage_layers,
-                last=parallel.last_stage_layers,
-            )
-        )
+        """Layers of each stage, and where the stages live."""
+        placement = self.schedule.placement
+        return StageLayout(layers_of(self.config, placement.stages), placement)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -222,12 +212,11 @@ class Trainer:
         """This rank's shards of the parameters: it draws its own layers and part of the ends."""
         key = jax.random.key(self.config.train.seed)
         pp, rank = self.config.parallel.pp, jax.lax.axis_index(PP)
-        counts = jnp.asarray(self.layout.counts)
-        first = jnp.asarray([self.layout.first_layer(r) for r in range(pp)])[rank]
 
-        def slot(index: int) -> Tree:
-            layer = self.decoder.init_layer(key, first + index)
-            return jax.tree.map(lambda leaf: jnp.where(index < counts[rank], leaf, 0)[None], layer)
+        def slot(layers: tuple[int | None, ...]) -> Tree:
+            index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
+            layer = self.decoder.init_layer(key, index)
+            return jax.tree.map(lambda leaf: jnp.where(index >= 0, leaf, 0)[None], layer)
 
         def shard(leaf: jax.Array) -> jax.Array:
             axis = shared_axis(leaf.shape, pp)
@@ -238,5 +227,5 @@ class Trainer:
 
         return {
             "shared": jax.tree.map(shard, self.decoder.init_ends(key)),
-            "layers": tuple(map(slot, range(self.layout.slots))),
+            "layers": tuple(map(slot, zip(*self.layout.table))),
         }

@@ -23,7 +23,7 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {
     "config": {"presets"},
-    "checks": {"config", "schedule"},
+    "checks": {"config", "planning", "schedule"},
     "analysis": {"config"},
     "planning": {"analysis", "config", "presets", "schedule"},
     "metrics": {"progress"},

@@ -2,6 +2,7 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidates
+from jaxpipe.planning.chosen import layers_of, schedule_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
 from jaxpipe.planning.memory import RankBytes
@@ -17,5 +18,7 @@ __all__ = [
     "analytic",
     "candidates",
     "estimate",
+    "layers_of",
     "read_measured",
+    "schedule_of",
 ]

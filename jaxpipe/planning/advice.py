@@ -17,10 +17,9 @@ _TRIES = 6
 
 @dataclass(frozen=True)
 class Advice:
-    """Labels of the fastest candidates that fit the memory: of all, and of those that run."""
+    """The label of the fastest candidate that fits the memory, and what else there is to say."""
 
     best: str | None
-    best_that_runs: str | None
     sentences: tuple[str, ...]
 
 
@@ -47,15 +46,9 @@ def advise(
             f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
             f"train.microbatch_size, or set train.remat='full'."
         )
-    running = [e for e in fitting if e.candidate.runs]
-    if bubble is not None:
-        for chosen in {e.candidate.label: e for e in (*fitting[:1], *running[:1])}.values():
-            sentences.append(_smaller(config, chosen, seconds, bubble, transfer_ticks))
-    return Advice(
-        fitting[0].candidate.label if fitting else None,
-        running[0].candidate.label if running else None,
-        tuple(sentences),
-    )
+    if bubble is not None and fitting:
+        sentences.append(_smaller(config, fitting[0], seconds, bubble, transfer_ticks))
+    return Advice(fitting[0].candidate.label if fitting else None, tuple(sentences))
 
 
 def _smaller(

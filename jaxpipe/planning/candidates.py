@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from jaxpipe.config import Config
+from jaxpipe.planning.chosen import SEARCHED, V_SHAPED, layers_of
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import Schedule, ScheduleError, assign_layers, build
+from jaxpipe.schedule import Schedule, ScheduleError, build
 
 _SEARCH = 150_000  # steps simulated by each search: less than a second
 
@@ -18,13 +21,6 @@ class Candidate:
     schedule: Schedule
     layers: tuple[int, ...]  # of every stage
     in_flight: int | None = None
-
-    @property
-    def runs(self) -> bool:
-        """Whether the executor runs it."""
-        placement = self.schedule.placement
-        split = any(op.name in ("B", "W") for _, (op, _, _) in self.schedule.actions())
-        return self.schedule.stages == placement.pp and not (split or placement.mirrored_from)
 
 
 def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
@@ -50,24 +46,14 @@ def _candidate(
 ) -> Candidate:
     parallel = config.parallel
     in_flight = options.pop("in_flight", None)
-    chunks = options.get("virtual_stages", 2 if name in _V_SHAPED else 1)
-    stages = parallel.pp * chunks
-    split = parallel.layer_split
-    if not isinstance(split, str) and len(split) != stages:
-        split = "even"
-    layers = assign_layers(
-        config.model.n_layers, stages, split,
-        input_weight=parallel.input_weight, output_weight=parallel.output_weight,
-        first=parallel.first_stage_layers, last=parallel.last_stage_layers,
-    )  # fmt: skip
-    if name in _SEARCHED:
+    stages = parallel.pp * options.get("virtual_stages", 2 if name in V_SHAPED else 1)
+    if not isinstance(parallel.layer_split, str) and len(parallel.layer_split) != stages:
+        parallel = msgspec.structs.replace(parallel, layer_split="even")
+    layers = layers_of(msgspec.structs.replace(config, parallel=parallel), stages)
+    if name in SEARCHED:
         options |= {"costs": seconds.costs(layers), "effort": _SEARCH}
     schedule = build(name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options)
     return Candidate(label, schedule, layers, in_flight)
-
-
-_V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
-_SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
 
 
 def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
@@ -81,4 +67,4 @@ def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
         found += [(f"{name} v={v}", name, {"virtual_stages": v}) for v in chunked]
     found += [(name, name, {}) for name in ("zb_h1", "zb_h2")]
     found += [(f"zb_auto {p}", "zb_auto", {"memory_limit": p}) for p in ("1p", "2p")]
-    return found + [(name, name, {}) for name in (*_V_SHAPED, "dualpipe")]
+    return found + [(name, name, {}) for name in (*V_SHAPED, "dualpipe")]

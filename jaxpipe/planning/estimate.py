@@ -7,7 +7,7 @@ from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, OpSeconds
 from jaxpipe.planning.memory import RankBytes, rank_bytes
-from jaxpipe.schedule import Report, simulate
+from jaxpipe.schedule import Report, lower, simulate
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,9 @@ class Estimate:
     candidate: Candidate
     report: Report  # seconds
     bytes: RankBytes  # of a device
-    sent: int  # bytes that a device sends to its neighbours in a step
+    sent: int  # bytes that a device sends to its neighbours in a step: every lane, every tick
     tokens: int  # of a step
-
-    @property
-    def held(self) -> int:
-        """Most (microbatch, stage) pairs on any rank; a run-ahead fills what it may."""
-        ahead = self.candidate.in_flight
-        most = max(self.report.peak_until_w)
-        return min(ahead, self.candidate.schedule.microbatches) if ahead else most
+    held: int  # most (microbatch, stage) pairs on any rank
 
     @property
     def tokens_per_second(self) -> float:
@@ -41,32 +35,17 @@ def estimate(
 ) -> Estimate:
     """Simulate a candidate of a configuration."""
     train, schedule = config.train, candidate.schedule
-    report = simulate(
-        schedule,
-        seconds.costs(candidate.layers),
-        transfer_ticks=transfer_ticks,
-        in_flight=candidate.in_flight,
-    )
+    knobs = {"transfer_ticks": transfer_ticks, "in_flight": candidate.in_flight}
+    report = simulate(schedule, seconds.costs(candidate.layers), **knobs)
+    tables = lower(schedule, **knobs)
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}
     message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
     samples = train.grad_accum_steps * train.microbatch_size * config.parallel.dp
     return Estimate(
         candidate,
         report,
-        rank_bytes(config, candidate),
-        _messages(candidate) * message,
+        rank_bytes(config, candidate, tables),
+        tables.ticks * len(tables.lanes) * message,
         samples * train.seq_len,
+        tables.slots.for_w,
     )
-
-
-def _messages(candidate: Candidate) -> int:
-    """Activations and gradients that the busiest rank sends in a step."""
-    schedule = candidate.schedule
-    sent = [0] * schedule.pp
-    for m in range(schedule.microbatches):
-        for stage in range(schedule.stages - 1):
-            here, there = (schedule.placement.rank(s, m) for s in (stage, stage + 1))
-            if here != there:
-                sent[here] += 1  # y
-                sent[there] += 1  # dx
-    return max(sent)

@@ -12,7 +12,7 @@ from jaxpipe.analysis import (
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE
-from jaxpipe.schedule import Memory, peak_memory
+from jaxpipe.schedule import Tables
 
 _FLOAT32 = 4
 
@@ -41,8 +41,8 @@ class RankBytes:
         return sum(asdict(self).values())
 
 
-def rank_bytes(config: Config, candidate: Candidate) -> RankBytes:
-    """Bytes of a device under one of the schedules of a configuration."""
+def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankBytes:
+    """Bytes of a device under one of the schedules of a configuration, lowered to `tables`."""
     schedule, layers = candidate.schedule, candidate.layers
     model, train, parallel = config.model, config.train, config.parallel
     pp, tp = parallel.pp, parallel.tp
@@ -55,18 +55,17 @@ def rank_bytes(config: Config, candidate: Candidate) -> RankBytes:
     parameters = layer + _share_of_ends(config)
     mirrored = schedule.placement.mirrored_from is not None
     stored = layer_bytes(model, itemsize=item, remat=train.remat, **sizes)
-    held = Memory(stored.until_b, stored.until_w - stored.until_b, -stored.until_w)
-    most = max(peak_memory(schedule, held))
-    if candidate.in_flight:
-        most = min(candidate.in_flight, schedule.microbatches) * stored.until_b
-    messages = 2 * chunks * (1 + mirrored)  # waiting, and on their way
+    held = tables.slots
+    rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
+    both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
+    messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     hidden = hidden_bytes(model, itemsize=item, **sizes)
     return RankBytes(
         parameters=_FLOAT32 * parameters,
         optimizer=2 * _FLOAT32 * parameters,
         gradients=_FLOAT32 * (layer * (1 + mirrored) + ends),
         copies=0 if item == _FLOAT32 and not mirrored else item * (layer * (1 + mirrored) + ends),
-        activations=round(slots * most) + messages * 2 * hidden,
+        activations=slots * rings + messages * hidden,
         head=2 * _FLOAT32 * train.microbatch_size * train.seq_len * model.vocab_size // tp,
     )
 

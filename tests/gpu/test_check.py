@@ -61,7 +61,7 @@ def test_the_step_on_eight_gpus(pp, dp):
     assert found["dropped_options"] == []
     size = found["bytes"]
     assert size["aliased"] > 0.99 * size["outputs"]  # the state is updated where it lies
-    assert size["peak"] >= size["arguments"] + size["temporaries"]
+    assert size["peak"] > 0.99 * (size["arguments"] + size["temporaries"])
 
 
 @needs_compiler

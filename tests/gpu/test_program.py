@@ -51,13 +51,13 @@ def module(order, *, run="", idle="", fused="", entry=""):
   ROOT %less = pred[] compare(%state.1, %state.1), direction=LT
 }}
 
-%short (i: (s32[])) -> (s32[]) {{
+%a_shorter_loop (i: (s32[])) -> (s32[]) {{
   ROOT %i = (s32[]) parameter(0)
 }}
 
 ENTRY %main (x: f32[3,8]) -> f32[] {{
   %x = f32[3,8]{{1,0}} parameter(0)
-  %first = (s32[]) while(%x), condition=%test, body=%short
+  %first = (s32[]) while(%x), condition=%test, body=%a_shorter_loop
   %loop = (bf16[1,4]{{1,0}}, bf16[1,4]{{1,0}}) while(%x), condition=%test, body=%body.7
 {entry}
 }}

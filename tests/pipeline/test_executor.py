@@ -43,7 +43,7 @@ def uneven(stages):
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("more", [False, True], ids=["least", "more"])
-@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 2), (8, 1)])
 def test_every_schedule_equals_the_reference(name, pp, dp, more):
     schedule = schedule_of(name, pp, more=more)
     assert_close(*run(schedule, uneven(schedule.stages), dp))
@@ -51,24 +51,24 @@ def test_every_schedule_equals_the_reference(name, pp, dp, more):
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
-def test_every_schedule_equals_the_reference_in_double_precision(name, transfer_ticks):
+def test_every_schedule_in_double_precision_with_poisoned_bubbles(name, transfer_ticks):
+    """Idle messages and free slots hold NaN; with one tick's transfers, stages differ in length."""
     schedule = schedule_of(name, 4, more=True)
+    counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
+    execution = {"transfer_ticks": transfer_ticks, "poison_bubbles": True}
     with jax.enable_x64(True):
-        got, want = run(
-            schedule, uneven(schedule.stages), 2, dtype=jnp.float64, transfer_ticks=transfer_ticks
-        )
+        got, want = run(schedule, counts, 2, dtype=jnp.float64, **execution)
         assert got[1]["layers"][0]["up"].dtype == jnp.float64
         worst = jax.tree.map(cal_diff, got, want)
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("transfer_ticks", [1, 2])
-def test_poisoned_bubbles_leak_nothing(name, transfer_ticks):
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_poison_changes_no_bit(name):
     schedule = schedule_of(name, 4, more=True)
-    counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
-    clean, _ = run(schedule, counts, transfer_ticks=transfer_ticks)
-    poisoned, _ = run(schedule, counts, transfer_ticks=transfer_ticks, poison_bubbles=True)
+    counts = uneven(schedule.stages)
+    clean, _ = run(schedule, counts)
+    poisoned, _ = run(schedule, counts, poison_bubbles=True)
     jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
 
 

@@ -56,11 +56,13 @@ def test_bytes_are_the_trainers(pp, remat):
     split = split_layer(
         trainer.decoder.layer, layer, x, {"inputs": ids, "targets": ids}, POLICIES[remat]
     )
-    residual = sum(r.size * r.dtype.itemsize for r in jax.tree.leaves(split.residuals))
-    tables = lower(trainer.schedule)
-    rings = tables.residual_slots * trainer.layout.slots * residual
+    slots = lower(trainer.schedule).slots
+    kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
+    rings = trainer.layout.slots * sum(
+        n * sum(r.size * r.dtype.itemsize for r in values) for n, values in zip(slots[1:], kept)
+    )
     messages = predicted.activations - rings
-    assert 0 < messages == 4 * x.size * x.dtype.itemsize
+    assert messages == (slots.inbox + 3) * x.size * x.dtype.itemsize
 
 
 def test_every_schedule_that_fits_the_sizes_is_there():
@@ -73,27 +75,11 @@ def test_every_schedule_that_fits_the_sizes_is_there():
         "zbv", "v_half", "v_min", "dualpipev", "dualpipe",
     }  # fmt: skip
     assert not refused
-    assert {e.candidate.schedule.name for e in estimates.values() if e.candidate.runs} == {
-        "gpipe", "1f1b",
-    }  # fmt: skip
     assert estimates["gpipe"].bytes.activations > 3 * estimates["1f1b"].bytes.activations
     assert estimates["zbv"].report.bubble_span < estimates["1f1b"].report.bubble_span
     _, refused, _ = estimates_of("parallel.pp=3", "model.n_layers=6", "train.grad_accum_steps=8",
                                  "parallel.dp=1")  # fmt: skip
     assert "even pp" in refused["dualpipe"]
-
-
-def test_candidates_that_run_are_those_that_lower():
-    _, _, estimates = estimates_of(
-        "parallel.pp=2", "model.n_layers=8", "train.grad_accum_steps=8", "parallel.dp=1"
-    )
-    for one in estimates.values():
-        try:
-            lower(one.candidate.schedule)
-            runs = True
-        except ValueError:
-            runs = False
-        assert runs == one.candidate.runs
 
 
 def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
@@ -122,7 +108,7 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     arguments = ["--bubble", "0.1", "--show", "1f1b", "--timeline", "--picture", str(picture)]
     assert main([*small, *arguments]) == 0
     out = capsys.readouterr().out
-    assert "zb_auto 2p *" in out
+    assert "zb_auto 2p" in out
     assert "rank 1 | " in out
     assert "train.grad_accum_steps=" in out
     assert picture.read_text().startswith("<?xml")

@@ -1,0 +1,49 @@
+"""What a configuration has chosen: its schedule, and the layers of every stage."""
+
+from functools import cache
+from typing import Any
+
+from jaxpipe.config import Config
+from jaxpipe.planning.hardware import Hardware, analytic
+from jaxpipe.schedule import Schedule, assign_layers, build
+
+V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
+SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
+
+
+def layers_of(config: Config, stages: int) -> tuple[int, ...]:
+    """Layers of each of so many stages; raises `ScheduleError` where they cannot be filled."""
+    parallel = config.parallel
+    return assign_layers(
+        config.model.n_layers, stages, parallel.layer_split,
+        input_weight=parallel.input_weight, output_weight=parallel.output_weight,
+        first=parallel.first_stage_layers, last=parallel.last_stage_layers,
+    )  # fmt: skip
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The schedule that a configuration names, searched once where its builder searches.
+
+    A search takes the costs of the configuration's own stages on an H100, and pays what the scan
+    pays if it is told to by `parallel.objective`. Raises `ScheduleError` where there is none.
+    """
+    parallel = config.parallel
+    name = parallel.schedule.lower()
+    options: dict[str, Any] = {
+        "virtual_stages": parallel.virtual_stages or None,
+        "memory_limit": parallel.memory_limit or None,
+    }
+    if parallel.schedule_file:
+        options["path"] = parallel.schedule_file
+    if name in SEARCHED:
+        layers = layers_of(config, parallel.pp * (2 if name in V_SHAPED else 1))
+        options["costs"] = analytic(config, Hardware()).costs(layers)
+        options["objective"] = parallel.objective
+        if parallel.objective == "lockstep":
+            options["transfer_ticks"] = parallel.transfer_ticks or 2
+    return _built(name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+
+
+@cache
+def _built(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    return build(name, pp=pp, microbatches=microbatches, **dict(options))

@@ -1,0 +1,64 @@
+"""The compiled step's memory against what the tables promise."""
+
+from functools import cache
+from math import prod
+
+import jax
+import pytest
+from programs import LAYERS_EACH, traced
+from toy import LENGTH, TOY, WIDTH, toy_batch, toy_params
+
+from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.schedule import lower
+
+EXAMPLES = 256  # large enough that activations outweigh parameters and tables
+X = jax.ShapeDtypeStruct((EXAMPLES, LENGTH, WIDTH), "float32")
+FLAT = ["1f1b", "zb_h1", "zb_h2", "zb_auto", "zbv", "dualpipe", "dualpipev"]
+
+
+def size(tree):
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def ring_bytes(schedule, remat):
+    """Messages and the three classes of activations, by the tables."""
+    _, (layer,) = toy_params(jax.random.key(0), 1)
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, EXAMPLES))
+    split = split_layer(TOY.layer, layer, X, microbatch, POLICIES[remat])
+    slots = lower(schedule).slots
+    classes = (split.residuals.for_b, split.residuals.for_w, split.stash)
+    held = sum(n * size(values) for n, values in zip(slots[1:], classes))
+    return (slots.inbox + 1) * size(X) + LAYERS_EACH * held
+
+
+@cache
+def measured(name, pp, microbatches, remat):
+    """Bytes of temporaries of the compiled step, and the part of them that the rings should be."""
+    trace, schedule = traced(name, pp, microbatches, examples=EXAMPLES, remat=remat)
+    memory = trace.lower().compile().memory_analysis()
+    return memory.temp_size_in_bytes, ring_bytes(schedule, remat)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("name", FLAT)
+def test_memory_is_the_rings_and_one_tick(name, remat):
+    """No more than the rings and the working set of one tick, but for 15 %.
+
+    The working set is measured: what one rank with one microbatch needs besides its rings. A tick
+    that runs an F beside a gradient needs it twice.
+    """
+    alone, own_rings = measured("gpipe", 1, 1, remat)
+    total, rings = measured(name, 4, 8, remat)
+    halves = 2 if name.startswith("dualpipe") else 1
+    assert rings <= total <= 1.15 * (rings + halves * (alone - own_rings))
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_memory_is_flat_in_microbatches(name):
+    (small, _), (large, _) = (measured(name, 4, m, "full") for m in (8, 40))
+    assert (large - small) / 32 <= 0.02 * size(X)
+
+
+def test_gpipe_memory_grows_by_its_residuals():
+    (small, _), (large, _) = (measured("gpipe", 4, m, "full") for m in (8, 40))
+    assert (large - small) / 32 >= LAYERS_EACH * size(X)
