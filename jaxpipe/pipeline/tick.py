@@ -119,41 +119,57 @@ class RankWork:
         return self._spoil(carry, row) if self.poison else carry
 
     def _receive(self, carry: Carry, row: Row) -> tuple[Carry, Row]:
-        """Send and keep what was made last tick; store what arrives.
+        """Store what arrived and what was kept; send what was made last tick.
 
         One-tick transfers are complete before any cond starts: the barrier ties them to the row,
         from which every predicate comes. Without it XLA may put one permute between two conds, and
         neighbours then wait for each other in the middle of the tick. Two-tick transfers have the
-        whole tick to arrive and are stored at the start of the next.
+        whole tick to arrive and are stored at the start of the next: the barrier lets them start
+        once the inbox is written, and so be in flight while the conds run.
         """
-        arrived, sent = carry.arriving, self._send(carry, row)
+        loads, inbox = self._loads(carry, row), carry.inbox
+        arrived, sent = carry.arriving, None
         if self.tables.transfer_ticks == 1:
-            (arrived, row), sent = lax.optimization_barrier((sent, row)), None
-        inbox = carry.inbox
+            arrived, row = lax.optimization_barrier((self._permute(loads), row))
         for index, message in enumerate(arrived):
             inbox = buffers.write(inbox, message, row[f"arrive_{index}"])
         for name, message in (("keep_y", carry.y), ("keep_dx", carry.dx)):
             if self.tables.stores(name):
                 inbox = buffers.write(inbox, message, row[name])
+        if self.tables.transfer_ticks == 2:
+            loads, inbox = lax.optimization_barrier((loads, inbox))
+            sent = self._permute(loads)
         if self.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
         return carry._replace(arriving=sent, inbox=inbox), row
 
-    def _send(self, carry: Carry, row: Row) -> tuple[jax.Array, ...]:
+    def _loads(self, carry: Carry, row: Row) -> list[jax.Array]:
+        """A message for each lane; nothing in particular where nobody waits for one.
+
+        Messages in flight during the conds must not be the arrays that these write, or XLA copies
+        them every tick; so what two-tick transfers send is made of them by a select.
+        """
+        loads = []
+        for index, lane in enumerate(self.tables.lanes):
+            made, sent = [getattr(carry, kind) for kind in lane.kinds], row[f"send_{index}"]
+            if len(made) > 1 or self.tables.transfer_ticks == 2:
+                nothing = jnp.full_like(carry.y, jnp.nan if self.poison else 0)
+                load = lax.select_n(sent, nothing, *made)
+            else:
+                (load,) = made
+            loads.append(load)
+        return loads
+
+    def _permute(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
         """What the lanes bring from the neighbours: one permute each way round the ring."""
-        lanes, brought = self.tables.lanes, {}
+        lanes, brought, size = self.tables.lanes, {}, lax.axis_size(PP)
         for hop in dict.fromkeys(lane.hop for lane in lanes):
-            load = {
-                index: carry.y
-                if lane.kinds == ("y",)
-                else carry.dx
-                if lane.kinds == ("dx",)
-                else jnp.where(row[f"send_{index}"], carry.dx, carry.y)
-                for index, lane in enumerate(lanes)
-                if lane.hop == hop
-            }
-            brought |= dict(zip(load, _permute(list(load.values()), hop)))
+            same = [index for index, lane in enumerate(lanes) if lane.hop == hop]
+            ring = [(r, (r + hop) % size) for r in range(size)]
+            packed = loads[same[0]] if len(same) == 1 else jnp.stack([loads[i] for i in same])
+            packed = lax.ppermute(packed, PP, ring)
+            brought |= dict(zip(same, [packed] if len(same) == 1 else packed))
         return tuple(brought[index] for index in range(len(lanes)))
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
@@ -315,12 +331,3 @@ class RankWork:
                 for kept in carry.residuals
             )
         )
-
-
-def _permute(messages: list[jax.Array], hop: int) -> list[jax.Array]:
-    """The messages of the rank `hop` before this one round the ring, in one permute."""
-    size = lax.axis_size(PP)
-    ring = [(r, (r + hop) % size) for r in range(size)]
-    if len(messages) == 1:
-        return [lax.ppermute(messages[0], PP, ring)]
-    return list(lax.ppermute(jnp.stack(messages), PP, ring))

@@ -10,7 +10,7 @@ from jaxpipe.planning.chosen import SEARCHED, V_SHAPED, layers_of
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import Schedule, ScheduleError, build
 
-_SEARCH = 150_000  # steps simulated by each search: less than a second
+_SEARCH = 100_000  # steps simulated by each search: less than a second
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ be used from the next tick on, or by the gradient half of the same cell, since F
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from jaxpipe.schedule.action import (
     Action,
@@ -70,7 +70,7 @@ class Memory:
     W: float = -1.0
 
 
-Grid = list[list[Cell]]  # [tick][rank]
+Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
@@ -102,6 +102,7 @@ def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
     return max(start + costs.of_cell(cell) for start, cell in last)
 
 
+@lru_cache(maxsize=2)  # a schedule is often simulated, lowered and drawn in turn
 def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 
@@ -122,7 +123,7 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
     else:
         lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
     made: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
-    grid: Grid = []
+    grid: list[tuple[Cell, ...]] = []
     idle = 0
     while not all(line.finished for line in lines):
         tick = len(grid)
@@ -137,7 +138,7 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
                     return False
             return True
 
-        row = [line.take(partial(ready, rank)) for rank, line in enumerate(lines)]
+        row = tuple(line.take(partial(ready, rank)) for rank, line in enumerate(lines))
         for rank, cell in enumerate(row):
             for action in cell.actions:
                 if value := produced_by(action):
@@ -149,7 +150,7 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
                 + (f" with in_flight={in_flight}: raise it." if in_flight else ".")
             )
         grid.append(row)
-    return grid
+    return tuple(grid)
 
 
 class _InOrder:

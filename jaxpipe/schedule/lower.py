@@ -58,8 +58,9 @@ class Tables:
     has just left, where `dy_of_head`), `for_b_read`, `for_w_read`, `stash_write`, `stash_read`.
     Where `embed_gradient`, it has made the dx of stage 0.
 
-    What arrives on `lanes[i]` is stored in `arrive_i`; a lane for both kinds takes dx where
-    `send_i`. `keep_y` and `keep_dx`: where to store what this rank made last and reads itself.
+    `send_i` is 1 + which of the kinds of `lanes[i]` is sent, 0 where nobody waits for what this
+    rank made last; what arrives is stored in `arrive_i`. `keep_y` and `keep_dx`: where to store
+    what this rank made last and reads itself.
     """
 
     columns: dict[str, np.ndarray]
@@ -142,8 +143,8 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
                 i for i, lane in enumerate(lanes) if lane.hop == hop and kind in lane.kinds
             )
             name = f"arrive_{index}"
-            if len(lanes[index].kinds) > 1:
-                columns[f"send_{index}"][message.made + 1, message.sender] = kind == "dx"
+            sent = 1 + lanes[index].kinds.index(kind)
+            columns[f"send_{index}"][message.made + 1, message.sender] = sent
         columns[name][message.stored, message.receiver] = slot_of.inbox[action]
     return Tables(
         columns, slots, tuple(Slots(*u) for u in zip(*used)), lanes, pairs, transfer_ticks
@@ -193,7 +194,7 @@ def _empty_columns(
 ) -> dict[str, np.ndarray]:
     flags = ["F", "B", "W", "BW", "pair", "forward_mb", "gradient_mb"]
     flags += ["embed", "head", "embed_gradient", "dy_of_head"]
-    flags += [f"send_{i}" for i, lane in enumerate(lanes) if len(lane.kinds) > 1]
+    flags += [f"send_{i}" for i in range(len(lanes))]
     columns = {name: np.zeros(shape, np.int32) for name in flags}
     messages = [
         "x_read",

@@ -79,9 +79,8 @@ class Rank:
             yield self.gradient(row, op, chunk)
 
     def sends(self, row, index):
-        kinds = self.tables.lanes[index].kinds
-        kind = kinds[row[f"send_{index}"]] if len(kinds) == 2 else kinds[0]
-        return self.y if kind == "y" else self.dx
+        kinds, sent = self.tables.lanes[index].kinds, row[f"send_{index}"]
+        return getattr(self, kinds[sent - 1]) if sent else None
 
 
 def interpret(schedule, tables):

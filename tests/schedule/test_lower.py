@@ -107,7 +107,7 @@ def test_a_planted_fault_is_caught(fault):
     elif fault == "late store":
         columns["arrive_0"][1:] = columns["arrive_0"][:-1].copy()
     elif fault == "other way":
-        columns["send_0"] ^= 1
+        columns["send_0"][columns["send_0"] > 0] ^= 3
     elif fault == "chunk":
         columns["F"][columns["F"] > 0] ^= 3
     else:
