@@ -25,14 +25,16 @@ class Option(NamedTuple):
     why: str
 
 
-# Each of the three is needed: without it the AOT check (`plan --check-gpu`) shows what its reason
+# Each of these is needed: without it the AOT check (`plan --check-gpu`) shows what its reason
 # says. jax 0.10.2, 0.11.2 and 0.12.0 know them all. Not among them, because it copies every
 # gradient accumulator in ticks without a backward: xla_gpu_enable_while_loop_unrolling.
 GPU = (
     Option(
         "xla_disable_hlo_passes",
-        ("collective-permute-motion",),
-        "The pass moves permutes to where nothing is left to hide them behind.",
+        ("collective-permute-motion,dot-merger",),
+        "The first moves permutes to where nothing is left to hide them behind. The second makes "
+        "one product of the gradients of wq, wk and wv; where two conditionals add to them (BW "
+        "beside W), their sums are then copied in every tick.",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe import config as configs
 from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def train(config: Config) -> int:
     validate(config, devices=config.runtime.cpu_devices or None)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
+    use_gpu_memory()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 

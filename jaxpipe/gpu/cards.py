@@ -4,6 +4,8 @@ import os
 import re
 from importlib.resources import files
 
+from jaxpipe.runtime import GPU_MEMORY_SHARE
+
 CARDS = ("h100", "h200")
 PER_HOST = 8
 _MEMORY = re.compile(r"(device_memory_size: )(\d+)")
@@ -20,8 +22,8 @@ def memory_of(card: str) -> int:
 
 
 def usable_share() -> float:
-    """Share of a GPU's memory that a run started in this environment would take (jax: 0.75)."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+    """Share of a GPU's memory that a run started in this environment would take."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE))
 
 
 def with_usable(config: str, usable: float) -> str:

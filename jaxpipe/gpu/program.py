@@ -113,9 +113,12 @@ class Program:
 
     @cached_property
     def permutes(self) -> tuple[Permute, ...]:
-        """The collective-permutes of the loop's body and those synchronous anywhere else."""
+        """The collective-permutes of the loop's body, and synchronous ones anywhere in the loop.
+
+        Those before and after the loop, a step's mirrored parameters, are not among them.
+        """
         body = self._body()
-        waits = [one for one in self._all() if one.opcode == "collective-permute"]
+        waits = [one for one in self._in_loop() if one.opcode == "collective-permute"]
         found = [Permute(one.name, bytes_of(one.shape), None) for one in waits]
         for at, start in enumerate(body):
             if start.opcode != "collective-permute-start":
@@ -150,7 +153,7 @@ class Program:
 
     @cached_property
     def message_copies(self) -> tuple[Copy, ...]:
-        """Copies in the loop of exactly a message's shape."""
+        """Copies in the loop of exactly the shape of a message, or of one of two sent at once."""
         return self._copies(self._messages)
 
     @cached_property
@@ -166,6 +169,9 @@ class Program:
 
     def _body(self) -> list[Instruction]:
         return self.computations[self.loop] if self.loop else []
+
+    def _in_loop(self) -> list[Instruction]:
+        return [one for _, one in self._below(self.loop)] if self.loop else []
 
     def _all(self) -> Iterator[Instruction]:
         for instructions in self.computations.values():
@@ -199,8 +205,9 @@ class Program:
 
     @cached_property
     def _messages(self) -> set[str]:
-        sent = [one for one in self._all() if one.opcode.startswith("collective-permute")]
-        return {shape for one in sent for shape in _plain(one.shape) if not shape.endswith("[]")}
+        sent = [one for one in self._in_loop() if one.opcode.startswith("collective-permute")]
+        shapes = {shape for one in sent for shape in _plain(one.shape) if not shape.endswith("[]")}
+        return shapes | {shape.replace("[2,", "[", 1) for shape in shapes if "[2," in shape}
 
     def _copies(self, shapes: set[str]) -> tuple[Copy, ...]:
         """Copies of these shapes in the loop; inside a fusion only a root is written to memory."""

@@ -29,7 +29,7 @@ class Carry(NamedTuple):
     """What a rank hands from tick to tick.
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought, a message a lane. `inbox` is a ring of messages; `residuals` and `stash`
+    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash`
     are rings of each layer slot, which all chunks share; the tables' slots point into them.
     `layer_gradients` are by chunk and layer slot. `losses`: each microbatch's share of the loss,
     `[M]`. A forward-only pass has no `dx`, residuals, stash or gradients.
@@ -73,13 +73,13 @@ class RankWork:
                 lambda leaf: buffers.make_ring(slots, leaf, poison=self.poison), like
             )
 
-        slots, lanes = self.tables.slots, self.tables.lanes
+        slots = self.tables.slots
         message = jnp.full(x.shape, jnp.nan if self.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(self.batch)[0].shape[0]
         carry = Carry(
             y=message,
             dx=None,
-            arriving=(message,) * len(lanes) if self.tables.transfer_ticks == 2 else None,
+            arriving=self._nothing_sent(message) if self.tables.transfer_ticks == 2 else None,
             inbox=ring(slots.inbox + 1, x),
             residuals=(),
             stash=(),
@@ -130,15 +130,16 @@ class RankWork:
         loads, inbox = self._loads(carry, row), carry.inbox
         arrived, sent = carry.arriving, None
         if self.tables.transfer_ticks == 1:
-            arrived, row = lax.optimization_barrier((self._permute(loads), row))
-        for index, message in enumerate(arrived):
-            inbox = buffers.write(inbox, message, row[f"arrive_{index}"])
+            arrived, row = lax.optimization_barrier((self._send(loads), row))
+        for packed, lanes in zip(arrived, self._ways.values()):
+            for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
+                inbox = buffers.write(inbox, message, row[f"arrive_{lane}"])
         for name, message in (("keep_y", carry.y), ("keep_dx", carry.dx)):
             if self.tables.stores(name):
                 inbox = buffers.write(inbox, message, row[name])
         if self.tables.transfer_ticks == 2:
             loads, inbox = lax.optimization_barrier((loads, inbox))
-            sent = self._permute(loads)
+            sent = self._send(loads)
         if self.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
@@ -161,16 +162,25 @@ class RankWork:
             loads.append(load)
         return loads
 
-    def _permute(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """What the lanes bring from the neighbours: one permute each way round the ring."""
-        lanes, brought, size = self.tables.lanes, {}, lax.axis_size(PP)
-        for hop in dict.fromkeys(lane.hop for lane in lanes):
-            same = [index for index, lane in enumerate(lanes) if lane.hop == hop]
+    def _send(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """What comes from the neighbours: one permute each way round the ring, lanes stacked."""
+        size, packed = lax.axis_size(PP), []
+        for hop, lanes in self._ways.items():
             ring = [(r, (r + hop) % size) for r in range(size)]
-            packed = loads[same[0]] if len(same) == 1 else jnp.stack([loads[i] for i in same])
-            packed = lax.ppermute(packed, PP, ring)
-            brought |= dict(zip(same, [packed] if len(same) == 1 else packed))
-        return tuple(brought[index] for index in range(len(lanes)))
+            packed.append(lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, ring))
+        return tuple(packed)
+
+    def _nothing_sent(self, message: jax.Array) -> tuple[jax.Array, ...]:
+        """In the form of what comes from the neighbours."""
+        return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
+
+    @property
+    def _ways(self) -> dict[int, list[int]]:
+        """The lanes of each hop."""
+        ways: dict[int, list[int]] = {}
+        for index, lane in enumerate(self.tables.lanes):
+            ways.setdefault(lane.hop, []).append(index)
+        return ways
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
         """F of one chunk, leaving residuals."""
@@ -331,3 +341,8 @@ class RankWork:
                 for kept in carry.residuals
             )
         )
+
+
+def _pack(messages: list[jax.Array]) -> jax.Array:
+    """Messages for one permute: stacked, unless there is only one."""
+    return messages[0] if len(messages) == 1 else jnp.stack(messages)

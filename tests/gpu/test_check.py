@@ -42,19 +42,29 @@ STEP = ("model.n_layers=8", "train.grad_accum_steps=8", "train.compute_dtype=bfl
         "train.seq_len=128", "model.d_model=128", "model.d_ff=256")  # fmt: skip
 
 
+VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
+
+
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
-@pytest.mark.parametrize(("pp", "dp"), [(4, 2), (8, 1)])
-def test_the_step_on_eight_gpus(pp, dp):
-    found = report("--devices", "8", *STEP, f"parallel.pp={pp}", f"parallel.dp={dp}")
-    assert found["topology"] == "1x1x8"
+@pytest.mark.parametrize(
+    ("schedule", "pp", "dp"),
+    [("1f1b", 4, 2), ("1f1b", 8, 1), ("zb_h1", 4, 2), ("zbv", 4, 8), ("dualpipe", 4, 2)],
+)
+def test_the_step_on_many_gpus(schedule, pp, dp):
+    found = report(
+        *STEP, f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.schedule={schedule}",
+        "parallel.layer_split=even",
+    )  # fmt: skip
+    assert found["topology"] == ("1x1x8" if pp * dp == 8 else "1x4x8")
     permutes = found["permutes"]
     assert permutes["synchronous"] == 0
     assert permutes["asynchronous"] == 2
     assert permutes["conditionals"] > 0
     assert permutes["hides"] == [permutes["conditionals"]] * 2
     assert permutes["hidden"]
-    assert found["buffer_copies"] == []
+    copied = [copy for copy in found["buffer_copies"] if copy["size"] > VECTOR]
+    assert copied == []
     assert found["graphs"]["whole"]
     assert found["graphs"]["stops"] == 0
     assert found["custom_calls"]["__cublas$lt$matmul"] >= 8 // pp * (7 + 14)
@@ -110,6 +120,6 @@ def test_cards(card):
 
 def test_usable_share_is_that_of_a_run(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert cards.usable_share() == 0.75
+    assert cards.usable_share() == 0.92
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert cards.usable_share() == 0.9

@@ -92,14 +92,18 @@ def test_a_permute_that_is_done_early_is_not_hidden():
     [
         {"order": STARTS.replace(ASYNC, '"is_sync":true', 1) + CONDS + DONES},
         {"order": STARTS + CONDS + DONES, "run": "  %p = bf16[1,4] collective-permute(%t.1)"},
-        {"order": STARTS + CONDS + DONES, "entry": "  ROOT %p = bf16[1,4] collective-permute(%x)"},
     ],
-    ids=["start marked so", "inside a branch", "outside the loop"],
+    ids=["start marked so", "inside a branch"],
 )
-def test_synchronous_permutes_are_found_anywhere(where):
+def test_synchronous_permutes_are_found_anywhere_in_the_loop(where):
     program = Program(module(where.pop("order"), **where))
     assert [one.hides for one in program.permutes].count(None) == 1
     assert not program.hidden
+
+
+def test_permutes_outside_the_loop_are_not_counted():
+    entry = "  ROOT %p = bf16[1,4] collective-permute(%x)"
+    assert Program(module(STARTS + CONDS + DONES, entry=entry)).hidden
 
 
 def test_a_doubled_body_holds_two_ticks():

@@ -1,0 +1,167 @@
+"""Seconds of the ops of one microbatch, each alone in a loop, as the executor runs them.
+
+F leaves its residuals in a ring, gradients read them there and add to sums. The loops read and
+write another slot every turn, so that nothing of a turn can be moved out of its loop.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpipe.parallel import PP
+from jaxpipe.pipeline import StageFunctions, buffers
+from jaxpipe.pipeline.chunk import Chunk, Kept
+from jaxpipe.pipeline.split import Residuals, split_layer
+from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.schedule import Op
+
+Tree = Any
+_SLOTS = 2
+_ROW = ("for_b_write", "for_w_write", "for_b_read", "for_w_read", "stash_write", "stash_read")
+
+
+class OpTimer:
+    """Compiled loops of every op over `layers`, at the shapes of one microbatch."""
+
+    def __init__(
+        self,
+        functions: StageFunctions,
+        shared: Tree,
+        layers: tuple[Tree, ...],
+        microbatch: Tree,
+        turns: int = 2,
+    ):
+        self._layers, self._turns = len(layers), turns
+        self._loops = {
+            name: (jax.jit(loop, donate_argnums=0), state, constants)
+            for name, (loop, state, constants) in _loops(
+                functions, shared, layers, microbatch, turns
+            ).items()
+        }
+        for name in self._loops:
+            self._run(name)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each op, of one layer where it is a layer's."""
+        found = {}
+        for name in self._loops:
+            begin = time.perf_counter()
+            self._run(name)
+            each = (time.perf_counter() - begin) / self._turns
+            found[name] = each / (self._layers if name in ("F", "B", "W", "BW") else 1)
+        return found
+
+    def _run(self, name: str) -> None:
+        loop, state, constants = self._loops[name]
+        self._loops[name] = loop, jax.block_until_ready(loop(state, constants)), constants
+
+
+def _loops(
+    functions: StageFunctions, shared: Tree, layers: tuple[Tree, ...], microbatch: Tree, turns: int
+) -> dict[str, tuple[Callable[..., Tree], Tree, Tree]]:
+    """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
+    x = jax.jit(functions.embed)(shared, microbatch)
+    split = split_layer(functions.layer, layers[0], x, microbatch)
+    embed = SharedPart.trace(functions.embed, shared, microbatch)
+    head = SharedPart.trace(functions.head, shared, x, microbatch)
+
+    def ring(like: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
+
+    rings = tuple(Residuals(*map(ring, split.residuals)) for _ in layers)
+    stashes = tuple(ring(split.stash) for _ in layers)
+    zeros = jax.tree.map(jnp.zeros_like, {"shared": shared, "layers": layers})
+    inputs = jnp.stack([x] * _SLOTS)
+
+    def forward(state: Tree, given: Tree, row: Tree) -> Tree:
+        chunk = Chunk(given["layers"], (None,) * len(layers))
+        return chunk.forward(split, state[0], given["microbatch"], state[1], row)
+
+    def gradient(op: Op) -> Callable[..., Tree]:
+        def run(state: Tree, given: Tree, row: Tree) -> Tree:
+            dy, stash, totals = state
+            chunk = Chunk(given["layers"], (None,) * len(layers))
+            return chunk.gradient(
+                split, op, dy, given["microbatch"],
+                lambda slot: Kept.read(given["rings"][slot], stash[slot], row, op),
+                stash, totals, row,
+            )  # fmt: skip
+
+        return run
+
+    def ends(state: Tree, given: Tree, row: Tree) -> Tree:
+        x = buffers.read(given["inputs"], row["for_b_read"])
+        loss, pull = head.vjp(given["shared"], x, microbatch=given["microbatch"])
+        used, dy = pull(jnp.ones_like(loss))
+        return loss, dy, head.add(state[2], used)
+
+    def enter(state: Tree, given: Tree, row: Tree) -> Tree:
+        tokens = jax.tree.map(
+            lambda leaf: leaf.at[0, 0].set(row["for_b_read"]), given["microbatch"]
+        )
+        return functions.embed(given["shared"], tokens)
+
+    def leave(state: Tree, given: Tree, row: Tree) -> Tree:
+        _, pull = embed.vjp(given["shared"], microbatch=given["microbatch"])
+        (used,) = pull(buffers.read(given["inputs"], row["for_b_read"]))
+        return embed.add(state, used)
+
+    def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
+        def loop(state: Tree, given: Tree) -> Tree:
+            def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
+                return run(state, given, dict.fromkeys(_ROW, slot)), None
+
+            return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
+
+        return loop
+
+    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "rings": rings}
+    given |= {"inputs": inputs}
+    copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # what a loop may overwrite
+    states = {
+        "F": (forward, (x, rings)),
+        "B": (gradient(Op.B), (x, stashes, zeros["layers"])),
+        "W": (gradient(Op.W), (x, stashes, zeros["layers"])),
+        "BW": (gradient(Op.BW), (x, stashes, zeros["layers"])),
+        "head": (ends, (jnp.float32(0), x, zeros["shared"])),
+        "embed": (enter, x),
+        "embed_gradient": (leave, zeros["shared"]),
+    }
+    return {name: (repeated(run), copies(state), given) for name, (run, state) in states.items()}
+
+
+class TransferTimer:
+    """Ticks that only exchange a message with each neighbour on the ring."""
+
+    def __init__(self, mesh: Mesh, message: jax.ShapeDtypeStruct, ticks: int = 30):
+        size = mesh.shape[PP]
+
+        def exchange(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[Tree, None]:
+            moved = tuple(
+                lax.ppermute(load, PP, [(r, (r + hop) % size) for r in range(size)])
+                for load, hop in zip(carry, (1, -1))
+            )
+            return lax.optimization_barrier(moved), None
+
+        def run() -> jax.Array:
+            rank = lax.axis_index(PP).astype(message.dtype)
+            start = (jnp.full(message.shape, rank), jnp.full(message.shape, -rank))
+            y, dx = lax.scan(exchange, start, None, length=ticks)[0]
+            return (y + dx)[None]
+
+        self._ticks = ticks
+        self._run = jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(PP), check_vma=False)
+        )
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Seconds of one tick's exchange."""
+        begin = time.perf_counter()
+        jax.block_until_ready(self._run())
+        return (time.perf_counter() - begin) / self._ticks

@@ -1,0 +1,95 @@
+"""Competitors as groups of processes, each pinned to one core, that take commands as JSON lines."""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from typing import Any, Self
+
+_TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc counts in these
+_ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+class BenchError(RuntimeError):
+    """A measurement that cannot be made; the text is one sentence for the user."""
+
+
+class Group:
+    """The ranks of one program, rank r on core r; leaving the context ends them.
+
+    `program` is the command line; each process gets one more argument, a JSON object with `rank`,
+    `size`, `port` and `how`.
+    """
+
+    def __init__(self, name: str, program: Sequence[str], size: int, **how: Any):
+        self.name = name
+        port = _free_port()
+        self._processes = [
+            subprocess.Popen(
+                [*program, json.dumps({"rank": rank, "size": size, "port": port, **how})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if not os.environ.get("BENCH_STDERR") else None,
+                text=True,
+                env=os.environ | _ONE_THREAD,
+                preexec_fn=lambda rank=rank: os.sched_setaffinity(0, {rank}),
+            )
+            for rank in range(size)
+        ]
+        self.versions = self._answers()
+
+    def ask(self, do: str, **command: Any) -> list[dict[str, Any]]:
+        """Send all ranks one command and wait for their answers."""
+        for process in self._processes:
+            try:
+                print(json.dumps({"do": do, **command}), file=process.stdin, flush=True)
+            except OSError as error:
+                raise BenchError(f"a process of {self.name} is gone ({error}).") from error
+        return self._answers()
+
+    def step(self, name: str) -> tuple[float, float]:
+        """Seconds of a step, from the first rank's begin to the last rank's end, and its loss."""
+        return seconds_and_loss(self.ask("step", name=name))
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the processes have used so far."""
+        total = 0
+        for process in self._processes:
+            with open(f"/proc/{process.pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / _TICK
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        lines = [process.stdout.readline() for process in self._processes]
+        if not all(lines):
+            raise BenchError(f"a process of {self.name} ended before it answered.")
+        return [json.loads(line) for line in lines]
+
+
+def seconds_and_loss(answers: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of one step, from every rank's answer; the loss is the largest any rank knows."""
+    seconds = max(a["end"] for a in answers) - min(a["begin"] for a in answers)
+    return seconds, max(a["loss"] for a in answers)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def machine_busy_seconds() -> float:
+    """Processor time of all processes on all cores since boot, and what a hypervisor took."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + steal) / _TICK
