@@ -94,6 +94,7 @@ def test_forward_only_tables(placement, transfer_ticks):
     tables = lower(schedule, transfer_ticks=transfer_ticks)
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert not tables.trains
+    assert tables.slots.inbox <= transfer_ticks * placement.chunks
     assert tables.slots[1:] == (0, 0, 0)
 
 
