@@ -23,6 +23,8 @@ FEWER = {  # other layouts of the same global batch
     "pp1_dp2": ["parallel.pp=1", "parallel.dp=2"],
     "pp3_dp1": ["parallel.pp=3", "parallel.dp=1", "train.microbatch_size=2"],
     "gpipe": ["parallel.schedule=gpipe", "parallel.layer_split=[1,1,1,1]"],
+    "zbv": ["parallel.schedule=zbv", "parallel.pp=2"],
+    "dualpipe": ["parallel.schedule=dualpipe", "parallel.pp=2", "parallel.layer_split=[1,3]"],
 }
 
 
@@ -44,7 +46,8 @@ def spawn(directory, *overrides, devices=8):
 
 
 def devices_of(layout):
-    return {"pp2_dp1": 2, "pp1_dp2": 2, "pp3_dp1": 3, "gpipe": 8}[layout]
+    devices = {"pp2_dp1": 2, "pp1_dp2": 2, "pp3_dp1": 3, "gpipe": 8, "zbv": 4, "dualpipe": 4}
+    return devices[layout]
 
 
 @pytest.fixture(scope="module")
