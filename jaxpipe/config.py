@@ -88,6 +88,7 @@ class ParallelConfig(_Section, kw_only=True):
     last_stage_layers: Count = 0  # pins the last stage's layers; 0: not pinned
     allow_underfilled: bool = False  # let 1f1b run with fewer microbatches than ranks
     transfer_ticks: Literal[0, 1, 2] = 0  # ticks of a transfer; 0: 1 on CPU, 2 on GPU
+    defer_ends: bool = False  # gradients of embedding and head wait for W of their stages
     in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
 
 

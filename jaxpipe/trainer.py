@@ -67,6 +67,7 @@ class Trainer:
             transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
             in_flight=parallel.in_flight or None,
             remat=train.remat,
+            defer_ends=parallel.defer_ends,
             compute_dtype=jnp.dtype(train.compute_dtype),
         )
 

@@ -27,14 +27,18 @@ class Execution:
     """How a schedule is run; none of it changes what is computed.
 
     `transfer_ticks` and `in_flight` are explained at `jaxpipe.schedule.cells.place`, `remat` names
-    a policy of `jaxpipe.pipeline.split.POLICIES`. Parameters are cast to `compute_dtype` once a
-    step (None: kept); gradients are accumulated in the parameters' own dtype. `poison_bubbles`
-    fills idle messages and free slots with NaN, to show that no result depends on them.
+    a policy of `jaxpipe.pipeline.split.POLICIES`. `defer_ends` lets the gradients of the head's and
+    the embedding's matrices wait for W of their stages, for the memory of what they take: a whole
+    gradient of the logits for each microbatch that waits. Parameters are cast to `compute_dtype`
+    once a step (None: kept); gradients are accumulated in the parameters' own dtype.
+    `poison_bubbles` fills idle messages and free slots with NaN, to show that no result depends on
+    them.
     """
 
     transfer_ticks: int = 1
     in_flight: int | None = None
     remat: str = "none"
+    defer_ends: bool = False
     compute_dtype: Any = None
     poison_bubbles: bool = False
 
@@ -79,6 +83,7 @@ class Pipeline:
             schedule,
             transfer_ticks=self.execution.transfer_ticks,
             in_flight=self.execution.in_flight,
+            defer_ends=self.execution.defer_ends,
         )
         specs = state_specs(params, schedule.pp)
         active = self._active(len(params["layers"]) // schedule.placement.own_chunks)
@@ -176,9 +181,11 @@ def _rank_program(
     )
     microbatch = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
     x = jax.eval_shape(functions.embed, shared, microbatch)
-    split = None
+    head = SharedPart.trace(functions.head, shared, x, microbatch)
+    split = head_split = None
     if tables.trains:
         split = split_layer(functions.layer, layers[0], x, microbatch, POLICIES[execution.remat])
+        head_split = head.split(shared, x, microbatch)
 
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
@@ -187,8 +194,9 @@ def _rank_program(
     work = RankWork(
         functions=functions,
         embed=SharedPart.trace(functions.embed, shared, microbatch),
-        head=SharedPart.trace(functions.head, shared, x, microbatch),
+        head=head,
         split=split,
+        head_split=head_split,
         shared=shared,
         chunks=chunks,
         batch=batch,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxpipe.pipeline.jaxpr import reads, trace_flat
+from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 Tree = Any
 
@@ -42,23 +43,36 @@ class SharedPart:
         count = len(jax.tree.leaves(shared))
         return cls(function, tuple(i for i in range(count) if jaxpr.invars[i] in read))
 
-    def vjp(
-        self, shared: Tree, *inputs: jax.Array, microbatch: Tree
-    ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Any, ...]]]:
-        """`jax.vjp` with respect to the used leaves, as a list, and the inputs."""
+    def pick(self, shared: Tree) -> list[jax.Array]:
+        """The used leaves."""
+        leaves = jax.tree.leaves(shared)
+        return [leaves[index] for index in self.used]
+
+    def split(self, shared: Tree, x: Any, microbatch: Tree) -> LayerSplit:
+        """`function` cut like a layer whose parameters are the used leaves."""
+
+        def of_used(used: list[jax.Array], x: jax.Array, microbatch: Tree) -> jax.Array:
+            return self.function(self._put(shared, used), x, microbatch)
+
+        return split_layer(of_used, self.pick(shared), x, microbatch)
+
+    def gradients(self, shared: Tree, microbatch: Tree, dx: jax.Array) -> list[jax.Array]:
+        """Gradients of the used leaves from that of `function(shared, microbatch)`."""
+        _, pull = jax.vjp(
+            lambda used: self.function(self._put(shared, used), microbatch), self.pick(shared)
+        )
+        return pull(dx)[0]
+
+    def _put(self, shared: Tree, used: list[jax.Array]) -> Tree:
         leaves, structure = jax.tree.flatten(shared)
+        for index, leaf in zip(self.used, used):
+            leaves[index] = leaf
+        return jax.tree.unflatten(structure, leaves)
 
-        def of_used(used: list[jax.Array], *inputs: jax.Array) -> jax.Array:
-            full = list(leaves)
-            for index, leaf in zip(self.used, used):
-                full[index] = leaf
-            return self.function(jax.tree.unflatten(structure, full), *inputs, microbatch)
-
-        return jax.vjp(of_used, [leaves[index] for index in self.used], *inputs)
-
-    def add(self, total: Tree, gradients: list[jax.Array]) -> Tree:
+    def add(self, total: Tree, gradients: list[jax.Array | None]) -> Tree:
         """`total` with the used leaves' gradients added, in the total's own dtype."""
         leaves, structure = jax.tree.flatten(total)
         for index, gradient in zip(self.used, gradients):
-            leaves[index] += gradient.astype(leaves[index].dtype)
+            if gradient is not None:
+                leaves[index] += gradient.astype(leaves[index].dtype)
         return jax.tree.unflatten(structure, leaves)

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import Chunk, Kept, Row
 from jaxpipe.pipeline.split import LayerSplit, Residuals
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
+from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, Tables
 from jaxpipe.schedule.lower import Pair
 
@@ -30,7 +30,8 @@ class Carry(NamedTuple):
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
     the last tick brought. `inbox` is a ring of messages; `residuals` and `stash`
-    are rings of each layer slot, which all chunks share; the tables' slots point into them.
+    are rings of each layer slot, which all chunks share; `for_head` and `for_embed` are rings of
+    what the ends' deferred gradients take. The tables' slots point into them.
     `layer_gradients` are by chunk and layer slot. `losses`: each microbatch's share of the loss,
     `[M]`. A forward-only pass has no `dx`, residuals, stash or gradients.
     """
@@ -41,6 +42,8 @@ class Carry(NamedTuple):
     inbox: jax.Array
     residuals: tuple[Residuals, ...]
     stash: tuple[Any, ...]
+    for_head: Any
+    for_embed: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]
     shared_gradients: Tree
     losses: jax.Array
@@ -58,6 +61,7 @@ class RankWork:
     embed: SharedPart
     head: SharedPart
     split: LayerSplit | None
+    head_split: LayerSplit | None
     shared: Tree
     chunks: tuple[Chunk, ...]
     batch: Tree
@@ -79,10 +83,12 @@ class RankWork:
         carry = Carry(
             y=message,
             dx=None,
-            arriving=self._nothing_sent(message) if self.tables.transfer_ticks == 2 else None,
+            arriving=self._transfers.arriving(message),
             inbox=ring(slots.inbox + 1, x),
             residuals=(),
             stash=(),
+            for_head=(),
+            for_embed=(),
             layer_gradients=(),
             shared_gradients=None,
             losses=jnp.zeros(microbatches, self.seed.dtype),
@@ -95,6 +101,11 @@ class RankWork:
             for _ in layer_slots
         ]
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
+        if slots.head:
+            head = self.head_split
+            carry = carry._replace(for_head=ring(slots.head, (head.residuals.for_w, head.stash)))
+        if slots.embed:
+            carry = carry._replace(for_embed=ring(slots.embed + 1, x))
         return carry._replace(
             dx=message,
             residuals=tuple(residuals),
@@ -103,9 +114,19 @@ class RankWork:
             shared_gradients=zeros["shared"],
         )
 
+    @property
+    def _transfers(self) -> Transfers:
+        return Transfers(self.tables, self.poison)
+
     def tick(self, carry: Carry, row: Row) -> Carry:
         """Run one row of the tables."""
-        carry, row = self._receive(carry, row)
+        arriving, inbox, row = self._transfers.receive(
+            carry.y, carry.dx, carry.arriving, carry.inbox, row
+        )
+        carry = carry._replace(arriving=arriving, inbox=inbox)
+        if self.poison:
+            nothing = jnp.full_like(carry.y, jnp.nan)
+            carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
         read = {op: self._read(carry, row, op) for op in {pair.op for pair in self.tables.pairs}}
         for index, pair in enumerate(self.tables.pairs):
             carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
@@ -114,73 +135,11 @@ class RankWork:
         carry = self._head(carry, row)
         for op, chunk in self.tables.gradients:
             carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
+        if self.tables.slots.head:
+            carry = self._head_weight(carry, row)
         if self.tables.trains:
             carry = self._embed_gradient(carry, row)
         return self._spoil(carry, row) if self.poison else carry
-
-    def _receive(self, carry: Carry, row: Row) -> tuple[Carry, Row]:
-        """Store what arrived and what was kept; send what was made last tick.
-
-        One-tick transfers are complete before any cond starts: the barrier ties them to the row,
-        from which every predicate comes. Without it XLA may put one permute between two conds, and
-        neighbours then wait for each other in the middle of the tick. Two-tick transfers have the
-        whole tick to arrive and are stored at the start of the next: the barrier lets them start
-        once the inbox is written, and so be in flight while the conds run.
-        """
-        loads, inbox = self._loads(carry, row), carry.inbox
-        arrived, sent = carry.arriving, None
-        if self.tables.transfer_ticks == 1:
-            arrived, row = lax.optimization_barrier((self._send(loads), row))
-        for packed, lanes in zip(arrived, self._ways.values()):
-            for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
-                inbox = buffers.write(inbox, message, row[f"arrive_{lane}"])
-        for name, message in (("keep_y", carry.y), ("keep_dx", carry.dx)):
-            if self.tables.stores(name):
-                inbox = buffers.write(inbox, message, row[name])
-        if self.tables.transfer_ticks == 2:
-            loads, inbox = lax.optimization_barrier((loads, inbox))
-            sent = self._send(loads)
-        if self.poison:
-            nothing = jnp.full_like(carry.y, jnp.nan)
-            carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
-        return carry._replace(arriving=sent, inbox=inbox), row
-
-    def _loads(self, carry: Carry, row: Row) -> list[jax.Array]:
-        """A message for each lane; nothing in particular where nobody waits for one.
-
-        Messages in flight during the conds must not be the arrays that these write, or XLA copies
-        them every tick; so what two-tick transfers send is made of them by a select.
-        """
-        loads = []
-        for index, lane in enumerate(self.tables.lanes):
-            made, sent = [getattr(carry, kind) for kind in lane.kinds], row[f"send_{index}"]
-            if len(made) > 1 or self.tables.transfer_ticks == 2:
-                nothing = jnp.full_like(carry.y, jnp.nan if self.poison else 0)
-                load = lax.select_n(sent, nothing, *made)
-            else:
-                (load,) = made
-            loads.append(load)
-        return loads
-
-    def _send(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """What comes from the neighbours: one permute each way round the ring, lanes stacked."""
-        size, packed = lax.axis_size(PP), []
-        for hop, lanes in self._ways.items():
-            ring = [(r, (r + hop) % size) for r in range(size)]
-            packed.append(lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, ring))
-        return tuple(packed)
-
-    def _nothing_sent(self, message: jax.Array) -> tuple[jax.Array, ...]:
-        """In the form of what comes from the neighbours."""
-        return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
-
-    @property
-    def _ways(self) -> dict[int, list[int]]:
-        """The lanes of each hop."""
-        ways: dict[int, list[int]] = {}
-        for index, lane in enumerate(self.tables.lanes):
-            ways.setdefault(lane.hop, []).append(index)
-        return ways
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
         """F of one chunk, leaving residuals."""
@@ -279,28 +238,51 @@ class RankWork:
         """The loss after the last layer; the gradient it leaves takes the place of y."""
         m = row["forward_mb"]
 
-        def run() -> tuple[jax.Array, jax.Array, Tree]:
+        def run() -> tuple[jax.Array, jax.Array, Tree, Any]:
             microbatch = buffers.read(self.batch, m)
             if self.split is None:
                 loss = self.functions.head(self.shared, carry.y, microbatch)
-                return self._record(carry.losses, loss, m), carry.y, None
-            loss, pull = self.head.vjp(self.shared, carry.y, microbatch=microbatch)
-            used, dy = pull(self.seed.astype(loss.dtype))
+                return self._record(carry.losses, loss, m), carry.y, None, ()
+            split, params = self.head_split, self.head.pick(self.shared)
+            loss, kept = split.forward(params, carry.y, microbatch)
+            seed, ring = self.seed.astype(loss.dtype), carry.for_head
+            if self.tables.slots.head:
+                dy, used, stash = split.backward_input(params, microbatch, kept, seed)
+                ring = buffers.write(ring, (kept.for_w, stash), row["head_write"])
+            else:
+                dy, used = split.backward(params, microbatch, kept, seed)
             gradients = self.head.add(carry.shared_gradients, used)
-            return self._record(carry.losses, loss, m), dy, gradients
+            return self._record(carry.losses, loss, m), dy, gradients, ring
 
-        losses, y, gradients = lax.cond(
-            row["head"], run, lambda: (carry.losses, carry.y, carry.shared_gradients)
-        )
-        return carry._replace(losses=losses, y=y, shared_gradients=gradients)
+        passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head
+        losses, y, gradients, ring = lax.cond(row["head"], run, lambda: passed)
+        return carry._replace(losses=losses, y=y, shared_gradients=gradients, for_head=ring)
 
-    def _embed_gradient(self, carry: Carry, row: Row) -> Carry:
-        """The embedding's gradient from the dx that stage 0 has just made."""
+    def _head_weight(self, carry: Carry, row: Row) -> Carry:
+        """The gradients of the head's matrices, where they have waited for W."""
 
         def run() -> Tree:
             microbatch = buffers.read(self.batch, row["gradient_mb"])
-            _, pull = self.embed.vjp(self.shared, microbatch=microbatch)
-            (used,) = pull(carry.dx)
+            for_w, stash = buffers.read(carry.for_head, row["head_read"])
+            used = self.head_split.backward_weight(
+                self.head.pick(self.shared), microbatch, for_w, stash
+            )
+            return self.head.add(carry.shared_gradients, used)
+
+        gradients = lax.cond(row["head_weight"], run, lambda: carry.shared_gradients)
+        return carry._replace(shared_gradients=gradients)
+
+    def _embed_gradient(self, carry: Carry, row: Row) -> Carry:
+        """The embedding's gradient from the dx of stage 0, just made or kept until W."""
+        if self.tables.slots.embed:
+            ring = buffers.write(carry.for_embed, carry.dx, row["dx_write"])
+            carry = carry._replace(for_embed=ring)
+
+        def run() -> Tree:
+            microbatch = buffers.read(self.batch, row["gradient_mb"])
+            waited = self.tables.slots.embed
+            dx = buffers.read(carry.for_embed, row["dx_read"]) if waited else carry.dx
+            used = self.embed.gradients(self.shared, microbatch, dx)
             return self.embed.add(carry.shared_gradients, used)
 
         gradients = lax.cond(row["embed_gradient"], run, lambda: carry.shared_gradients)
@@ -315,6 +297,8 @@ class RankWork:
         carry = carry._replace(inbox=buffers.spoil(inbox, row["dy_read"]))
         if self.split is None:
             return carry
+        if self.tables.slots.embed:
+            carry = carry._replace(for_embed=buffers.spoil(carry.for_embed, row["dx_read"]))
 
         def ran(*ops: Op) -> jax.Array:
             """Whether the cell's gradient is one of these."""
@@ -329,6 +313,9 @@ class RankWork:
         def spoil(rings: Tree, slot: str, when: jax.Array) -> Tree:
             return lax.cond(when, lambda: buffers.spoil(rings, row[slot]), lambda: rings)
 
+        if self.tables.slots.head:
+            waited = spoil(carry.for_head, "head_read", row["head_weight"] > 0)
+            carry = carry._replace(for_head=waited)
         if self.tables.splits:
             stash = (spoil(ring, "stash_read", ran(Op.W)) for ring in carry.stash)
             carry = carry._replace(stash=tuple(stash))
@@ -341,8 +328,3 @@ class RankWork:
                 for kept in carry.residuals
             )
         )
-
-
-def _pack(messages: list[jax.Array]) -> jax.Array:
-    """Messages for one permute: stacked, unless there is only one."""
-    return messages[0] if len(messages) == 1 else jnp.stack(messages)

@@ -37,7 +37,7 @@ def estimate(
     train, schedule = config.train, candidate.schedule
     knobs = {"transfer_ticks": transfer_ticks, "in_flight": candidate.in_flight}
     report = simulate(schedule, seconds.costs(candidate.layers), **knobs)
-    tables = lower(schedule, **knobs)
+    tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}
     message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
     samples = train.grad_accum_steps * train.microbatch_size * config.parallel.dp

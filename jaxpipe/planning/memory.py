@@ -59,14 +59,16 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
     both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
+    waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
+    logits = train.microbatch_size * train.seq_len * model.vocab_size // tp
     hidden = hidden_bytes(model, itemsize=item, **sizes)
     return RankBytes(
         parameters=_FLOAT32 * parameters,
         optimizer=2 * _FLOAT32 * parameters,
         gradients=_FLOAT32 * (layer * (1 + mirrored) + ends),
-        copies=0 if item == _FLOAT32 and not mirrored else item * (layer * (1 + mirrored) + ends),
-        activations=slots * rings + messages * hidden,
-        head=2 * _FLOAT32 * train.microbatch_size * train.seq_len * model.vocab_size // tp,
+        copies=item * (layer * mirrored + (0 if item == _FLOAT32 else layer + ends)),
+        activations=slots * rings + (messages + waits) * hidden + held.head * logits * item,
+        head=2 * _FLOAT32 * logits,
     )
 
 

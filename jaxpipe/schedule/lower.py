@@ -27,13 +27,16 @@ class Slots(NamedTuple):
 
     `inbox`: y or dx from when it is stored until it is read. `for_b`: residuals from F to B.
     `for_w`: residuals from F to W. `stash`: from B to W. An unsplit gradient is both B and W, and
-    stashes nothing.
+    stashes nothing. Where the ends' gradients are deferred, `head`: what the loss leaves for W of
+    the last stage; `embed`: dx of stage 0 until its W.
     """
 
     inbox: object
     for_b: object
     for_w: object
     stash: object
+    head: object
+    embed: object
 
 
 class Pair(NamedTuple):
@@ -56,7 +59,9 @@ class Tables:
     its residuals go to `for_b_write` and `for_w_write`. Where `head`, the loss follows and leaves
     the output gradient in place of y. A gradient takes `gradient_mb`, `dy_read` (or what the head
     has just left, where `dy_of_head`), `for_b_read`, `for_w_read`, `stash_write`, `stash_read`.
-    Where `embed_gradient`, it has made the dx of stage 0.
+    Where `embed_gradient`, the embedding's gradient follows: after the dx of stage 0, or, deferred,
+    after its W. Deferred, B or BW leaves the dx in `dx_write`, and it is taken from `dx_read`; the
+    loss leaves in `head_write` what the head's own W takes from `head_read`, where `head_weight`.
 
     `send_i` is 1 + which of the kinds of `lanes[i]` is sent, 0 where nobody waits for what this
     rank made last; what arrives is stored in `arrive_i`. `keep_y` and `keep_dx`: where to store
@@ -103,11 +108,18 @@ class Tables:
         return [value - 1 for value in np.unique(self.columns[op.name]).tolist() if value]
 
 
-def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Tables:
+def lower(
+    schedule: Schedule,
+    *,
+    transfer_ticks: int = 1,
+    in_flight: int | None = None,
+    defer_ends: bool = False,
+) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
-    `transfer_ticks` and `in_flight` are explained at `cells.place`. Raises `ScheduleError` for
-    other placements, and what `place` raises.
+    `transfer_ticks` and `in_flight` are explained at `cells.place`. `defer_ends` lets the gradients
+    of the embedding's and the head's own matrices wait for W of their stages. Raises
+    `ScheduleError` for other placements, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> tables = lower(build("1f1b", pp=2, microbatches=2))
@@ -118,7 +130,7 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
     inputs = messages(schedule, grid, transfer_ticks)
     coloured = [
         [colour(intervals.items()) for intervals in ranks]
-        for ranks in _lifetimes(schedule.placement, grid, inputs)
+        for ranks in _lifetimes(schedule, grid, inputs, defer_ends)
     ]
     used = [[1 + max(slots.values(), default=-1) for slots in ranks] for ranks in coloured]
     slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
@@ -151,19 +163,21 @@ def lower(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
     )
 
 
-def _lifetimes(placement: Placement, grid: Grid, inputs: dict[Action, Message]) -> Slots:
+def _lifetimes(
+    schedule: Schedule, grid: Grid, inputs: dict[Action, Message], defer_ends: bool
+) -> Slots:
     """For each buffer, every rank's intervals; messages by reader, the rest by action F."""
     when = {
         action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
     }
-    alive = Slots(*([{} for _ in range(placement.pp)] for _ in range(4)))
+    alive = Slots(*([{} for _ in range(schedule.pp)] for _ in Slots._fields))
     for action, message in inputs.items():
         if message.stored is not None:
             alive.inbox[message.receiver][action] = (message.stored, message.read)
     for forward, start in when.items():
         if forward.op is not Op.F:
             continue
-        rank = placement.rank(forward.stage, forward.microbatch)
+        rank = schedule.placement.rank(forward.stage, forward.microbatch)
         both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
@@ -173,6 +187,10 @@ def _lifetimes(placement: Placement, grid: Grid, inputs: dict[Action, Message]) 
             alive.stash[rank][forward] = (b, w)
         alive.for_b[rank][forward] = (start, b)
         alive.for_w[rank][forward] = (start, w)
+        if defer_ends and forward.stage == schedule.stages - 1:
+            alive.head[rank][forward] = (start, w)
+        if defer_ends and forward.stage == 0:
+            alive.embed[rank][forward] = (b, w)
     return alive
 
 
@@ -193,7 +211,7 @@ def _empty_columns(
     shape: tuple[int, int], slots: Slots, lanes: tuple[Lane, ...]
 ) -> dict[str, np.ndarray]:
     flags = ["F", "B", "W", "BW", "pair", "forward_mb", "gradient_mb"]
-    flags += ["embed", "head", "embed_gradient", "dy_of_head"]
+    flags += ["embed", "head", "head_weight", "embed_gradient", "dy_of_head"]
     flags += [f"send_{i}" for i in range(len(lanes))]
     columns = {name: np.zeros(shape, np.int32) for name in flags}
     messages = [
@@ -208,9 +226,28 @@ def _empty_columns(
         (("for_b_write", "for_b_read"), slots.for_b),
         (("for_w_write", "for_w_read"), slots.for_w),
         (("stash_write", "stash_read"), slots.stash),
+        (("head_write", "head_read"), slots.head),
+        (("dx_write", "dx_read"), slots.embed),
     ):
         columns |= {name: np.full(shape, spare, np.int32) for name in names}
     return columns
+
+
+_SLOT_COLUMNS = {
+    Op.F: (("for_b", "for_b_write"), ("for_w", "for_w_write"), ("head", "head_write")),
+    Op.B: (
+        ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("stash", "stash_write"),
+        ("embed", "dx_write"),
+    ),
+    Op.W: (
+        ("for_w", "for_w_read"), ("stash", "stash_read"), ("head", "head_read"),
+        ("embed", "dx_read"),
+    ),
+    Op.BW: (
+        ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("head", "head_read"),
+        ("embed", "dx_write"), ("embed", "dx_read"),
+    ),
+}  # fmt: skip
 
 
 def _cell_columns(
@@ -233,20 +270,16 @@ def _cell_columns(
         key = action._replace(op=Op.F)
         if op is Op.F:
             values |= {"forward_mb": m, "embed": stage == 0, "head": stage == last}
-            names = {"for_b": "for_b_write", "for_w": "for_w_write"}
         else:
             values["gradient_mb"] = m
-            values["embed_gradient"] = stage == 0 and op is not Op.W
-            names = {
-                Op.B: {"for_b": "for_b_read", "for_w": "for_w_read", "stash": "stash_write"},
-                Op.W: {"for_w": "for_w_read", "stash": "stash_read"},
-                Op.BW: {"for_b": "for_b_read", "for_w": "for_w_read"},
-            }[op]
+            values["head_weight"] = key in slot_of.head and op is not Op.B
+            after = Op.B if key in slot_of.embed else Op.W  # the one that it does not follow
+            values["embed_gradient"] = stage == 0 and op is not after
         if action in slot_of.inbox:
             values["x_read" if op is Op.F else "dy_read"] = slot_of.inbox[action]
         elif action in inputs:
             values["dy_of_head"] = 1
-        for buffer, name in names.items():
+        for buffer, name in _SLOT_COLUMNS[op]:
             slots = getattr(slot_of, buffer)
             if key in slots:
                 values[name] = slots[key]

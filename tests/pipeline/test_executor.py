@@ -79,6 +79,14 @@ def test_rematerialisation_changes_nothing(name, remat):
     assert_close(*run(schedule, uneven(schedule.stages), remat=remat))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2", "zbv", "dualpipe"])
+@pytest.mark.parametrize("poison_bubbles", [False, True])
+def test_deferring_the_ends_changes_nothing(name, poison_bubbles):
+    schedule = schedule_of(name, 4, more=True)
+    execution = {"defer_ends": True, "poison_bubbles": poison_bubbles}
+    assert_close(*run(schedule, uneven(schedule.stages), **execution))
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("counts", [[3], [1, 1, 1], [1, 3, 2]], ids=str)
 def test_any_number_of_ranks(name, counts):

@@ -96,6 +96,8 @@ def executed_flops(trace, tables, rank):
     runs += [columns["F"] == chunk + 1 for chunk in tables.forwards]
     runs += [columns["head"]]
     runs += [columns[op.name] == chunk + 1 for op, chunk in tables.gradients]
+    if tables.slots.head:
+        runs += [columns["head_weight"]]
     runs += [columns["embed_gradient"]]
     assert len(conds) == len(runs)
 
@@ -106,11 +108,13 @@ def executed_flops(trace, tables, rank):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(("remat", "extra"), [("none", 0), ("full", 1)])
-def test_no_wasted_flops(name, remat, extra):
+@pytest.mark.parametrize(
+    ("remat", "extra", "defer_ends"), [("none", 0, False), ("none", 0, True), ("full", 1, False)]
+)
+def test_no_wasted_flops(name, remat, extra, defer_ends):
     pp, microbatches = 4, 8
-    trace, schedule = traced(name, pp, microbatches, remat=remat)
-    tables = lower(schedule)
+    trace, schedule = traced(name, pp, microbatches, remat=remat, defer_ends=defer_ends)
+    tables = lower(schedule, defer_ends=defer_ends)
     shared, layers = toy_params(jax.random.key(0), schedule.stages * LAYERS_EACH)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
 

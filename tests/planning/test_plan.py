@@ -9,6 +9,7 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
 from jaxpipe.schedule import lower
@@ -63,6 +64,25 @@ def test_bytes_are_the_trainers(pp, remat):
     )
     messages = predicted.activations - rings
     assert messages == (slots.inbox + 3) * x.size * x.dtype.itemsize
+
+
+def test_deferred_ends_take_what_the_head_leaves():
+    sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
+    config, _, at_once = estimates_of(*sizes)
+    _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
+    trainer = Trainer(config, tuple(jax.devices()[:2]))
+    decoder, shared = trainer.decoder, trainer.state_shapes.params["shared"]
+    ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
+    microbatch = {"inputs": ids, "targets": ids}
+    x = jax.eval_shape(decoder.embed, shared, microbatch)
+    head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
+    kept = jax.tree.leaves((head.residuals.for_w, head.stash))
+    for label in ("zb_h1", "1f1b", "zbv"):
+        slots = lower(at_once[label].candidate.schedule, defer_ends=True).slots
+        waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+        waits += (slots.embed + 1) * x.size * x.dtype.itemsize
+        more = deferred[label].bytes.activations - at_once[label].bytes.activations
+        assert more == waits
 
 
 def test_every_schedule_that_fits_the_sizes_is_there():

@@ -9,6 +9,8 @@ class Rank:
     def __init__(self, schedule, tables, rank):
         self.schedule, self.tables, self.rank = schedule, tables, rank
         self.inbox, self.for_b, self.for_w, self.stash = {}, {}, {}, {}
+        self.for_head, self.for_embed = {}, {}
+        self.ends = []  # (end, microbatch) whose matrices have their gradients
         self.y = self.dx = None
 
     def stage(self, chunk, m):
@@ -42,18 +44,24 @@ class Rank:
     def head(self, row):
         assert self.y == ("y", self.schedule.stages - 1, row["forward_mb"])
         self.y = ("dx", self.schedule.stages, row["forward_mb"])
+        if self.tables.slots.head:
+            self.for_head[row["head_write"]] = row["forward_mb"]
+        else:
+            self.ends.append(("head", row["forward_mb"]))
 
     def gradient(self, row, op, chunk):
         m = row["gradient_mb"]
         stage = self.stage(chunk, m)
         assert self.for_w[row["for_w_read"]] == (stage, m)
+        if row["head_weight"]:
+            assert (stage, self.for_head[row["head_read"]]) == (self.schedule.stages - 1, m)
+            self.ends.append(("head", m))
         if op is Op.W:
             assert self.stash[row["stash_read"]] == (stage, m)
             return Action(op, stage, m)
         dy = self.y if row["dy_of_head"] else self.inbox[row["dy_read"]]
         assert dy == ("dx", stage + 1, m)
         assert self.for_b[row["for_b_read"]] == (stage, m)
-        assert row["embed_gradient"] == (stage == 0)
         if op is Op.B:
             self.stash[row["stash_write"]] = (stage, m)
         self.dx = ("dx", stage, m)
@@ -77,6 +85,12 @@ class Rank:
             self.head(row)
         for op, chunk in gradients:
             yield self.gradient(row, op, chunk)
+        self.for_embed[row["dx_write"]] = self.dx
+        self.for_embed.pop(tables.slots.embed, None)
+        if row["embed_gradient"]:
+            dx = self.for_embed[row["dx_read"]] if tables.slots.embed else self.dx
+            assert dx == ("dx", 0, row["gradient_mb"])
+            self.ends.append(("embed", row["gradient_mb"]))
 
     def sends(self, row, index):
         kinds, sent = self.tables.lanes[index].kinds, row[f"send_{index}"]
@@ -107,4 +121,7 @@ def interpret(schedule, tables):
             rank.keep(row, messages)
             done += rank.work(row)
     assert len(done) == len(set(done))
+    ends = sorted(end for rank in ranks for end in rank.ends)
+    every = [(end, m) for end in ("embed", "head") for m in range(schedule.microbatches)]
+    assert ends == every or not tables.trains
     return set(done)

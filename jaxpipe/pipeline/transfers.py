@@ -1,0 +1,89 @@
+"""The messages of a tick: what a rank sends, stores and keeps, by two permutes round the ring."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.parallel.mesh import PP
+from jaxpipe.pipeline import buffers
+from jaxpipe.schedule import Tables
+
+Row = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The lanes of some tables; with `poison`, idle lanes carry NaN."""
+
+    tables: Tables
+    poison: bool
+
+    def arriving(self, message: jax.Array) -> Any:
+        """What is on its way before the first tick: None where transfers end in their tick."""
+        if self.tables.transfer_ticks == 1:
+            return None
+        return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
+
+    def receive(
+        self, y: jax.Array, dx: Any, arriving: Any, inbox: jax.Array, row: Row
+    ) -> tuple[Any, jax.Array, Row]:
+        """Store what arrived and what was kept; send what was made last tick.
+
+        One-tick transfers are complete before any cond starts: the barrier ties them to the row,
+        from which every predicate comes. Without it XLA may put one permute between two conds, and
+        neighbours then wait for each other in the middle of the tick. Two-tick transfers have the
+        whole tick to arrive and are stored at the start of the next: the barrier lets them start
+        once the inbox is written, and so be in flight while the conds run.
+        """
+        loads, sent = self._loads({"y": y, "dx": dx}, row), None
+        if self.tables.transfer_ticks == 1:
+            arriving, row = lax.optimization_barrier((self._send(loads), row))
+        for packed, lanes in zip(arriving, self._ways.values()):
+            for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
+                inbox = buffers.write(inbox, message, row[f"arrive_{lane}"])
+        for name, message in (("keep_y", y), ("keep_dx", dx)):
+            if self.tables.stores(name):
+                inbox = buffers.write(inbox, message, row[name])
+        if self.tables.transfer_ticks == 2:
+            loads, inbox = lax.optimization_barrier((loads, inbox))
+            sent = self._send(loads)
+        return sent, inbox, row
+
+    def _loads(self, made: dict[str, Any], row: Row) -> list[jax.Array]:
+        """A message for each lane; nothing in particular where nobody waits for one.
+
+        Messages in flight during the conds must not be the arrays that these write, or XLA copies
+        them every tick; so what two-tick transfers send is made of them by a select.
+        """
+        loads = []
+        for index, lane in enumerate(self.tables.lanes):
+            load, *other = (made[kind] for kind in lane.kinds)
+            if other or self.tables.transfer_ticks == 2:
+                nothing = jnp.full_like(load, jnp.nan if self.poison else 0)
+                load = lax.select_n(row[f"send_{index}"], nothing, load, *other)
+            loads.append(load)
+        return loads
+
+    def _send(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """What comes from the neighbours: one permute each way round the ring, lanes stacked."""
+        size, packed = lax.axis_size(PP), []
+        for hop, lanes in self._ways.items():
+            ring = [(r, (r + hop) % size) for r in range(size)]
+            packed.append(lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, ring))
+        return tuple(packed)
+
+    @property
+    def _ways(self) -> dict[int, list[int]]:
+        """The lanes of each hop."""
+        ways: dict[int, list[int]] = {}
+        for index, lane in enumerate(self.tables.lanes):
+            ways.setdefault(lane.hop, []).append(index)
+        return ways
+
+
+def _pack(messages: list[jax.Array]) -> jax.Array:
+    """Messages for one permute: stacked, unless there is only one."""
+    return messages[0] if len(messages) == 1 else jnp.stack(messages)

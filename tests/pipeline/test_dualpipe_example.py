@@ -1,0 +1,56 @@
+"""The example that DeepSeek ships with DualPipe, at smaller sizes.
+
+Every stage is Linear(h, 4h), GELU, Linear(4h, h); 20 chunks of 3 examples; the loss is the mean
+squared error. The first half of the chunks enters at rank 0, the second at the last rank.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import cal_diff
+
+from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.pipeline import Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.schedule import build
+
+CHUNKS, EXAMPLES, LENGTH, HIDDEN = 20, 3, 16, 32
+
+EXAMPLE = StageFunctions(
+    embed=lambda shared, mb: mb["inputs"],
+    layer=lambda p, x, mb: jax.nn.gelu(x @ p["up"], approximate=False) @ p["down"],
+    head=lambda shared, x, mb: jnp.sum((x - mb["labels"]) ** 2),
+    count=lambda mb: jnp.size(mb["labels"]),
+)
+
+
+def normal(key, *shape):
+    return jax.random.normal(jax.random.key(key), shape, jnp.float64)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_losses_outputs_and_gradients(name, pp):
+    schedule = build(name, pp=pp, microbatches=CHUNKS)
+    layout = StageLayout((1,) * schedule.stages, schedule.placement)
+    with jax.enable_x64(True):
+        layers = [
+            {
+                "up": normal(2 * s, HIDDEN, 4 * HIDDEN) / HIDDEN**0.5,
+                "down": normal(2 * s + 1, 4 * HIDDEN, HIDDEN) / (4 * HIDDEN) ** 0.5,
+            }
+            for s in range(schedule.stages)
+        ]
+        batch = {
+            "inputs": normal(233, CHUNKS, EXAMPLES, LENGTH, HIDDEN),
+            "labels": normal(234, CHUNKS, EXAMPLES, LENGTH, HIDDEN),
+        }
+        pipeline = Pipeline(EXAMPLE, schedule, make_mesh(pp, devices=jax.devices()[:pp]))
+        params = {"shared": {}, "layers": layout.stack(layers)}
+        losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
+        evaluated = jax.jit(pipeline.losses)(params, batch)
+        want, want_gradients = losses_and_gradients_ref(EXAMPLE, {}, layers, batch)
+        worst = jax.tree.map(cal_diff, gradients["layers"], layout.stack(want_gradients["layers"]))
+    np.testing.assert_allclose(losses, want, rtol=1e-14)
+    np.testing.assert_allclose(evaluated, want, rtol=1e-14)
+    assert max(jax.tree.leaves(worst)) < 1e-13
