@@ -2,7 +2,9 @@
 # Lint and test everything: ./launch/test.sh; or a part: ./launch/test.sh tests/schedule -k 1f1b
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare test
+extras=(test)
+[ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs is made for Linux only
+prepare "${extras[@]}"
 if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .

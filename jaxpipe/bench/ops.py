@@ -17,7 +17,6 @@ from jaxpipe.parallel import PP
 from jaxpipe.pipeline import StageFunctions, buffers
 from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.split import Residuals, split_layer
-from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.schedule import Op
 
 Tree = Any
@@ -67,8 +66,6 @@ def _loops(
     """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
     x = jax.jit(functions.embed)(shared, microbatch)
     split = split_layer(functions.layer, layers[0], x, microbatch)
-    embed = SharedPart.trace(functions.embed, shared, microbatch)
-    head = SharedPart.trace(functions.head, shared, x, microbatch)
 
     def ring(like: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
@@ -95,10 +92,13 @@ def _loops(
         return run
 
     def ends(state: Tree, given: Tree, row: Tree) -> Tree:
-        x = buffers.read(given["inputs"], row["for_b_read"])
-        loss, pull = head.vjp(given["shared"], x, microbatch=given["microbatch"])
-        used, dy = pull(jnp.ones_like(loss))
-        return loss, dy, head.add(state[2], used)
+        loss, pull = jax.vjp(
+            lambda shared, x: functions.head(shared, x, given["microbatch"]),
+            given["shared"],
+            buffers.read(given["inputs"], row["for_b_read"]),
+        )
+        gradients, dy = pull(jnp.ones_like(loss))
+        return loss, dy, jax.tree.map(jnp.add, state[2], gradients)
 
     def enter(state: Tree, given: Tree, row: Tree) -> Tree:
         tokens = jax.tree.map(
@@ -107,9 +107,9 @@ def _loops(
         return functions.embed(given["shared"], tokens)
 
     def leave(state: Tree, given: Tree, row: Tree) -> Tree:
-        _, pull = embed.vjp(given["shared"], microbatch=given["microbatch"])
-        (used,) = pull(buffers.read(given["inputs"], row["for_b_read"]))
-        return embed.add(state, used)
+        _, pull = jax.vjp(lambda s: functions.embed(s, given["microbatch"]), given["shared"])
+        (gradients,) = pull(buffers.read(given["inputs"], row["for_b_read"]))
+        return jax.tree.map(jnp.add, state, gradients)
 
     def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
         def loop(state: Tree, given: Tree) -> Tree:

@@ -53,9 +53,10 @@ class Worker:
     def step(self, name: str) -> dict[str, Any]:
         """Run a step: loss, begin and end."""
         run, arguments = self.steps[name]
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.process_time()
         losses, _ = jax.block_until_ready(run(*arguments))
-        return {"begin": begin, "end": time.monotonic(), "loss": float(np.sum(losses))}
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        return {"begin": begin, "end": end, "cpu": cpu, "loss": float(np.sum(losses))}
 
     def drop(self, name: str) -> dict[str, Any]:
         """Forget a step and its arguments."""
