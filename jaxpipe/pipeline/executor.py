@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpipe.parallel.layout import batch_spec, state_specs
 from jaxpipe.parallel.mesh import DP, PP
 from jaxpipe.pipeline.chunk import Chunk
-from jaxpipe.pipeline.split import POLICIES, split_layer
+from jaxpipe.pipeline.split import POLICIES, Policy, split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
 from jaxpipe.pipeline.tick import RankWork
 from jaxpipe.schedule import Schedule, Tables, forward_only, lower
@@ -26,18 +26,19 @@ Tree = Any
 class Execution:
     """How a schedule is run; none of it changes what is computed.
 
-    `transfer_ticks` and `in_flight` are explained at `jaxpipe.schedule.cells.place`, `remat` names
-    a policy of `jaxpipe.pipeline.split.POLICIES`. `defer_ends` lets the gradients of the head's and
-    the embedding's matrices wait for W of their stages, for the memory of what they take: a whole
-    gradient of the logits for each microbatch that waits. Parameters are cast to `compute_dtype`
-    once a step (None: kept); gradients are accumulated in the parameters' own dtype.
-    `poison_bubbles` fills idle messages and free slots with NaN, to show that no result depends on
-    them.
+    `transfer_ticks` and `in_flight` are explained at `jaxpipe.schedule.cells.place`. `remat` names
+    a policy of `jaxpipe.pipeline.split.POLICIES`, or is one of `jax.checkpoint_policies`, such as
+    `save_only_these_names(...)`: it says what F may store for B and W. `defer_ends` lets the
+    gradients of the head's and the embedding's matrices wait for W of their stages, for the memory
+    of what they take: a whole gradient of the logits for each microbatch that waits. Parameters are
+    cast to `compute_dtype` once a step (None: kept); gradients are accumulated in the parameters'
+    own dtype. `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
+    depends on them.
     """
 
     transfer_ticks: int = 1
     in_flight: int | None = None
-    remat: str = "none"
+    remat: str | Policy = "none"
     defer_ends: bool = False
     compute_dtype: Any = None
     poison_bubbles: bool = False
@@ -184,7 +185,9 @@ def _rank_program(
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     split = head_split = None
     if tables.trains:
-        split = split_layer(functions.layer, layers[0], x, microbatch, POLICIES[execution.remat])
+        remat = execution.remat
+        policy = POLICIES[remat] if isinstance(remat, str) else remat
+        split = split_layer(functions.layer, layers[0], x, microbatch, policy)
         head_split = head.split(shared, x, microbatch)
 
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.pipeline import POLICIES, split_layer
@@ -46,7 +47,7 @@ def test_equals_vjp_bitwise(layer_case, policy):
 
     def finer(params, x, dy):
         y, kept = split.forward(params, x, microbatch)
-        dx, vectors, stash = split.backward_input(params, microbatch, kept, dy)
+        dx, _, stash = split.backward_input(params, microbatch, kept, dy)
         matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
         both = {
             name: vectors[name] if matrices[name] is None else matrices[name] for name in params
@@ -89,6 +90,29 @@ def test_full_remat_keeps_only_the_input(layer_case):
     (kept,) = split.residuals.for_b
     assert (kept.shape, kept.dtype) == (x.shape, x.dtype)
     assert split.residuals.for_w == ()
+
+
+def test_values_are_stored_by_name(layer_case):
+    """`save_only_these_names`: F stores the input and what bears the name; B repeats the rest."""
+    params, x, microbatch, dy = layer_case
+
+    def layer(params, x, microbatch):
+        return x + jnp.tanh(checkpoint_name(x @ params["up"], "wide")) @ params["down"]
+
+    policy = jax.checkpoint_policies.save_only_these_names("wide")
+    split = split_layer(layer, params, x, microbatch, policy)
+    _, kept = split.forward(params, x, microbatch)
+    assert [k.shape for k in jax.tree.leaves(kept)] == [(3, 6, 16), (3, 6, 8)]
+    dx, _, stash = split.backward_input(params, microbatch, kept, dy)
+    matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
+    _, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
+    want, want_dx = pull(dy)
+    np.testing.assert_allclose(dx, want_dx, rtol=2e-6, atol=1e-6)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(matrices[name], want[name], rtol=2e-6, atol=1e-6)
+    forward = flops(lambda p, x: layer(p, x, microbatch), params, x)
+    work = flops(lambda *a: split.backward_input(params, microbatch, *a), kept, dy)
+    assert work == forward  # no product is repeated
 
 
 def test_residuals_depend_on_x(layer_case):
