@@ -1,8 +1,8 @@
 """One tick on one rank: receive, then what its cell holds, each kind of work in a cond of its own.
 
 Every buffer is written only by two-way `lax.cond`s whose other branch passes it on, and within a
-tick it is written before it is read: so XLA updates all of them in place. Only messages are stored
-outside a cond; when there is none, they go to a spare slot.
+tick it is written before it is read: so XLA updates all of them in place. Only messages (and what
+the embedding's gradient waits for) are stored outside a cond; idle ones go to a spare slot.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ class Carry(NamedTuple):
     """What a rank hands from tick to tick.
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash`
-    are rings of each layer slot, which all chunks share; `for_head` and `for_embed` are rings of
-    what the ends' deferred gradients take. The tables' slots point into them.
-    `layer_gradients` are by chunk and layer slot. `losses`: each microbatch's share of the loss,
-    `[M]`. A forward-only pass has no `dx`, residuals, stash or gradients.
+    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash` are rings of each
+    layer slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends'
+    deferred gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
+    layer slot. `losses`: each microbatch's share of the loss, `[M]`. A forward-only pass has no
+    `dx`, residuals, stash or gradients.
     """
 
     y: jax.Array
@@ -164,7 +164,7 @@ class RankWork:
             return self._run_gradient(carry, row, op, chunk, kept)
 
         made = lax.cond(runs, run, lambda: self._gradient_state(carry, op, chunk))
-        return self._with_gradient(carry, chunk, made)
+        return self._with_gradient(carry, op, chunk, made)
 
     def _pair(self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[Kept]) -> Carry:
         """F of one chunk and a gradient of another in one branch, neither waiting for the other.
@@ -184,7 +184,7 @@ class RankWork:
 
         y, residuals, made = lax.cond(runs, run, lambda: passed)
         carry = carry._replace(y=y, residuals=residuals)
-        return self._with_gradient(carry, pair.gradient, made)
+        return self._with_gradient(carry, pair.op, pair.gradient, made)
 
     def _read(self, carry: Carry, row: Row, op: Op) -> list[Kept]:
         """What a gradient reads of every layer slot."""
@@ -210,11 +210,11 @@ class RankWork:
         return self.chunks[chunk].gradient(self.split, op, dx, microbatch, kept, stash, totals, row)
 
     @staticmethod
-    def _with_gradient(carry: Carry, chunk: int, made: GradientState) -> Carry:
+    def _with_gradient(carry: Carry, op: Op, chunk: int, made: GradientState) -> Carry:
         dx, stash, totals = made
         gradients = list(carry.layer_gradients)
         gradients[chunk] = totals
-        stash = stash if any(stash) else carry.stash
+        stash = stash if op is Op.B else carry.stash
         return carry._replace(dx=dx, stash=stash, layer_gradients=tuple(gradients))
 
     def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:

@@ -47,7 +47,7 @@ def test_equals_vjp_bitwise(layer_case, policy):
 
     def finer(params, x, dy):
         y, kept = split.forward(params, x, microbatch)
-        dx, _, stash = split.backward_input(params, microbatch, kept, dy)
+        dx, vectors, stash = split.backward_input(params, microbatch, kept, dy)
         matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
         both = {
             name: vectors[name] if matrices[name] is None else matrices[name] for name in params
