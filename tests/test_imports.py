@@ -18,7 +18,7 @@ ROWS = [
     {"checkpoint", "compiler", "optimizer", "data", "metrics", "progress"},
     {"trainer", "summary"},
     {"gpu"},
-    {"train", "plan"},
+    {"train", "plan", "bench"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {

@@ -1,83 +1,38 @@
 """`python -m jaxpipe.bench.efficiency`: how much of two cores a pipeline uses, beside predictions.
 
-For every schedule, on two processes of one thread, each on its own core:
+For every schedule, on two processes of one thread, each pinned to its own core:
 
   measured  = (single-device step / 2) / pipeline step, forward and backward of all microbatches;
   predicted = (single-device step / 2) / lockstep of the simulator, from op times measured with
               both cores busy;
-  torch     = the same as measured, of torch.distributed.pipelining's schedule of that family,
+  PyTorch   = the same as measured, of torch.distributed.pipelining's schedule of that family,
               against PyTorch's own single-process step.
 
-No optimizer is in any of the steps. Single steps, ops and pipeline steps take turns, and a step in
-which other processes used over 6 % of a core is dropped and made again. Exit codes: 0 done; 1 a
-measurement failed; 2 bad input.
+No optimizer is in any of the steps. All take turns in rounds, and a step in which other processes
+used over 6 % of a core is made again. Exit codes: 0 done; 1 a measurement failed; 2 bad input.
 """
 
 import argparse
 import json
+import os
+import platform
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
 
 from jaxpipe.bench.processes import BenchError, Group, seconds_and_loss
-from jaxpipe.bench.steps import Runner, Series
-from jaxpipe.bench.workload import VARIANTS, WORKLOADS, OpTimes, Variant, Workload
-from jaxpipe.schedule import Op, Schedule, ScheduleError, simulate
+from jaxpipe.bench.steps import Rounds, Runner
+from jaxpipe.bench.table import PP, Row, rounds_json, table
+from jaxpipe.bench.workload import VARIANTS, WORKLOADS, OpTimes, Workload
+from jaxpipe.schedule import ScheduleError
 
-PP = 2
 _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
-_COLUMNS = ("schedule", "M", "measured", "spread", "predicted", "measured/predicted", "torch",
-            "torch spread", "kept")  # fmt: skip
-
-
-@dataclass
-class Row:
-    """One schedule with one number of microbatches: its steps, and what the rounds saw."""
-
-    variant: str
-    microbatches: int
-    schedule: Schedule
-    series: dict[str, Series]
-    op_times: list[OpTimes] = field(default_factory=list)
-
-    def efficiency(self, whose: str) -> float:
-        """Of `"jaxpipe"` or `"torch"`, each against its own single-device step."""
-        single, pipeline = self.series[f"{whose} single"], self.series[whose]
-        return single.median / PP / pipeline.median
-
-    def spread(self, whose: str) -> tuple[float, float]:
-        """Least and largest efficiency that a step had, against the median single step."""
-        single, kept = self.series[f"{whose} single"].median, self.series[whose].kept
-        return (single / PP / max(kept), single / PP / min(kept)) if kept else (0.0, 0.0)
-
-    def predicted(self, layers: int) -> float:
-        """The simulator's efficiency, from the median op times."""
-        seconds = lockstep_seconds(self.variant, self.schedule, self.median_times(), layers)
-        return self.series["jaxpipe single"].median / PP / seconds
-
-    def median_times(self) -> OpTimes:
-        """Seconds of every op, over rounds and ranks."""
-        fields = OpTimes.__struct_fields__
-        return OpTimes(**{f: median(getattr(t, f) for t in self.op_times) for f in fields})
-
-
-def lockstep_seconds(variant: str, schedule: Schedule, times: OpTimes, layers: int) -> float:
-    """Seconds of a step as the scan runs it, from the seconds of its ops."""
-    chosen = VARIANTS[variant]
-    split = any(
-        action.op is Op.B for order in schedule.ranks for c in order for action in c.actions
-    )
-    costs = times.costs(chosen.layers(layers, schedule.pp), split=split)
-    report = simulate(schedule, costs, transfer_ticks=1, in_flight=chosen.in_flight)
-    return report.lockstep_makespan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    layers = WORKLOADS[arguments.workload].model.n_layers
-    print(table(rows, layers))
+    print(table(rows))
     if arguments.out:
         _save(arguments, rows, versions)
     return 0
@@ -103,141 +57,128 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     """Start the competitors, and measure every schedule with every number of microbatches."""
     workload = WORKLOADS[arguments.workload]
-    jax_worker = [sys.executable, "-m", "jaxpipe.bench.worker"]
-    torch_worker = [arguments.torch, str(_PEER)] if arguments.torch else None
-    how = {"workload": msgspec.to_builtins(workload)}
+    programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.worker"]}
+    if arguments.torch:
+        programs["torch"] = [arguments.torch, str(_PEER)]
+    groups = {}
     with ExitStack() as stack:
-        groups = {}
-        for name, program in (("jaxpipe", jax_worker), ("torch", torch_worker)):
-            if program:
-                for kind, size in ((f"{name} single", 1), (name, PP)):
-                    groups[kind] = stack.enter_context(Group(kind, program, size, **how))
-        runner = Runner(tuple(groups.values()))
+        for name, program in programs.items():
+            for kind, size in ((f"{name} single", 1), (name, PP)):
+                group = Group(kind, program, size, workload=msgspec.to_builtins(workload))
+                groups[kind] = stack.enter_context(group)
+        versions = {name: groups[name].versions[0]["ready"] for name in programs}
         rows = [
-            _measure_one(groups, runner, workload, variant, microbatches, arguments.rounds)
+            row
             for microbatches in arguments.microbatches
-            for variant in arguments.schedules
+            for row in _measure(groups, workload, arguments, microbatches)
         ]
-        versions = {name: group.versions[0]["ready"] for name, group in groups.items()}
     return rows, versions
 
 
-def _measure_one(
-    groups: dict[str, Group],
-    runner: Runner,
+def _measure(
+    groups: Mapping[str, Group],
     workload: Workload,
-    variant: str,
+    arguments: argparse.Namespace,
     microbatches: int,
-    rounds: int,
-) -> Row:
-    """Build the steps of one schedule in all groups, then take turns."""
-    chosen, layers = VARIANTS[variant], workload.model.n_layers
-    times, turns = None, {}
-    if chosen.searched:
-        times = _mean_times(groups["jaxpipe"].ask("ops"))
-    schedule = _build(chosen, microbatches, times, layers)
-    for name, group in groups.items():
-        how: dict[str, Any] = {"microbatches": microbatches}
-        if name == "jaxpipe":
-            how |= {"variant": variant, "times": times and msgspec.to_builtins(times)}
-        elif name == "torch":
-            how |= {"schedule": chosen.peer}
-        _build_step(group, how)
-        turns[name] = lambda group=group: group.step("step")[0]
-    turns["ops"] = lambda: _mean_times(groups["jaxpipe"].ask("ops"))
-    row = Row(variant, microbatches, schedule, {name: Series() for name in turns})
-    groups["jaxpipe"].ask("ops")  # the first compiles
-    for found in runner.rounds(rounds, turns, row.series):
-        if "ops" in found:
-            row.op_times.append(found["ops"])
-    if not row.op_times:
-        raise BenchError(f"{variant}: others used the machine all the time; try again later.")
-    print(table([row], layers).splitlines()[-1], file=sys.stderr, flush=True)
-    return row
+) -> list[Row]:
+    """Build every step, then take turns in rounds."""
+    pipeline, layers = groups["jaxpipe"], workload.model.n_layers
+    pipeline.ask("ops")  # compiles
+    turns: dict[str, Callable[[], Any]] = {}
+    rows, rounds, times = [], Rounds(), _mean_times(pipeline)
+    for name in (name for name in ("jaxpipe single", "torch single") if name in groups):
+        turns[name] = _built(groups[name], "single", microbatches=microbatches)
+    turns["ops"] = lambda: _mean_times(pipeline)
+    for variant in arguments.schedules:
+        chosen = VARIANTS[variant]
+        turns[f"jaxpipe {variant}"] = _built(
+            pipeline, variant, microbatches=microbatches, variant=variant,
+            times=msgspec.to_builtins(times),
+        )  # fmt: skip
+        if "torch" in groups and f"torch {chosen.peer}" not in turns:
+            turns[f"torch {chosen.peer}"] = _built(
+                groups["torch"], chosen.peer, microbatches=microbatches, schedule=chosen.peer
+            )
+        costs = times.costs(chosen.layers(layers, PP), split=True)
+        rows.append(Row(variant, chosen.build(PP, microbatches, costs), layers, rounds))
+    runner = Runner(tuple(groups.values()))
+    for number in range(arguments.rounds):
+        runner.round(turns, rounds)
+        print(f"round {number + 1} of M={microbatches}\n{table(rows)}", file=sys.stderr, flush=True)
+    for turn in turns:
+        for group in groups.values():
+            group.ask("drop", name=turn.removeprefix("jaxpipe ").removeprefix("torch "))
+    return rows
 
 
-def _build(chosen: Variant, microbatches: int, times: OpTimes | None, layers: int) -> Schedule:
-    costs = times.costs(chosen.layers(layers, PP), split=True) if times else None
-    return chosen.build(PP, microbatches, costs)
+def _built(group: Group, name: str, **how: Any) -> Callable[[], float]:
+    """Have a step built and run once; the turn that gives its seconds."""
+    _, loss = seconds_and_loss(group.ask("build", name=name, **how))
+    if not 0 < loss < 1e3:
+        raise BenchError(f"{group.name}: the loss of {name} is {loss}.")
+    return lambda: group.step(name)[0]
 
 
-def _build_step(group: Group, how: dict[str, Any]) -> None:
-    group.ask("drop", name="step")
-    _, loss = seconds_and_loss(group.ask("build", name="step", **how))
-    if not abs(loss) < 1e3:
-        raise BenchError(f"{group.name}: the step's loss is {loss}.")
-
-
-def _mean_times(answers: list[dict[str, float]]) -> OpTimes:
-    """Over the ranks."""
+def _mean_times(group: Group) -> OpTimes:
+    """Of the ops, over the ranks, which run them at the same time."""
+    answers = group.ask("ops")
     return OpTimes(**{name: sum(a[name] for a in answers) / len(answers) for name in answers[0]})
 
 
-def table(rows: Sequence[Row], layers: int) -> str:
-    """The results as a markdown table."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-    for row in rows:
-        measured, predicted = row.efficiency("jaxpipe"), row.predicted(layers)
-        cells = [row.variant, str(row.microbatches), f"{measured:.3f}"]
-        cells += [_range(row.spread("jaxpipe")), f"{predicted:.3f}"]
-        cells += [f"{measured / predicted:.3f}"]
-        if "torch" in row.series:
-            cells += [f"{row.efficiency('torch'):.3f}", _range(row.spread("torch"))]
-        else:
-            cells += ["", ""]
-        kept = [f"{len(s.kept)}/{s.made}" for name, s in row.series.items() if name != "ops"]
-        lines.append("| " + " | ".join([*cells, " ".join(kept)]) + " |")
-    return "\n".join(lines)
-
-
-def _range(pair: tuple[float, float]) -> str:
-    return f"{pair[0]:.3f}-{pair[1]:.3f}"
-
-
 def _save(arguments: argparse.Namespace, rows: Sequence[Row], versions: dict[str, str]) -> None:
-    workload = WORKLOADS[arguments.workload]
-    layers = workload.model.n_layers
+    """The JSON file, and the table in markdown beside it."""
+    command = (
+        f"python -m jaxpipe.bench.efficiency --workload {arguments.workload} "
+        f"--schedules {' '.join(arguments.schedules)} "
+        f"--microbatches {' '.join(map(str, arguments.microbatches))} --rounds {arguments.rounds}"
+    ) + (" --torch PYTHON" if arguments.torch else "")
+    named = {"Python": platform.python_version(), "jax": versions["jaxpipe"]}
+    named |= {"torch": versions["torch"]} if "torch" in versions else {}
+    today = date.today().isoformat()
     found = {
-        "date": date.today().isoformat(),
-        "versions": versions | {"jaxpipe": version("jaxpipe") if False else "0.1.0"},
-        "workload": msgspec.to_builtins(workload),
-        "rows": [
-            {
-                "schedule": row.variant,
-                "microbatches": row.microbatches,
-                "measured": row.efficiency("jaxpipe"),
-                "predicted": row.predicted(layers),
-                "torch": row.efficiency("torch") if "torch" in row.series else None,
-                "op_seconds": msgspec.to_builtins(row.median_times()),
-                "steps": {name: s.summary() for name, s in row.series.items() if name != "ops"},
-            }
-            for row in rows
-        ],
+        "date": today,
+        "command": command,
+        "versions": named,
+        "workload": msgspec.to_builtins(WORKLOADS[arguments.workload]),
+        "rows": [row.json() for row in rows],
+        "rounds": {str(row.schedule.microbatches): rounds_json(row.rounds) for row in rows},
     }
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    text = [
+        f"# Pipeline efficiency on {PP} CPU cores, {today}",
+        ", ".join(f"{name} {number}" for name, number in named.items())
+        + f"; {arguments.workload}; one thread a rank, each on its own core; no optimizer.",
+        f"`{command}`",
+        table(rows),
+        "Medians over rounds, least and largest round in brackets; `kept` counts the clean steps "
+        "of this schedule and of the single device.",
+    ]
+    arguments.out.with_suffix(".md").write_text("\n\n".join(text) + "\n")
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise `BenchError` or `ScheduleError` where the request cannot be met."""
-    workload = WORKLOADS[arguments.workload]
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
+        raise BenchError(f"this needs Linux and {PP} processor cores.")
+    if arguments.rounds < 1:
+        raise BenchError(f"--rounds {arguments.rounds} must be at least 1.")
+    if arguments.torch and not shutil.which(arguments.torch):
+        raise BenchError(f"--torch {arguments.torch} cannot be started: give a Python with torch.")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise BenchError(f"--out {arguments.out} cannot be written: its folder is missing.")
     for name in arguments.schedules:
         if name not in VARIANTS:
             raise BenchError(f"unknown schedule {name!r}: choose of {', '.join(VARIANTS)}.")
-        chosen = VARIANTS[name]
-        chosen.layers(workload.model.n_layers, PP)
         for microbatches in arguments.microbatches:
-            if not chosen.searched:
-                chosen.build(PP, microbatches)
-    if arguments.rounds < 1:
-        raise BenchError(f"--rounds {arguments.rounds} must be at least 1.")
+            VARIANTS[name].build(PP, microbatches)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxpipe.bench.efficiency", description=__doc__)
     add = parser.add_argument
     add("--schedules", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    add("--rounds", type=int, default=3, help="times that every step is to be made (3)")
+    add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M", help="of a step")
+    add("--rounds", type=int, default=3, help="how often every step is made (3)")
     add("--workload", choices=WORKLOADS, default="bench-S", help="sizes of the model (bench-S)")
     add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
     add("--out", type=Path, metavar="FILE.json", help="where to write all that was measured")

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -25,12 +26,13 @@ class Group:
     def __init__(self, name: str, program: Sequence[str], size: int, **how: Any):
         self.name = name
         port = _free_port()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
                 [*program, json.dumps({"rank": rank, "size": size, "port": port, **how})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if not os.environ.get("BENCH_STDERR") else None,
+                stderr=self._errors,
                 text=True,
                 env=os.environ | _ONE_THREAD,
                 preexec_fn=lambda rank=rank: os.sched_setaffinity(0, {rank}),
@@ -68,11 +70,14 @@ class Group:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._errors.close()
 
     def _answers(self) -> list[dict[str, Any]]:
         lines = [process.stdout.readline() for process in self._processes]
         if not all(lines):
-            raise BenchError(f"a process of {self.name} ended before it answered.")
+            self._errors.seek(0)
+            last = (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
+            raise BenchError(f"a process of {self.name} ended before it answered: {last}")
         return [json.loads(line) for line in lines]
 
 

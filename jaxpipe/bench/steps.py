@@ -1,9 +1,9 @@
 """Steps of several competitors in turn, kept only where nothing else was using the machine."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from jaxpipe.bench.processes import Group, machine_busy_seconds
@@ -12,61 +12,50 @@ CLEAN = 0.06  # of a core that others may use during a step that is kept
 
 
 @dataclass
-class Series:
-    """What one kind of step took, in seconds, clean ones only; `made` counts all."""
+class Rounds:
+    """What every clean turn answered, round by round, and how often each was tried."""
 
-    kept: list[float] = field(default_factory=list)
-    made: int = 0
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    tried: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def median(self) -> float:
-        """Seconds; NaN where no step was clean."""
-        return median(self.kept) if self.kept else float("nan")
-
-    def summary(self) -> dict[str, Any]:
-        """For the results file."""
-        return {"seconds": [round(s, 4) for s in self.kept], "kept": len(self.kept),
-                "made": self.made}  # fmt: skip
+    def kept(self, name: str) -> list[Any]:
+        """The answers of one turn."""
+        return [found[name] for found in self.rounds if name in found]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Takes turns between competitors; a step that others disturbed is tried again.
+    """Takes turns between competitors; a turn that others disturbed is tried again.
 
     `groups` are all processes of the measurement, whose processor time is not others'. `tries` is
-    how often a step is made until one is clean, `patience` the longest wait for a quiet machine
+    how often a turn is made until one is clean, `patience` the longest wait for a quiet machine
     before each, in seconds.
     """
 
     groups: Sequence[Group]
     tries: int = 3
-    patience: float = 20.0
+    patience: float = 30.0
 
-    def rounds(
-        self, count: int, turns: dict[str, Callable[[], Any]], series: dict[str, Series]
-    ) -> Iterable[dict[str, Any]]:
-        """`count` rounds through all turns; yields what the clean turns of each round answered."""
-        for _ in range(count):
-            yield {
-                name: answer
-                for name, turn in turns.items()
-                if (answer := self._clean(turn, series[name])) is not None
-            }
+    def round(self, turns: Mapping[str, Callable[[], Any]], into: Rounds) -> None:
+        """One more round through all turns; those that were never clean are missing in it."""
+        found = {}
+        for name, turn in turns.items():
+            for _ in range(self.tries):
+                into.tried[name] += 1
+                answer, share = self._watched(turn)
+                if share < CLEAN:
+                    found[name] = answer
+                    break
+        into.rounds.append(found)
 
-    def _clean(self, turn: Callable[[], Any], series: Series) -> Any:
-        for _ in range(self.tries):
-            self.wait()
-            begin, others = time.monotonic(), self._others()
-            answer = turn()
-            share = (self._others() - others) / (time.monotonic() - begin)
-            series.made += 1
-            if share < CLEAN:
-                if isinstance(answer, float):
-                    series.kept.append(answer)
-                return answer
-        return None
+    def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float]:
+        """A turn's answer, and what others used meanwhile, as a share of one core."""
+        self._wait()
+        begin, others = time.monotonic(), self._others()
+        answer = turn()
+        return answer, (self._others() - others) / (time.monotonic() - begin)
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Until others use little for half a second, or patience ends."""
         limit = time.monotonic() + self.patience
         while time.monotonic() < limit:
@@ -76,8 +65,5 @@ class Runner:
                 return
 
     def _others(self) -> float:
-        return machine_busy_seconds() - sum(g.cpu_seconds() for g in self.groups) - _own()
-
-
-def _own() -> float:
-    return time.process_time()
+        own = time.process_time() + sum(group.cpu_seconds() for group in self.groups)
+        return machine_busy_seconds() - own

@@ -1,11 +1,12 @@
-"""The measurement itself: what it predicts from known costs, what it refuses, and a tiny op timer."""
+"""The measurement itself: predictions from known costs, what it refuses, and a tiny op timer."""
 
 import jax
 import pytest
 
-from jaxpipe.bench.efficiency import Row, lockstep_seconds, main, table
+from jaxpipe.bench.efficiency import main
 from jaxpipe.bench.ops import OpTimer
-from jaxpipe.bench.steps import Series
+from jaxpipe.bench.steps import Rounds
+from jaxpipe.bench.table import Row, lockstep_seconds, table
 from jaxpipe.bench.workload import VARIANTS, WORKLOADS, OpTimes
 from jaxpipe.model import Decoder
 from jaxpipe.pipeline import StageFunctions
@@ -32,14 +33,16 @@ def test_the_unsplit_backward_is_the_measured_one():
     assert list(costs.F) == [3.25, 3.5]
 
 
-def test_efficiencies_of_a_row():
-    schedule = VARIANTS["1f1b"].build(2, 2)
-    series = {"jaxpipe single": Series([10.0], 2), "jaxpipe": Series([8.0, 10.0, 12.5], 3)}
-    row = Row("1f1b", 2, schedule, series, [TIMES])
-    assert row.efficiency("jaxpipe") == 0.5
-    assert row.spread("jaxpipe") == (0.4, 0.625)
-    assert row.predicted(2) == 5 / (11 + 5 * 0.0625)
-    assert "| 1f1b | 2 | 0.500 | 0.400-0.625 | 0.442 | 1.131 |" in table([row], 2)
+def test_efficiencies_are_ratios_within_a_round():
+    first = {"jaxpipe single": 10.0, "jaxpipe 1f1b": 8.0, "ops": TIMES}
+    second = {"jaxpipe single": 20.0, "jaxpipe 1f1b": 10.0, "torch single": 3.0}
+    third = {"jaxpipe 1f1b": 1.0, "torch Schedule1F1B": 1.0}
+    row = Row("1f1b", VARIANTS["1f1b"].build(2, 2), 2, Rounds([first, second, third]))
+    assert row.measured() == [0.625, 1.0]
+    assert row.predicted() == [5 / 11.3125]
+    assert row.kept_promise() == [11.3125 / 8]
+    assert row.torch() == []
+    assert "| 1f1b | 2 | 0.812 (0.625-1.000) | 0.442 (0.442-0.442) |" in table([row])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
