@@ -101,7 +101,7 @@ class TrainConfig(_Section, kw_only=True):
     seq_len: Positive  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters and sums stay float32
-    remat: Literal["none", "selective", "full"] = "none"  # what backward computes again
+    remat: Literal["none", "elementwise", "selective", "full"] = "none"  # what B repeats
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
 
-REMAT = ("none", "selective", "full")
+REMAT = ("none", "elementwise", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,12 @@ def layer_bytes(
             for_w = q if fused else 0  # the attention's output is stored only if it is fused
             return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
     wide = max(itemsize, 4)
+    if remat == "elementwise":
+        heads = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
+        # Scores and two numbers a row in the wide dtype.
+        scores = logsumexp or tokens * widths.heads * wide * (seq_len + 2)
+        for_b = 2 * stream + q + 2 * kv + 2 * hidden + heads * wide + scores
+        return LayerBytes(for_b, q, inputs - q + gradients)
     norms = 2 * _norm_bytes(stream, rows, wide)
     if model.qk_norm:
         norms += _norm_bytes(q, tokens * widths.heads, wide)

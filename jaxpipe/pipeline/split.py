@@ -41,8 +41,23 @@ def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
 
+# Computed value by value from operands of the same shape, or only moved about.
+_ELEMENTWISE = _LAYOUT | {
+    "abs", "add", "add_any", "and", "concatenate", "cos", "div", "eq", "erf", "exp", "expm1", "ge",
+    "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "ne", "not", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh",
+}  # fmt: skip
+
+
+def _save_all_but_elementwise(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Store products, reductions and whatever is not known to be cheap."""
+    return primitive.name not in _ELEMENTWISE
+
+
 POLICIES: dict[str, Policy] = {
     "none": jax.checkpoint_policies.everything_saveable,
+    "elementwise": _save_all_but_elementwise,
     "selective": _save_products,
     "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -64,7 +64,9 @@ def test_equals_vjp_bitwise(layer_case, policy):
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(("policy", "repeats"), [("none", 0), ("selective", 0), ("full", 1)])
+@pytest.mark.parametrize(
+    ("policy", "repeats"), [("none", 0), ("elementwise", 0), ("selective", 0), ("full", 1)]
+)
 def test_flops_of_the_pieces(layer_case, policy, repeats):
     params, x, microbatch, dy = layer_case
     split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
