@@ -9,4 +9,4 @@ if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
 fi
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"
