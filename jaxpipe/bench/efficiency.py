@@ -14,6 +14,7 @@ used over 6 % of a core is made again. Exit codes: 0 done; 1 a measurement faile
 
 import argparse
 import json
+import logging
 import os
 import platform
 import shutil
@@ -38,6 +39,7 @@ _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         _check(arguments)
     except (BenchError, ScheduleError) as error:

@@ -1,5 +1,6 @@
 """Steps of several competitors in turn, kept only where nothing else was using the machine."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 from jaxpipe.bench.processes import Group, machine_busy_seconds
 
+logger = logging.getLogger(__name__)
 CLEAN = 0.06  # of a core that others may use during a step that is kept
 
 
@@ -43,6 +45,7 @@ class Runner:
             for _ in range(self.tries):
                 into.tried[name] += 1
                 answer, share = self._watched(turn)
+                logger.info("%s: %s, others %.3f", name, answer, share)
                 if share < CLEAN:
                     found[name] = answer
                     break

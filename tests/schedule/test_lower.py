@@ -67,7 +67,7 @@ def test_a_cap_on_microbatches_is_kept(name, pp, microbatches, transfer_ticks, i
     assert tables.slots.for_w <= in_flight
 
 
-@pytest.mark.parametrize("name", set(BUILDERS) - {"dualpipe", "dualpipev"})
+@pytest.mark.parametrize("name", [name for name in BUILDERS if not name.startswith("dualpipe")])
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
     """A buffer is no larger than the order of the actions makes it, whatever ticks they fall in."""
