@@ -44,19 +44,20 @@ class Runner:
         for name, turn in turns.items():
             for _ in range(self.tries):
                 into.tried[name] += 1
-                answer, share = self._watched(turn)
-                logger.info("%s: %s, others %.3f", name, answer, share)
-                if share < CLEAN:
+                answer, own, others = self._watched(turn)
+                logger.info("%s: %s, %.2f s of processor, others %.3f", name, answer, own, others)
+                if others < CLEAN:
                     found[name] = answer
                     break
         into.rounds.append(found)
 
-    def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float]:
-        """A turn's answer, and what others used meanwhile, as a share of one core."""
+    def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float, float]:
+        """A turn's answer, its processor seconds, and others' use of a core meanwhile (1: all)."""
         self._wait()
-        begin, others = time.monotonic(), self._others()
+        begin, own, others = time.monotonic(), self._own(), self._others()
         answer = turn()
-        return answer, (self._others() - others) / (time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        return answer, self._own() - own, (self._others() - others) / seconds
 
     def _wait(self) -> None:
         """Until others use little for half a second, or patience ends."""
@@ -67,6 +68,8 @@ class Runner:
             if self._others() - others < CLEAN / 2:
                 return
 
+    def _own(self) -> float:
+        return time.process_time() + sum(group.cpu_seconds() for group in self.groups)
+
     def _others(self) -> float:
-        own = time.process_time() + sum(group.cpu_seconds() for group in self.groups)
-        return machine_busy_seconds() - own
+        return machine_busy_seconds() - self._own()
