@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, run_slice, trace_flat
@@ -118,11 +119,16 @@ class LayerSplit:
     def backward(
         self, params: Tree, microbatch: Tree, residuals: Residuals, dy: jax.Array
     ) -> tuple[jax.Array, Tree]:
-        """BW: the input's gradient and every parameter's."""
-        known = self._known(residuals) | {self._dy: dy}
-        outputs = self._closed.jaxpr.outvars[1:]
-        dx, *grads = self._run(params, microbatch, known, outputs)
-        return dx, jax.tree.unflatten(self._params, grads)
+        """BW: the input's gradient and every parameter's; B, then W.
+
+        Behind the barrier the stash is made once: without it XLA on CPU makes it for B's matrix
+        products and again for W's, and BW takes 5 % longer.
+        """
+        dx, vectors, stash = self.backward_input(params, microbatch, residuals, dy)
+        stash = lax.optimization_barrier(stash)
+        matrices = self.backward_weight(params, microbatch, residuals.for_w, stash)
+        either = lambda vector, matrix: matrix if vector is None else vector  # noqa: E731
+        return dx, jax.tree.map(either, vectors, matrices, is_leaf=lambda leaf: leaf is None)
 
     @property
     def _x(self) -> Var:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.pipeline import POLICIES, split_layer
-from jaxpipe.pipeline.jaxpr import equations_to, reads
+from jaxpipe.pipeline.jaxpr import equations_to, reads, trace_flat
 
 
 @pytest.fixture
@@ -171,3 +171,42 @@ def test_an_offloading_policy_stores_nothing_silently(layer_case):
     params, x, microbatch, _ = layer_case
     split = split_layer(TOY.layer, params, x, microbatch, lambda *_, **__: "offload")
     assert len(split.residuals.for_b) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weight_gradients_are_products_of_rows(layer_case, policy):
+    """W multiplies what it has, rows by rows, and transposes nothing afterwards."""
+    params, x, microbatch, dy = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
+    _, kept = split.forward(params, x, microbatch)
+    _, _, stash = split.backward_input(params, microbatch, kept, dy)
+    made = jax.make_jaxpr(lambda *a: split.backward_weight(params, microbatch, *a))
+    equations = made(kept.for_w, stash).jaxpr.eqns
+    products = [eqn for eqn in equations if eqn.primitive.name == "dot_general"]
+    assert len(products) == 3
+    for eqn in products:
+        assert eqn.params["dimension_numbers"] == (((0, 1), (0, 1)), ((), ()))
+    assert not any(eqn.primitive.name == "transpose" for eqn in equations)
+
+
+def test_transposed_products_keep_precision_and_order():
+    """`transpose(a @ b)` of two precisions, with several free axes on either side."""
+    key = jax.random.key(0)
+    a, b = jax.random.normal(key, (2, 3, 4)), jax.random.normal(key, (4, 5))
+
+    def turned(a, b):
+        product = jax.lax.dot_general(a, b, (((2,), (0,)), ((), ())), precision=("high", "default"))
+        return jnp.transpose(product, (2, 0, 1)), jnp.transpose(product, (1, 0, 2))
+
+    closed = trace_flat(turned, a, b)
+    swapped, other = closed.jaxpr.outvars
+    made_by = {eqn.outvars[0]: eqn for eqn in closed.jaxpr.eqns}
+    assert made_by[swapped].primitive.name == "dot_general"
+    assert made_by[swapped].params["precision"] == (
+        jax.lax.Precision.DEFAULT,
+        jax.lax.Precision.HIGH,
+    )
+    assert made_by[other].primitive.name == "transpose"
+    values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, a, b)
+    for got, want in zip(values, turned(a, b)):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
