@@ -17,14 +17,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import StageLayout, state_specs
+from jaxpipe.parallel import Sharding, StageLayout, is_stage_form
 
 Tree = Any
 FORMAT = 1  # raised when the keys on disk change
-
-
-def _is_stage_form(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == {"shared", "layers"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Keying:
     """Turns stage form into layer-keyed form and back, without leaving the devices."""
 
     layout: StageLayout
-    mesh: Mesh
+    sharding: Sharding
 
     def keyed(self, state: Tree) -> Tree:
         """The state with every stage-form tree inside it layer-keyed."""
@@ -44,10 +40,10 @@ class Keying:
 
     def staged(self, keyed: Tree, like: Tree) -> Tree:
         """The inverse of `keyed`; `like` is the state (or its shapes) in stage form."""
-        spots, structure = jax.tree.flatten(like, is_leaf=_is_stage_form)
+        spots, structure = jax.tree.flatten(like, is_leaf=is_stage_form)
         parts = structure.flatten_up_to(keyed)
         staged = [
-            self._stage(part, spot) if _is_stage_form(spot) else part
+            self._stage(part, spot) if is_stage_form(spot) else part
             for part, spot in zip(parts, spots)
         ]
         return jax.tree.unflatten(structure, staged)
@@ -56,9 +52,9 @@ class Keying:
         self, state: Tree, stage: Callable[[Tree], Tree], leaf: Callable[[Any], Any] = lambda x: x
     ) -> Tree:
         return jax.tree.map(
-            lambda node: stage(node) if _is_stage_form(node) else leaf(node),
+            lambda node: stage(node) if is_stage_form(node) else leaf(node),
             state,
-            is_leaf=_is_stage_form,
+            is_leaf=is_stage_form,
         )
 
     def _key(self, tree: Tree) -> Tree:
@@ -69,7 +65,7 @@ class Keying:
         return {"ends": tree["shared"], "layers": {str(i): layer(i) for i in self._indices}}
 
     def _key_shapes(self, tree: Tree) -> Tree:
-        specs = state_specs(tree, self.layout.pp)
+        specs = self.sharding.specs(tree)
 
         def end(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -92,7 +88,7 @@ class Keying:
         }
 
     def _stage(self, keyed: Tree, like: Tree) -> Tree:
-        specs = state_specs(like, self.layout.pp)
+        specs = self.sharding.specs(like)
         layers = [keyed["layers"][str(i)] for i in self._indices]
         slots = []
         for slot, (leaves, slot_specs) in enumerate(zip(like["layers"], specs["layers"])):
@@ -112,6 +108,11 @@ class Keying:
                 )
             )
         return {"shared": keyed["ends"], "layers": tuple(slots)}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the stage form."""
+        return self.sharding.mesh
 
     @property
     def _indices(self) -> range:

@@ -5,14 +5,21 @@ from jaxpipe.planning import layers_of, schedule_of
 from jaxpipe.schedule import NAMES, ScheduleError, lower
 
 
-def validate(config: Config, *, devices: int | None = None) -> None:
-    """Check what no single field shows; `devices` is how many there are, None if not yet known.
+def validate(
+    config: Config, *, devices: int | None = None, devices_of_host: int | None = None
+) -> None:
+    """Check what no single field shows; of how many devices there are, None if not yet known.
 
     Raises `ConfigError` at the first rule that is broken.
     """
     for check in (_check_mesh, _check_model, _check_pipeline, _check_rest):
         check(config)
     parallel = config.parallel
+    if devices_of_host is not None and devices_of_host % parallel.tp:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} must divide the {devices_of_host} devices of a host: those "
+            f"that share a layer exchange values within it; use a smaller tp and more pp."
+        )
     wanted = parallel.pp * parallel.dp * parallel.tp
     if devices is not None and wanted != devices:
         raise ConfigError(
@@ -23,10 +30,35 @@ def validate(config: Config, *, devices: int | None = None) -> None:
 
 
 def _check_mesh(config: Config) -> None:
-    if config.parallel.tp != 1:
+    model, parallel, train = config.model, config.parallel, config.train
+    tp = parallel.tp
+    divided = {
+        "model.n_heads": model.n_heads,
+        "model.d_ff": model.d_ff,
+        "model.vocab_size": model.vocab_size,
+    }
+    if parallel.sequence_parallel:
+        divided["train.seq_len"] = train.seq_len
+    for name, size in divided.items():
+        if size % tp:
+            raise ConfigError(
+                f"{name}={size} must be a multiple of parallel.tp={tp}: devices that share a layer "
+                f"have equal parts of it; change one of them."
+            )
+    if model.n_kv_heads % tp and tp % model.n_kv_heads:
         raise ConfigError(
-            f"parallel.tp={config.parallel.tp}: this version has no tensor parallelism; use "
-            f"parallel.tp=1 and more parallel.pp or parallel.dp."
+            f"model.n_kv_heads={model.n_kv_heads} and parallel.tp={tp}: one must be a multiple of "
+            f"the other, so that each device has whole key/value heads, or a copy of one."
+        )
+    if parallel.sequence_parallel and tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
+            "parallel.tp, or leave sequence_parallel out."
+        )
+    if parallel.reshard_after_forward and parallel.zero_stage < 3:
+        raise ConfigError(
+            f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
+            f"{parallel.zero_stage}: below 3 parameters are whole within a step."
         )
 
 
@@ -46,11 +78,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"the width of a head is {model.head_size} but rotary positions turn pairs: use an "
             f"even model.head_dim."
-        )
-    if model.tie_embeddings:
-        raise ConfigError(
-            "model.tie_embeddings=true: this version trains untied heads only; set "
-            "model.tie_embeddings=false."
         )
 
 
@@ -89,6 +116,17 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_rest(config: Config) -> None:
+    train = config.train
+    if train.seq_len % train.loss_chunks:
+        raise ConfigError(
+            f"train.seq_len={train.seq_len} must be a multiple of train.loss_chunks="
+            f"{train.loss_chunks}: chunks of the sequence are equal; change one of them."
+        )
+    if train.loss_chunks > 1 and config.parallel.defer_ends:
+        raise ConfigError(
+            f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
+            f"parallel.defer_ends=true lets it wait: use one of them."
+        )
     if config.optimizer.warmup_steps > config.train.steps:
         raise ConfigError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps="

@@ -75,7 +75,11 @@ class ParallelConfig(_Section, kw_only=True):
 
     pp: Positive = 1  # pipeline ranks
     dp: Positive = 1  # data-parallel replicas of every rank
-    tp: Positive = 1  # tensor parallelism: only 1 in this version
+    tp: Positive = 1  # devices that share every layer
+    pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
+    sequence_parallel: bool = False  # cut the stream between sublayers over tp too
+    zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
+    reshard_after_forward: bool = False  # zero_stage=3: gather a layer for every action anew
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
     schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
@@ -102,19 +106,23 @@ class TrainConfig(_Section, kw_only=True):
     seed: Count = 0  # of the initial values and the order of the data
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters and sums stay float32
     remat: Literal["none", "elementwise", "selective", "full"] = "none"  # what B repeats
+    loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss
 
 
 class OptimizerConfig(_Section, kw_only=True):
-    """`[optimizer]`: AdamW, its learning rate over time, and clipping."""
+    """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lion", "muon"] = "adamw"  # muon: on layers' matrices, else AdamW
     lr: PositiveFloat = 3e-4  # peak
     beta1: DecayRate = 0.9  # of the mean gradient
     beta2: DecayRate = 0.95  # of the mean squared gradient
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # on matrices only
+    muon_momentum: DecayRate = 0.95  # of muon's mean gradient
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # of the layers' matrices
+    decay_of_ends: Annotated[float, Meta(ge=0)] = 1.0  # times that: embedding and head
+    decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # times that: norm gains
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # of the global gradient norm; 0: off
     decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     warmup_steps: Count = 0  # linear, from 0

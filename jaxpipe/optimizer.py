@@ -1,4 +1,4 @@
-"""AdamW on parameters in stage form, its learning rate over time, and clipping by global norm."""
+"""Optimizers on parameters in stage form, the learning rate over time, and clipping by norm."""
 
 from typing import Any
 
@@ -37,23 +37,71 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only; without clipping."""
-    return optax.adamw(
-        learning_rate(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decays,
+    """The configured optimizer without clipping; weight decay is decoupled and scaled by the rate.
+
+    AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), or Muon (Jordan et al. 2024) on the
+    layers' matrices, its updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable",
+    equation 4), and Adam on all else.
+    """
+    betas = {"b1": config.beta1, "b2": config.beta2}
+    match config.name:
+        case "adamw":
+            core = optax.scale_by_adam(**betas, eps=config.eps)
+        case "lion":
+            core = optax.scale_by_lion(**betas)
+        case "muon":
+            adam = optax.scale_by_adam(**betas, eps=config.eps)
+            core = optax.partition({"muon": _muon(config), "adam": adam}, _muon_or_adam)
+    return optax.chain(
+        core, _decay(config), optax.scale_by_learning_rate(learning_rate(config, steps))
     )
 
 
-def decays(params: Tree) -> Tree:
-    """Which leaves are matrices: in stage form layers have a leading rank axis, shared do not."""
-    return {
-        "shared": jax.tree.map(lambda leaf: leaf.ndim >= 2, params["shared"]),
-        "layers": jax.tree.map(lambda leaf: leaf.ndim >= 3, params["layers"]),
+def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Adds to every update its group's weight decay times the parameter."""
+    rates = {
+        "matrix": config.weight_decay,
+        "end": config.weight_decay * config.decay_of_ends,
+        "vector": config.weight_decay * config.decay_of_vectors,
     }
+
+    def add(updates: Tree, params: Tree) -> Tree:
+        return jax.tree.map(
+            lambda update, leaf, group: update + rates[group] * leaf if rates[group] else update,
+            updates, params, groups(params),
+        )  # fmt: skip
+
+    return optax.stateless(add)
+
+
+def groups(params: Tree) -> Tree:
+    """Every leaf's group: `matrix` of a layer, `end` (embedding and head), `vector` (norm gains).
+
+    In stage form layers have a leading axis of ranks, shared leaves do not.
+    """
+    shared = lambda leaf: "end" if leaf.ndim >= 2 else "vector"  # noqa: E731
+    layer = lambda leaf: "matrix" if leaf.ndim >= 3 else "vector"  # noqa: E731
+    return {
+        "shared": jax.tree.map(shared, params["shared"]),
+        "layers": jax.tree.map(layer, params["layers"]),
+    }
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon on leaves `[P, in, out]`: each rank's matrix is made orthogonal by itself."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    orthogonal = optax.contrib.scale_by_muon(
+        beta=config.muon_momentum,
+        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: matrix, tree),
+    )
+    sized = optax.stateless_with_tree_map(
+        lambda update, _: update * (0.2 * max(update.shape[1:]) ** 0.5)
+    )
+    return optax.chain(orthogonal, sized)
+
+
+def _muon_or_adam(params: Tree) -> Tree:
+    return jax.tree.map(lambda group: "muon" if group == "matrix" else "adam", groups(params))
 
 
 def global_norm(gradients: Tree) -> jax.Array:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.planning import Candidate, rank_bytes
 from jaxpipe.schedule import Tables, lower, simulate, timeline
 from jaxpipe.trainer import Trainer
 
@@ -25,24 +25,6 @@ def summary(trainer: Trainer) -> RenderableType:
     if tables.ticks <= _WIDEST:
         parts.append(Text(timeline(trainer.schedule, **knobs), no_wrap=True))
     return Group(*parts)
-
-
-def activation_bytes(trainer: Trainer, tables: Tables) -> int:
-    """Bytes of every rank's rings: residuals and stash of its layer slots, and messages."""
-    train = trainer.config.train
-    shape = (train.microbatch_size, train.seq_len)
-    ids = jax.ShapeDtypeStruct(shape, "int32")
-    microbatch = {"inputs": ids, "targets": ids}
-    x = jax.ShapeDtypeStruct((*shape, trainer.config.model.d_model), train.compute_dtype)
-    layer = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], train.compute_dtype),
-        trainer.state_shapes.params["layers"][0],
-    )
-    split = split_layer(trainer.decoder.layer, layer, x, microbatch, POLICIES[train.remat])
-    slots, kept = tables.slots, split.residuals
-    held = zip((slots.for_b, slots.for_w, slots.stash), (kept.for_b, kept.for_w, split.stash))
-    rings = trainer.layout.slots * sum(count * _bytes(values) for count, values in held)
-    return rings + (slots.inbox + 1) * _bytes(x)
 
 
 def _run_table(trainer: Trainer, tables: Tables) -> Table:
@@ -78,10 +60,15 @@ def _run_table(trainer: Trainer, tables: Tables) -> Table:
 
 def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
+    planned = rank_bytes(
+        trainer.config,
+        Candidate(trainer.schedule.name, trainer.schedule, trainer.layout.counts),
+        tables,
+    )
     per_rank = {
         "parameters": _bytes_per_rank(shapes.params, trainer.state_shardings.params),
         "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),
-        "activations": activation_bytes(trainer, tables),
+        "activations": planned.activations,
     }
     table = Table("rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None)
     for rank in range(pp):
@@ -104,10 +91,6 @@ def _stages_of(trainer: Trainer, rank: int) -> list[str]:
             head = " + head" if stage == placement.stages - 1 else ""
             found.append(f"{embedding}{first}..{first + count - 1}{head}")
     return found
-
-
-def _bytes(tree: Tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:

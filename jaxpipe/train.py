@@ -66,7 +66,7 @@ def train(config: Config) -> int:
     from jaxpipe.summary import summary
     from jaxpipe.trainer import Trainer
 
-    validate(config, devices=jax.device_count())
+    validate(config, devices=jax.device_count(), devices_of_host=jax.local_device_count())
     directory = Path(config.run.dir)
     trainer = Trainer(config)
     try:
@@ -88,7 +88,7 @@ def train(config: Config) -> int:
         directory / "checkpoints",
         keep=config.checkpoint.keep,
         asynchronous=config.checkpoint.asynchronous,
-        keying=Keying(trainer.layout, trainer.mesh),
+        keying=Keying(trainer.layout, trainer.sharding),
     )
     with checkpoints, Progress(config.train.steps, config.log) as progress:
         progress.say(summary(trainer))

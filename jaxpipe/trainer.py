@@ -15,10 +15,21 @@ from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
 from jaxpipe.model import Decoder
-from jaxpipe.parallel import PP, StageLayout, batch_spec, make_mesh, shared_axis, state_specs
+from jaxpipe.parallel import (
+    DP,
+    PP,
+    TP,
+    Sharding,
+    StageLayout,
+    TensorParallel,
+    batch_spec,
+    is_stage_form,
+    make_mesh,
+)
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.planning import layers_of, schedule_of
 from jaxpipe.schedule import Schedule
+from jaxpipe.tensor import ONE_DEVICE
 
 Tree = Any
 
@@ -45,7 +56,10 @@ class Trainer:
     def mesh(self) -> Mesh:
         """The (pp, dp, tp) mesh."""
         parallel = self.config.parallel
-        return make_mesh(parallel.pp, parallel.dp, parallel.tp, self.devices)
+        return make_mesh(
+            parallel.pp, parallel.dp, parallel.tp, self.devices,
+            pipeline_first=parallel.pipeline_first,
+        )  # fmt: skip
 
     @cached_property
     def layout(self) -> StageLayout:
@@ -69,19 +83,30 @@ class Trainer:
             remat=train.remat,
             defer_ends=parallel.defer_ends,
             compute_dtype=jnp.dtype(train.compute_dtype),
+            zero_stage=parallel.zero_stage,
+            reshard_after_forward=parallel.reshard_after_forward,
         )
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The model."""
-        return Decoder(self.config.model)
+        """The model, whose layers the devices along tp share."""
+        tp, sequence = self.config.parallel.tp, self.config.parallel.sequence_parallel
+        devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
+        return Decoder(self.config.model, devices, self.config.train.loss_chunks)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The model on the mesh under the schedule."""
         decoder = self.decoder
-        functions = StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+        functions = StageFunctions(
+            decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts
+        )
         return Pipeline(functions, self.schedule, self.mesh, self.layout.counts, self.execution)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How trees in stage form are stored."""
+        return self.pipeline.sharding
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -98,11 +123,11 @@ class Trainer:
         """Shardings of the state: parameters and moments alike, the rest on every device."""
 
         def of(node: Tree) -> Tree:
-            staged = isinstance(node, dict)
-            specs = state_specs(node, self.config.parallel.pp) if staged else PartitionSpec()
-            return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+            if is_stage_form(node):
+                return self.sharding.shardings(node)
+            return NamedSharding(self.mesh, PartitionSpec())
 
-        return jax.tree.map(of, self.state_shapes, is_leaf=lambda node: isinstance(node, dict))
+        return jax.tree.map(of, self.state_shapes, is_leaf=is_stage_form)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -111,7 +136,7 @@ class Trainer:
 
     def init(self) -> State:
         """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
-        params_specs = state_specs(self.state_shapes.params, self.config.parallel.pp)
+        params_specs = self.sharding.specs(self.state_shapes.params)
         born = jax.shard_map(
             self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
             check_vma=False,
@@ -210,23 +235,25 @@ class Trainer:
         return State(params, self.optimizer.init(params), jnp.int32(0))
 
     def _init_on_rank(self) -> Tree:
-        """This rank's shards of the parameters: it draws its own layers and part of the ends."""
+        """This device's parts of the parameters: it draws whole layers and keeps its part."""
         key = jax.random.key(self.config.train.seed)
-        pp, rank = self.config.parallel.pp, jax.lax.axis_index(PP)
+        stored = self.sharding.stored(self.state_shapes.params)
+        rank = jax.lax.axis_index(PP)
 
-        def slot(layers: tuple[int | None, ...]) -> Tree:
+        def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
             layer = self.decoder.init_layer(key, index)
-            return jax.tree.map(lambda leaf: jnp.where(index >= 0, leaf, 0)[None], layer)
-
-        def shard(leaf: jax.Array) -> jax.Array:
-            axis = shared_axis(leaf.shape, pp)
-            if axis is None:
-                return leaf
-            size = leaf.shape[axis] // pp
-            return jax.lax.dynamic_slice_in_dim(leaf, rank * size, size, axis)
+            return jax.tree.map(
+                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, DP})[None],
+                layer,
+                leaves,
+            )
 
         return {
-            "shared": jax.tree.map(shard, self.decoder.init_ends(key)),
-            "layers": tuple(map(slot, zip(*self.layout.table))),
+            "shared": jax.tree.map(
+                lambda leaf, s: s.part(leaf, {TP, PP, DP}),
+                self.decoder.init_ends(key),
+                stored["shared"],
+            ),
+            "layers": tuple(map(slot, zip(*self.layout.table), stored["layers"])),
         }

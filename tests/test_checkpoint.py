@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import StageLayout, make_mesh, state_specs
+from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 LAYERS = 7
 
@@ -30,11 +30,8 @@ def make_state(counts, dp=1, width=6):
         "shared": {"embed": jnp.arange(12.0 * 8).reshape(12, 8), "norm": jnp.arange(5.0)},
         "layers": layout.stack([layer(i, width) for i in range(layout.layers)]),
     }
-    put = lambda tree: jax.tree.map(  # noqa: E731
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
-        tree,
-        state_specs(tree, pp),
-    )
+    sharding = Sharding(mesh)
+    put = lambda tree: jax.device_put(tree, sharding.shardings(tree))  # noqa: E731
     moments = optax.adamw(1e-3).init(params)
     moments = optax.tree.map_params(optax.adamw(1e-3), lambda leaf: leaf + 0.5, moments)
     # Slots without a layer hold zeros in a real state; restore leaves zeros there.
@@ -54,7 +51,7 @@ def make_state(counts, dp=1, width=6):
         is_leaf=is_stage,
     )
     state = {"params": put(params), "optimizer": moments}
-    return state, Keying(layout, mesh)
+    return state, Keying(layout, sharding)
 
 
 def keyed_numpy(state, keying):

@@ -118,11 +118,25 @@ def test_load_rejects(path, overrides, message):
     ("overrides", "message"),
     [
         (["parallel.dp=2"], "pp=2 x parallel.dp=2 x parallel.tp=1 = 4 must equal .* devices, 2"),
-        (["parallel.tp=2"], "parallel.tp=2: this version has no tensor parallelism"),
+        (["parallel.tp=3"], "model.n_heads=4 must be a multiple of parallel.tp=3"),
+        (["parallel.tp=4", "model.d_ff=130"], "model.d_ff=130 must be a multiple of parallel.tp=4"),
+        (["parallel.tp=4", "model.vocab_size=258"], "model.vocab_size=258 must be a multiple"),
+        (
+            ["parallel.tp=4", "model.n_heads=24", "model.n_kv_heads=6", "model.head_dim=16"],
+            "model.n_kv_heads=6 and parallel.tp=4: one must be a multiple of the other",
+        ),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
+            "train.seq_len=30 must be a multiple of parallel.tp=4",
+        ),
+        (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
+        (["parallel.tp=2"], "must divide the 1 devices of a host"),
+        (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
+        (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
+        (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
         (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
         (["model.head_dim=7"], "the width of a head is 7"),
-        (["model.tie_embeddings=true"], "set model.tie_embeddings=false"),
         (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
         (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p' or a number"),
@@ -141,7 +155,7 @@ def test_load_rejects(path, overrides, message):
 )
 def test_validate_rejects(path, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        validate(load(path, overrides), devices=2)
+        validate(load(path, overrides), devices=2, devices_of_host=1)
     assert "\n" not in str(caught.value)
 
 
@@ -149,7 +163,8 @@ def test_validate_rejects(path, overrides, message):
 def test_shipped_configurations_are_valid(shipped):
     config = load(shipped)
     parallel = config.parallel
-    validate(config, devices=config.runtime.cpu_devices or parallel.pp * parallel.dp)
+    every = parallel.pp * parallel.dp * parallel.tp
+    validate(config, devices=config.runtime.cpu_devices or every, devices_of_host=8)
 
 
 def test_underfilled_schedules_can_be_allowed(path):

@@ -11,7 +11,8 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "presets", "checks", "schedule", "analysis", "runtime", "planning"},
+    {"config", "presets", "tensor"},
+    {"storage", "schedule", "analysis", "runtime", "planning", "checks"},
     {"model"},
     {"parallel"},
     {"pipeline"},
@@ -23,9 +24,8 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {
     "config": {"presets"},
-    "checks": {"config", "planning", "schedule"},
-    "analysis": {"config"},
-    "planning": {"analysis", "config", "presets", "schedule"},
+    "checks": {"planning", "schedule"},
+    "planning": {"analysis", "schedule", "storage"},
     "metrics": {"progress"},
     "summary": {"trainer"},
 }

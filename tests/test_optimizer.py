@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxpipe.config import OptimizerConfig
-from jaxpipe.optimizer import build, clip_by_global_norm, decays, global_norm, learning_rate
+from jaxpipe.optimizer import build, clip_by_global_norm, global_norm, groups, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,54 @@ PARAMS = {
 }
 
 
-def test_only_matrices_decay():
-    assert decays(PARAMS) == {
-        "shared": {"embed": True, "norm": False},
-        "layers": ({"w": True, "gain": False},),
+def test_groups():
+    assert groups(PARAMS) == {
+        "shared": {"embed": "end", "norm": "vector"},
+        "layers": ({"w": "matrix", "gain": "vector"},),
     }
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_every_group_decays_at_its_own_rate(name):
+    """With gradients of zero an update is decay alone."""
+    config = OptimizerConfig(
+        name=name, lr=0.1, decay="constant", weight_decay=0.5, decay_of_ends=0.2,
+        decay_of_vectors=0.4,
+    )  # fmt: skip
+    optimizer = build(config, steps=10)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, _ = optimizer.update(zeros, optimizer.init(PARAMS), PARAMS)
+    rates = {"matrix": 0.05, "end": 0.01, "vector": 0.02}
+    jax.tree.map(
+        lambda update, leaf, group: np.testing.assert_allclose(
+            update, -rates[group] * leaf, rtol=1e-6
+        ),
+        updates, PARAMS, groups(PARAMS),
+    )  # fmt: skip
+
+
+def test_lion_moves_by_signs():
+    optimizer = build(OptimizerConfig(name="lion", lr=0.1, decay="constant", weight_decay=0), 10)
+    gradients = jax.tree.map(lambda leaf: leaf - 0.7, PARAMS)
+    updates, _ = optimizer.update(gradients, optimizer.init(PARAMS), PARAMS)
+    jax.tree.map(
+        lambda u, g: np.testing.assert_allclose(u, -0.1 * np.sign(g), rtol=1e-6), updates, gradients
+    )
+
+
+def test_muon_makes_each_ranks_matrix_orthogonal():
+    """Singular values come near 1 (times Adam's size), of every rank's matrix by itself."""
+    matrices = (
+        jax.random.normal(jax.random.key(0), (2, 8, 4)) * jnp.array([1.0, 50.0])[:, None, None]
+    )
+    params = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros((2, 8, 4))},)}
+    gradients = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": matrices},)}
+    optimizer = build(OptimizerConfig(name="muon", lr=1.0, decay="constant", weight_decay=0), 10)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    singular = np.linalg.svd(updates["layers"][0]["w"] / (0.2 * 8**0.5), compute_uv=False)
+    assert (singular > 0.6).all()
+    assert (singular < 1.3).all()
+    np.testing.assert_allclose(updates["shared"]["norm"], -1.0, rtol=1e-5)
 
 
 def test_adamw_equals_a_plain_twin():

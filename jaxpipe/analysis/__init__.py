@@ -3,13 +3,12 @@
 from jaxpipe.analysis.bubbles import BUBBLES, OpTimes, bubble, held_activations
 from jaxpipe.analysis.decoder import (
     LayerBytes,
-    embedding_parameters,
+    end_leaves,
     head_flops,
-    head_parameters,
     hidden_bytes,
     layer_bytes,
     layer_flops,
-    layer_parameters,
+    layer_leaves,
 )
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.analysis.peaks import PEAKS, peak_held
@@ -24,14 +23,13 @@ __all__ = [
     "OpTimes",
     "VanillaSizes",
     "bubble",
-    "embedding_parameters",
+    "end_leaves",
     "head_flops",
-    "head_parameters",
     "held_activations",
     "hidden_bytes",
     "layer_bytes",
     "layer_flops",
-    "layer_parameters",
+    "layer_leaves",
     "peak_held",
     "vanilla_bytes",
     "vanilla_flops",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
+from jaxpipe.tensor import Cut
 
 REMAT = ("none", "elementwise", "selective", "full")
 
@@ -161,40 +162,43 @@ def hidden_bytes(
     return _stream_tokens(batch, seq_len, tp, sequence_parallel) * model.d_model * itemsize
 
 
-def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of one layer on one device; norm gains are on all `tp` devices.
+def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, tuple[tuple[int, ...], Cut]]:
+    """Whole shape of every parameter of a layer, and how `tp` devices share it.
 
-    Raises `ValueError` for a `tp` that does not divide heads and `d_ff`.
+    Key and value weights of fewer heads than devices are on all of them.
     """
-    widths = _Widths(model, tp)
-    matrices = model.d_model * (2 * widths.q + 2 * widths.kv + 3 * widths.hidden)
-    return matrices + 2 * model.d_model + 2 * model.head_size * model.qk_norm
+    d, f, k = model.d_model, model.d_ff, model.head_size
+    q, kv = model.n_heads * k, model.n_kv_heads * k
+    cut_kv = Cut(1) if model.n_kv_heads % tp == 0 else Cut()
+    norms = {"attn_norm": d, "mlp_norm": d}
+    if model.qk_norm:
+        norms |= {"attn/q_norm": k, "attn/k_norm": k}
+    return {
+        "attn/wq": ((d, q), Cut(1)),
+        "attn/wk": ((d, kv), cut_kv),
+        "attn/wv": ((d, kv), cut_kv),
+        "attn/wo": ((q, d), Cut(0)),
+        "mlp/w_gate": ((d, f), Cut(1)),
+        "mlp/w_up": ((d, f), Cut(1)),
+        "mlp/w_down": ((f, d), Cut(0)),
+        **{f"{name}/scale": ((size,), Cut()) for name, size in norms.items()},
+    }
 
 
-def embedding_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of the embedding on one device, split over the vocabulary.
-
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
-    """
-    return _vocabulary_matrix(model, tp)
-
-
-def head_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of the final norm and the head on one device; a tied head has none of its own.
-
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
-    """
-    own = 0 if model.tie_embeddings else _vocabulary_matrix(model, tp)
-    return own + model.d_model
+def end_leaves(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], Cut]]:
+    """Whole shape of the parameters that no layer has, and how devices share them."""
+    d, v = model.d_model, model.vocab_size
+    leaves = {"embed": ((v, d), Cut(0)), "final_norm/scale": ((d,), Cut())}
+    return leaves if model.tie_embeddings else leaves | {"head": ((d, v), Cut(1))}
 
 
 class _Widths:
     """Widths of what one device holds of a layer."""
 
     def __init__(self, model: ModelConfig, tp: int):
-        for name in ("n_heads", "n_kv_heads", "d_ff"):
+        for name in ("n_heads", "d_ff"):
             _check_divides(tp, name, getattr(model, name))
-        self.heads, self.kv_heads = model.n_heads // tp, model.n_kv_heads // tp
+        self.heads, self.kv_heads = model.n_heads // tp, max(model.n_kv_heads // tp, 1)
         self.q, self.kv = self.heads * model.head_size, self.kv_heads * model.head_size
         self.hidden = model.d_ff // tp
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.bench.ops import OpTimer, TransferTimer
 from jaxpipe.bench.workload import VARIANTS, OpTimes, Workload
 from jaxpipe.model import Decoder
-from jaxpipe.parallel import StageLayout, make_mesh, state_specs
+from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.runtime import use_cpu_devices
 
@@ -96,7 +96,7 @@ class Worker:
         pipeline = Pipeline(self.functions, schedule, self.mesh, layers, execution)
         slots = StageLayout(layers, schedule.placement).stack(self.layers)
         params = {"shared": self.shared, "layers": slots}
-        specs = state_specs(params, self.pp)
+        specs = pipeline.sharding.specs(params)
         arguments = (
             jax.tree.map(self._put, params, specs),
             jax.tree.map(lambda leaf: self._put(leaf, PartitionSpec()), batch),

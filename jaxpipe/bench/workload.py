@@ -65,6 +65,13 @@ VARIANTS = {
         (("virtual_stages", 2),),
         stages_per_rank=2,
     ),
+    "interleaved_1f1b:v=2,in_flight=5": Variant(
+        "interleaved_1f1b",
+        "ScheduleInterleaved1F1B",
+        (("virtual_stages", 2),),
+        in_flight=5,
+        stages_per_rank=2,
+    ),
     "zb_h1": Variant("zb_h1", "ScheduleInterleavedZeroBubble"),
     "zbv": Variant("zbv", "ScheduleZBVZeroBubble", searched=True, stages_per_rank=2),
     "dualpipe": Variant("dualpipe", "ScheduleDualPipeV"),

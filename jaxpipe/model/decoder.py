@@ -10,7 +10,8 @@ from flax import nnx
 
 from jaxpipe.config import ModelConfig
 from jaxpipe.model.layers import DecoderLayer, Ends, init_from
-from jaxpipe.model.loss import count_valid, cross_entropy_sum
+from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.tensor import ONE_DEVICE, Cut, OneDevice
 
 Tree = Any
 
@@ -20,19 +21,35 @@ class Decoder:
     """The functions of one model.
 
     A microbatch is a dict of `inputs [B, L]`, `targets [B, L]` (-100: ignored) and optionally
-    `positions [B, L]` (default: 0, 1, ... along each example).
+    `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
+    all functions but those that make parameters work on one device's parts. The loss may be made
+    in chunks of the sequence, of which only one's logits are held.
     """
 
     config: ModelConfig
+    devices: OneDevice = ONE_DEVICE
+    loss_chunks: int = 1
 
     def init_ends(self, key: jax.Array) -> Tree:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
-        return nnx.to_pure_dict(nnx.state(Ends(self.config, init_from(key)), nnx.Param))
+        return _values(Ends(self.config, self.devices, init_from(key)))
 
     def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
         own = init_from(jax.random.fold_in(key, index))
-        return nnx.to_pure_dict(nnx.state(DecoderLayer(self.config, own), nnx.Param))
+        return _values(DecoderLayer(self.config, self.devices, own))
+
+    @cached_property
+    def cuts(self) -> dict[str, Tree]:
+        """How devices share each parameter: the trees of `shared` and of a `layer`, of `Cut`s."""
+
+        def cut(name: str, shape: tuple[int, ...], std: float | None, cut: Cut) -> nnx.Param:
+            return nnx.Param(cut)
+
+        return {
+            "shared": _values(Ends(self.config, self.devices, cut)),
+            "layer": _values(DecoderLayer(self.config, self.devices, cut)),
+        }
 
     def embed(self, ends: Tree, microbatch: Tree) -> jax.Array:
         """Tokens to `x [B, L, D]`."""
@@ -42,12 +59,17 @@ class Decoder:
         """One layer, `[B, L, D] -> [B, L, D]`."""
         positions = microbatch.get("positions")
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+            length = x.shape[1] * (self.devices.size if self.devices.sequence else 1)
+            positions = jnp.broadcast_to(jnp.arange(length), (x.shape[0], length))
         return nnx.merge(self._layer, params)(x, positions)
 
     def head(self, ends: Tree, x: jax.Array, microbatch: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch, in nats."""
-        return cross_entropy_sum(nnx.merge(self._ends, ends).leave(x), microbatch["targets"])
+        x, head = nnx.merge(self._ends, ends).leave(x)
+        targets = microbatch["targets"]
+        if self.loss_chunks > 1:
+            return chunked_cross_entropy_sum(x, head, targets, self.devices, self.loss_chunks)
+        return cross_entropy_sum(x @ head, targets, self.devices)
 
     def count(self, microbatch: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
@@ -55,10 +77,18 @@ class Decoder:
 
     @cached_property
     def _ends(self) -> nnx.GraphDef:
-        return nnx.graphdef(nnx.eval_shape(lambda: Ends(self.config, init_from(jax.random.key(0)))))
+        return self._graph(Ends)
 
     @cached_property
     def _layer(self) -> nnx.GraphDef:
-        return nnx.graphdef(
-            nnx.eval_shape(lambda: DecoderLayer(self.config, init_from(jax.random.key(0))))
-        )
+        return self._graph(DecoderLayer)
+
+    def _graph(self, module: type[nnx.Module]) -> nnx.GraphDef:
+        def make() -> nnx.Module:
+            return module(self.config, self.devices, init_from(jax.random.key(0)))
+
+        return nnx.graphdef(nnx.eval_shape(make))
+
+
+def _values(module: nnx.Module) -> Tree:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))

@@ -1,8 +1,11 @@
-"""The layers of a Llama-style decoder: plain single-device maths in Flax NNX.
+"""The layers of a Llama-style decoder in Flax NNX: maths that knows of devices only what it must.
 
-Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden.
-Parameters may be stored in any dtype; a layer computes in the dtype of its input, norms, rotary
-angles and the attention's softmax in float32 (or wider, if the input is).
+Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden, V
+vocabulary. Where devices share a layer, H, G, F and V are what this device has of them, and with
+sequence parallelism the stream `[B, L, D]` between sublayers has this device's part of L; weights
+come in the shapes that their `Cut`s give them. Parameters may be stored in any dtype; a layer
+computes in the dtype of its input, norms, rotary angles and the attention's softmax in float32 (or
+wider, if the input is).
 """
 
 import zlib
@@ -13,14 +16,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
+from jaxpipe.tensor import Cut, OneDevice
 
-Init = Callable[[str, tuple[int, ...], float], nnx.Param]  # (name, shape, standard deviation)
+# (name, shape, standard deviation or None for ones, how devices share it)
+Init = Callable[[str, tuple[int, ...], float | None, Cut], nnx.Param]
 
 
 def init_from(key: jax.Array) -> Init:
     """Normal initial values that depend on the key and the parameter's name alone."""
 
-    def init(name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
+    def init(name: str, shape: tuple[int, ...], std: float | None, _: Cut) -> nnx.Param:
+        if std is None:
+            return nnx.Param(jnp.ones(shape, jnp.float32))
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return nnx.Param(std * jax.random.normal(own, shape, jnp.float32))
 
@@ -30,8 +37,8 @@ def init_from(key: jax.Array) -> Init:
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dim (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+    def __init__(self, name: str, size: int, eps: float, init: Init, *, summed: bool):
+        self.scale = init(f"{name}/scale", (size,), None, Cut(summed=summed))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -58,31 +65,37 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Arra
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions and optional norms of q and k."""
+    """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
-    def __init__(self, config: ModelConfig, init: Init):
-        d, k = config.d_model, config.head_size
+    Devices that share it have whole heads. Where they are more than the key/value heads, each has
+    all weights of these and uses those of its own head.
+    """
+
+    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+        d, k, shared = config.d_model, config.head_size, devices.size > 1
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        self.wq = init("attn/wq", (d, config.n_heads * k), 0.02)
-        self.wk = init("attn/wk", (d, config.n_kv_heads * k), 0.02)
-        self.wv = init("attn/wv", (d, config.n_kv_heads * k), 0.02)
-        self.wo = init("attn/wo", (config.n_heads * k, d), out_std)
+        self.own_kv = config.n_kv_heads % devices.size == 0
+        kv = Cut(axis=1) if self.own_kv else Cut(summed=True)
+        self.wq = init("attn/wq", (d, config.n_heads * k), 0.02, Cut(axis=1))
+        self.wk = init("attn/wk", (d, config.n_kv_heads * k), 0.02, kv)
+        self.wv = init("attn/wv", (d, config.n_kv_heads * k), 0.02, kv)
+        self.wo = init("attn/wo", (config.n_heads * k, d), out_std, Cut(axis=0))
         if config.qk_norm:
-            self.q_norm = RMSNorm(k, config.norm_eps)
-            self.k_norm = RMSNorm(k, config.norm_eps)
-        self.config = config
+            self.q_norm = RMSNorm("attn/q_norm", k, config.norm_eps, init, summed=shared)
+            self.k_norm = RMSNorm("attn/k_norm", k, config.norm_eps, init, summed=shared)
+        self.config, self.devices = config, devices
 
     def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """Mix tokens: `[B, L, D] -> [B, L, D]`."""
-        config = self.config
+        """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all tokens."""
+        config, devices = self.config, self.devices
+        x_BLD = devices.enter(x_BLD)
 
-        def heads(weight: nnx.Param, count: int) -> jax.Array:
-            projected = x_BLD @ weight[...].astype(x_BLD.dtype)
-            return projected.reshape(*x_BLD.shape[:2], count, config.head_size)
+        def heads(weight: jax.Array) -> jax.Array:
+            projected = x_BLD @ weight.astype(x_BLD.dtype)
+            return projected.reshape(*x_BLD.shape[:2], -1, config.head_size)
 
-        q_BLHK = heads(self.wq, config.n_heads)
-        k_BLGK = heads(self.wk, config.n_kv_heads)
-        v_BLGK = heads(self.wv, config.n_kv_heads)
+        q_BLHK = heads(self.wq[...])
+        k_BLGK, v_BLGK = heads(self._own(self.wk[...])), heads(self._own(self.wv[...]))
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config.rope_theta)
@@ -90,32 +103,45 @@ class Attention(nnx.Module):
         mixed_BLHK = jax.nn.dot_product_attention(
             q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation=config.attention
         )
-        return mixed_BLHK.reshape(*x_BLD.shape[:2], -1) @ self.wo[...].astype(x_BLD.dtype)
+        mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
+        return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype))
+
+    def _own(self, weight: jax.Array) -> jax.Array:
+        """Of a key or value weight the heads that this device's query heads read."""
+        if self.own_kv:
+            return weight
+        head = self.devices.index() * self.config.n_kv_heads // self.devices.size
+        k = self.config.head_size
+        return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=1)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, init: Init):
+    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
         d, f = config.d_model, config.d_ff
-        self.w_gate = init("mlp/w_gate", (d, f), 0.02)
-        self.w_up = init("mlp/w_up", (d, f), 0.02)
-        self.w_down = init("mlp/w_down", (f, d), 0.02 / (2 * config.n_layers) ** 0.5)
+        out_std = 0.02 / (2 * config.n_layers) ** 0.5
+        self.w_gate = init("mlp/w_gate", (d, f), 0.02, Cut(axis=1))
+        self.w_up = init("mlp/w_up", (d, f), 0.02, Cut(axis=1))
+        self.w_down = init("mlp/w_down", (f, d), out_std, Cut(axis=0))
+        self.devices = devices
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
+        x_BLD = self.devices.enter(x_BLD)
         gate, up, down = (w[...].astype(x_BLD.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        return (jax.nn.silu(x_BLD @ gate) * (x_BLD @ up)) @ down
+        return self.devices.leave((jax.nn.silu(x_BLD @ gate) * (x_BLD @ up)) @ down)
 
 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, init: Init):
-        self.attn_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attn = Attention(config, init)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config, init)
+    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+        d, eps, summed = config.d_model, config.norm_eps, devices.sequence
+        self.attn_norm = RMSNorm("attn_norm", d, eps, init, summed=summed)
+        self.attn = Attention(config, devices, init)
+        self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, summed=summed)
+        self.mlp = MLP(config, devices, init)
 
     def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """`[B, L, D] -> [B, L, D]`."""
@@ -124,17 +150,36 @@ class DecoderLayer(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What the model has once: the embedding before the layers, norm and head after them."""
+    """What the model has once: the embedding before the layers, norm and head after them.
 
-    def __init__(self, config: ModelConfig, init: Init):
-        self.embed = init("embed", (config.vocab_size, config.d_model), 0.02)
-        self.final_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = init("head", (config.d_model, config.vocab_size), 0.02)
+    Devices that share it have equal parts of the vocabulary. A tied head is the embedding.
+    """
+
+    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+        d, v = config.d_model, config.vocab_size
+        self.embed = init("embed", (v, d), 0.02, Cut(axis=0))
+        self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, summed=devices.sequence)
+        if not config.tie_embeddings:
+            self.head = init("head", (d, v), 0.02, Cut(axis=1))
+        self.tied, self.devices = config.tie_embeddings, devices
 
     def enter(self, tokens_BL: jax.Array) -> jax.Array:
         """Embed tokens: `[B, L] -> [B, L, D]`."""
-        return self.embed[...][tokens_BL]
+        table_VD = self.embed[...]
+        if self.devices.size == 1:
+            return table_VD[tokens_BL]
+        own_BL, index_BL = own_entries(tokens_BL, table_VD.shape[0], self.devices)
+        return self.devices.leave(jnp.where(own_BL[..., None], table_VD[index_BL], 0))
 
-    def leave(self, x_BLD: jax.Array) -> jax.Array:
-        """Logits: `[B, L, D] -> [B, L, V]`."""
-        return self.final_norm(x_BLD) @ self.head[...].astype(x_BLD.dtype)
+    def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the head multiplies, `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
+        x_BLD = self.devices.enter(self.final_norm(x_BLD))
+        head_DV = self.embed[...].T if self.tied else self.head[...]
+        return x_BLD, head_DV.astype(x_BLD.dtype)
+
+
+def own_entries(tokens_BL: jax.Array, own: int, devices: OneDevice) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are in this device's `own` entries of the vocabulary, and where (else 0)."""
+    local_BL = tokens_BL - devices.index() * own
+    own_BL = (local_BL >= 0) & (local_BL < own)
+    return own_BL, jnp.where(own_BL, local_BL, 0)

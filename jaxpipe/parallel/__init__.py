@@ -1,15 +1,19 @@
-"""The device mesh and what is stored where on it."""
+"""The device mesh, what is stored where on it, and what devices do together."""
 
-from jaxpipe.parallel.layout import StageLayout, batch_spec, shared_axis, state_specs
+from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, PP, TP, make_mesh
+from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
+from jaxpipe.parallel.tensor import TensorParallel
 
 __all__ = [
     "DP",
     "PP",
     "TP",
+    "Sharding",
     "StageLayout",
+    "Stored",
+    "TensorParallel",
     "batch_spec",
+    "is_stage_form",
     "make_mesh",
-    "shared_axis",
-    "state_specs",
 ]

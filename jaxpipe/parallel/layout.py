@@ -14,9 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxpipe.parallel.mesh import DP, PP
 from jaxpipe.schedule import Placement
 
 Tree = Any
@@ -90,24 +88,6 @@ class StageLayout:
         return self.placement or Placement.loop(len(self.counts))
 
 
-def shared_axis(shape: Sequence[int], pp: int) -> int | None:
-    """The axis along which a shared leaf is cut over pp: the first that pp divides, or None."""
-    return next((axis for axis, size in enumerate(shape) if size % pp == 0), None)
-
-
-def state_specs(params: Tree, pp: int) -> Tree:
-    """PartitionSpecs of a tree in stage form (parameters, gradients or moments)."""
-
-    def shared(leaf: Any) -> PartitionSpec:
-        axis = shared_axis(leaf.shape, pp)
-        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, PP)
-
-    return {
-        "shared": jax.tree.map(shared, params["shared"]),
-        "layers": jax.tree.map(lambda _: PartitionSpec(PP), params["layers"]),
-    }
-
-
-def batch_spec() -> PartitionSpec:
-    """A batch `[M, B, ...]` is cut over dp along its examples; every rank sees all microbatches."""
-    return PartitionSpec(None, DP)
+def is_stage_form(node: Any) -> bool:
+    """Whether this is a tree in stage form."""
+    return isinstance(node, dict) and node.keys() == {"shared", "layers"}

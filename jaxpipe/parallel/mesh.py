@@ -10,9 +10,17 @@ PP, DP, TP = "pp", "dp", "tp"
 
 
 def make_mesh(
-    pp: int, dp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
+    pp: int,
+    dp: int = 1,
+    tp: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    pipeline_first: bool = False,
 ) -> Mesh:
     """Mesh with device `(p * dp + d) * tp + t` at coordinate (p, d, t).
+
+    With `pipeline_first` it is device `(d * pp + p) * tp + t`: neighbouring ranks are close and
+    replicas far apart. Which device stands where changes no number.
 
     Axes are `Auto`: arguments may come in any sharding and are moved, where jax's default
     (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given.
@@ -22,5 +30,7 @@ def make_mesh(
         raise ValueError(
             f"pp={pp} x dp={dp} x tp={tp} needs {pp * dp * tp} devices, got {len(devices)}."
         )
-    grid = np.asarray(devices).reshape(pp, dp, tp)
+    ranks = np.asarray(devices)
+    near = ranks.reshape(dp, pp, tp).swapaxes(0, 1)
+    grid = near if pipeline_first else ranks.reshape(pp, dp, tp)
     return Mesh(grid, (PP, DP, TP), axis_types=(AxisType.Auto,) * 3)

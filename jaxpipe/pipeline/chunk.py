@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from jaxpipe.parallel import DP, Stored
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.split import Layer, LayerSplit, Residuals
 from jaxpipe.schedule import Op
@@ -35,16 +36,21 @@ class Chunk:
     """The layers of one of the stages that a rank computes.
 
     `layers[j]` are the parameters in layer slot j, `active[j]` whether this rank has a layer there
-    (None: every rank does). Rings of residuals and stash come as one per layer slot.
+    (None: every rank does). Rings of residuals and stash come as one per layer slot. `gathered`
+    says how the leaves of a layer are stored if only its part over dp is held: then every action
+    gathers a layer when it comes to it, and adds to sums of its part.
     """
 
     layers: tuple[Tree, ...]
     active: tuple[jax.Array | None, ...]
+    gathered: Tree = None
 
     def forward_only(self, layer: Layer, x: jax.Array, microbatch: Tree) -> jax.Array:
         """y, keeping nothing."""
-        for slot, params in enumerate(self.layers):
-            (x,) = self._if_active(slot, lambda x, p=params: (layer(p, x, microbatch),), x)
+        for slot in range(len(self.layers)):
+            (x,) = self._if_active(
+                slot, lambda x, slot=slot: (layer(self._params(slot), x, microbatch),), x
+            )
         return x
 
     def forward(
@@ -57,12 +63,12 @@ class Chunk:
     ) -> tuple[jax.Array, tuple[Residuals, ...]]:
         """F: y, and the rings with the residuals written."""
         rings = list(rings)
-        for slot, params in enumerate(self.layers):
+        for slot in range(len(self.layers)):
 
             def layer(
-                x: jax.Array, ring: Residuals, params: Tree = params
+                x: jax.Array, ring: Residuals, slot: int = slot
             ) -> tuple[jax.Array, Residuals]:
-                y, kept = split.forward(params, x, microbatch)
+                y, kept = split.forward(self._params(slot), x, microbatch)
                 return y, Residuals(
                     buffers.write(ring.for_b, kept.for_b, row["for_b_write"]),
                     buffers.write(ring.for_w, kept.for_w, row["for_w_write"]),
@@ -93,7 +99,7 @@ class Chunk:
             def layer(
                 dy: jax.Array, total: Tree, stash: Any, slot: int = slot
             ) -> tuple[jax.Array, Tree, Any]:
-                params, (residuals, stashed) = self.layers[slot], kept(slot)
+                params, (residuals, stashed) = self._params(slot), kept(slot)
                 match op:
                     case Op.BW:
                         dy, gradients = split.backward(params, microbatch, residuals, dy)
@@ -106,7 +112,7 @@ class Chunk:
                         gradients = split.backward_weight(
                             params, microbatch, residuals.for_w, stashed
                         )
-                return dy, _add(total, gradients), stash
+                return dy, self._add(total, gradients), stash
 
             dy, totals[slot], stashes[slot] = self._if_active(
                 slot, layer, dy, totals[slot], stashes[slot]
@@ -122,12 +128,22 @@ class Chunk:
             return layer(*passed)
         return lax.cond(active, lambda: layer(*passed), lambda: passed)
 
+    def _params(self, slot: int) -> Tree:
+        """A slot's whole parameters."""
+        if self.gathered is None:
+            return self.layers[slot]
+        return jax.tree.map(lambda s, part: s.gather(part, {DP}), self.gathered, self.layers[slot])
 
-def _add(totals: Tree, gradients: Tree) -> Tree:
-    """Totals plus gradients, in the totals' own dtype; None where there is nothing to add."""
-    return jax.tree.map(
-        lambda g, total: total if g is None else total + g.astype(total.dtype),
-        gradients,
-        totals,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    def _add(self, totals: Tree, gradients: Tree) -> Tree:
+        """Totals plus gradients, in the totals' own dtype; None where there is nothing to add."""
+
+        def add(total: jax.Array, gradient: jax.Array | None, *stored: Stored) -> jax.Array:
+            if gradient is None:
+                return total
+            gradient = gradient.astype(total.dtype)
+            if stored and stored[0].axis(DP) is not None:
+                gradient = stored[0].reduce(gradient, {DP})
+            return total + gradient
+
+        stored = () if self.gathered is None else (self.gathered,)
+        return jax.tree.map(add, totals, gradients, *stored)

@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.parallel.layout import batch_spec, state_specs
-from jaxpipe.parallel.mesh import DP, PP
+from jaxpipe.parallel import DP, PP, TP, Sharding, Stored, batch_spec
 from jaxpipe.pipeline.chunk import Chunk
 from jaxpipe.pipeline.split import POLICIES, Policy, split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
@@ -32,7 +31,14 @@ class Execution:
     gradients of the head's and the embedding's matrices wait for W of their stages, for the memory
     of what they take: a whole gradient of the logits for each microbatch that waits. Parameters are
     cast to `compute_dtype` once a step (None: kept); gradients are accumulated in the parameters'
-    own dtype. `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
+    own dtype.
+
+    `zero_stage` says what the replicas along dp hold parts of (Rajbhandari et al. 2020): 1 all that
+    outlives a step, 2 the gradients too, which are then scattered as they are summed; 3 the
+    parameters also within a step if `reshard_after_forward`, where every action gathers a layer
+    anew and scatters its gradient. Otherwise parameters are gathered once a step.
+
+    `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
     """
 
@@ -41,6 +47,8 @@ class Execution:
     remat: str | Policy = "none"
     defer_ends: bool = False
     compute_dtype: Any = None
+    zero_stage: int = 0
+    reshard_after_forward: bool = False
     poison_bubbles: bool = False
 
 
@@ -65,6 +73,11 @@ class Pipeline:
     layers_per_stage: Sequence[int] | None = None
     execution: Execution = Execution()
 
+    @property
+    def sharding(self) -> Sharding:
+        """How parameters, and gradients as they are returned, are stored."""
+        return Sharding(self.mesh, self.functions.cuts, self.execution.zero_stage)
+
     def losses_and_gradients(self, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Each microbatch's share of the loss, `[M]`, and the gradients of their sum.
 
@@ -86,10 +99,11 @@ class Pipeline:
             in_flight=self.execution.in_flight,
             defer_ends=self.execution.defer_ends,
         )
-        specs = state_specs(params, schedule.pp)
+        stored = self.sharding.stored(params)
+        specs = jax.tree.map(lambda leaf: leaf.spec, stored)
         active = self._active(len(params["layers"]) // schedule.placement.own_chunks)
         return jax.shard_map(
-            partial(_rank_program, self.functions, tables, self.execution, active, specs["shared"]),
+            partial(_rank_program, self.functions, tables, self.execution, active, stored),
             mesh=self.mesh,
             in_specs=(specs, batch_spec(), PartitionSpec(None, PP)),
             out_specs=(PartitionSpec(), specs if tables.trains else None),
@@ -170,16 +184,26 @@ def _rank_program(
     tables: Tables,
     execution: Execution,
     active: np.ndarray,
-    shared_specs: Tree,
+    stored: Tree,
     params: Tree,
     batch: Tree,
     columns: dict[str, jax.Array],
 ) -> tuple[jax.Array, Tree]:
-    """The whole step as one rank sees it: local shapes, pp and dp bound."""
-    layers = jax.tree.map(lambda leaf: _cast(leaf[0], execution), params["layers"])
+    """The whole step as one rank sees it: local shapes, pp, dp and tp bound."""
+    stored = stored | {"layers": jax.tree.map(lambda leaf: leaf.of_rank, stored["layers"])}
+    masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
+    held = jax.tree.map(lambda leaf: _cast(leaf, execution), masters)
     shared = jax.tree.map(
-        lambda leaf, spec: _gather(_cast(leaf, execution), spec), params["shared"], shared_specs
+        lambda s, leaf: s.gather(leaf, {PP, DP}), stored["shared"], held["shared"]
     )
+    each = stored["layers"][0]
+
+    def whole(layer: Tree) -> Tree:
+        return jax.tree.map(lambda s, leaf: s.gather(leaf, {DP}), each, layer)
+
+    reshard = execution.reshard_after_forward
+    layers = held["layers"] if reshard else tuple(map(whole, held["layers"]))
+    one_layer = jax.eval_shape(whole, held["layers"][0])
     microbatch = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
     x = jax.eval_shape(functions.embed, shared, microbatch)
     head = SharedPart.trace(functions.head, shared, x, microbatch)
@@ -187,13 +211,13 @@ def _rank_program(
     if tables.trains:
         remat = execution.remat
         policy = POLICIES[remat] if isinstance(remat, str) else remat
-        split = split_layer(functions.layer, layers[0], x, microbatch, policy)
+        split = split_layer(functions.layer, one_layer, x, microbatch, policy)
         head_split = head.split(shared, x, microbatch)
 
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
     seed = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
-    chunks = _chunks(layers, active)
+    chunks = _chunks(layers, active, each if reshard else None)
     work = RankWork(
         functions=functions,
         embed=SharedPart.trace(functions.embed, shared, microbatch),
@@ -207,13 +231,14 @@ def _rank_program(
         tables=tables,
         poison=execution.poison_bubbles,
     )
-    whole = jax.tree.map(
-        lambda whole, leaf: jax.ShapeDtypeStruct(whole.shape, leaf.dtype), shared, params["shared"]
+    like = lambda values, leaves: jax.tree.map(  # noqa: E731
+        lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
     )
-    layer = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0]
-    )
-    totals = {"shared": whole, "layers": tuple((layer,) * len(c.layers) for c in chunks)}
+    layer = like(layers[0], masters["layers"][0])
+    totals = {
+        "shared": like(shared, masters["shared"]),
+        "layers": tuple((layer,) * len(chunk.layers) for chunk in chunks),
+    }
     carry, _ = lax.scan(
         lambda carry, row: (work.tick(carry, row), None),
         work.first_carry(x, totals),
@@ -222,16 +247,36 @@ def _rank_program(
     losses = lax.psum(carry.losses, (PP, DP))
     if split is None:
         return losses, None
-    return losses, {
-        "shared": jax.tree.map(_scatter, carry.shared_gradients, shared_specs),
-        "layers": jax.tree.map(
-            lambda leaf: lax.psum(leaf, DP)[None],
-            _brought_home(carry.layer_gradients, len(layers)),
-        ),
-    }
+    home = _brought_home(carry.layer_gradients, len(layers))
+    shared_gradients = jax.tree.map(
+        lambda s, g: _reduced(s, g, {PP, DP}, execution), stored["shared"], carry.shared_gradients
+    )
+    layer_gradients = jax.tree.map(
+        lambda s, g: _reduced(s, g, _unreduced(s, reshard), execution)[None],
+        stored["layers"],
+        home,
+    )
+    return losses, {"shared": shared_gradients, "layers": layer_gradients}
 
 
-def _chunks(layers: tuple[Tree, ...], active: np.ndarray) -> tuple[Chunk, ...]:
+def _unreduced(stored: Stored, reshard: bool) -> set[str]:
+    """The axes over which a layer's gradient is still to be summed after the last tick."""
+    return set() if reshard and stored.axis(DP) is not None else {DP}
+
+
+def _reduced(
+    stored: Stored, gradient: jax.Array, names: set[str], execution: Execution
+) -> jax.Array:
+    """This device's part of a gradient summed over these axes, and over tp where it must be."""
+    if stored.summed:
+        gradient = lax.psum(gradient, TP)
+    if execution.zero_stage == 1 and DP in names:
+        gradient = stored.reduce(gradient, names - {DP})
+        return stored.part(lax.psum(gradient, DP), {DP})
+    return stored.reduce(gradient, names)
+
+
+def _chunks(layers: tuple[Tree, ...], active: np.ndarray, gathered: Tree) -> tuple[Chunk, ...]:
     """The stages this rank computes; where there are more than it holds, the rest is mirrored.
 
     A mirrored stage of rank r is held by rank P-1-r, which sends a copy of it once a step.
@@ -246,6 +291,7 @@ def _chunks(layers: tuple[Tree, ...], active: np.ndarray) -> tuple[Chunk, ...]:
             tuple(
                 None if active[:, chunk, slot].all() else here[chunk, slot] for slot in range(slots)
             ),
+            gathered,
         )
         for chunk in range(chunks)
     )
@@ -267,16 +313,3 @@ def _mirror(tree: Tree) -> Tree:
 
 def _cast(leaf: jax.Array, execution: Execution) -> jax.Array:
     return leaf if execution.compute_dtype is None else leaf.astype(execution.compute_dtype)
-
-
-def _gather(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A shared leaf whole, from its shards over pp."""
-    return lax.all_gather(leaf, PP, axis=spec.index(PP), tiled=True) if PP in spec else leaf
-
-
-def _scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """This rank's shard of a shared leaf's gradient, summed over pp and dp."""
-    gradient = lax.psum(gradient, DP)
-    if PP not in spec:
-        return lax.psum(gradient, PP)
-    return lax.psum_scatter(gradient, PP, scatter_dimension=spec.index(PP), tiled=True)

@@ -20,12 +20,17 @@ class StageFunctions:
     known to every stage, so targets, positions or segment ids need no transfer. The embedding runs
     before the first layer, the head after the last; both may read any leaf of `shared`. All layers
     have parameters of the same shapes, and every `x` has the same shape and dtype.
+
+    Where devices along tp share the layers, the functions take one device's parts and call
+    collectives over tp; `cuts` then says how every parameter is divided: trees of `Cut`s named
+    `shared` and `layer`.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]  # (shared, microbatch) -> x
     layer: Callable[[Tree, jax.Array, Tree], jax.Array]  # (params, x, microbatch) -> x
     head: Callable[[Tree, jax.Array, Tree], jax.Array]  # (shared, x, microbatch) -> summed loss
     count: Callable[[Tree], jax.Array]  # (microbatch) -> how many terms the summed loss has
+    cuts: Tree = None
 
 
 @dataclass(frozen=True)

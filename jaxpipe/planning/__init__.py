@@ -5,7 +5,7 @@ from jaxpipe.planning.candidates import Candidate, candidates
 from jaxpipe.planning.chosen import layers_of, schedule_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
-from jaxpipe.planning.memory import RankBytes
+from jaxpipe.planning.memory import RankBytes, rank_bytes
 
 __all__ = [
     "Advice",
@@ -19,6 +19,7 @@ __all__ = [
     "candidates",
     "estimate",
     "layers_of",
+    "rank_bytes",
     "read_measured",
     "schedule_of",
 ]

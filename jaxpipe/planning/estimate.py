@@ -39,7 +39,10 @@ def estimate(
     report = simulate(schedule, seconds.costs(candidate.layers), **knobs)
     tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}
-    message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
+    message = hidden_bytes(
+        config.model, itemsize=ITEMSIZE[train.compute_dtype],
+        sequence_parallel=config.parallel.sequence_parallel, **sizes,
+    )  # fmt: skip
     samples = train.grad_accum_steps * train.microbatch_size * config.parallel.dp
     return Estimate(
         candidate,

@@ -1,18 +1,14 @@
 """Bytes on one device: the largest rank's, since one program sizes every rank's buffers alike."""
 
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from jaxpipe.analysis import (
-    embedding_parameters,
-    head_parameters,
-    hidden_bytes,
-    layer_bytes,
-    layer_parameters,
-)
+from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Tables
+from jaxpipe.storage import cutting, part_size
 
 _FLOAT32 = 4
 
@@ -21,11 +17,13 @@ _FLOAT32 = 4
 class RankBytes:
     """Where the bytes of a device go.
 
-    `parameters`: float32 values; layers of the rank, and its share of embedding and head.
-    `optimizer`: two moments of each. `gradients`: float32 sums, of embedding and head whole.
-    `copies`: layers and whole ends in the compute dtype, which the ops read; a bidirectional
-    schedule has two stages of layers. `activations`: what waits for B or W, and the messages that
-    wait. `head`: logits and their gradient in float32, while the head runs.
+    `parameters`: float32 values; layers of the rank, and its share of embedding and head, of both
+    only a part from ZeRO stage 1 on. `optimizer`: two moments of each. `gradients`: float32 sums,
+    of layers in parts if they are gathered anew for every action, of embedding and head whole.
+    `copies`: what the ops read, in the compute dtype and gathered; a bidirectional schedule has two
+    stages of layers. `activations`: what waits for B or W, and the messages that
+    wait. `head`: logits and their gradient in float32, of a chunk and with
+    the gradient of the head's matrix if there are chunks, while the head runs.
     """
 
     parameters: int
@@ -45,39 +43,62 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     """Bytes of a device under one of the schedules of a configuration, lowered to `tables`."""
     schedule, layers = candidate.schedule, candidate.layers
     model, train, parallel = config.model, config.train, config.parallel
-    pp, tp = parallel.pp, parallel.tp
     item = ITEMSIZE[train.compute_dtype]
-    sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": tp}
+    sizes = {
+        "batch": train.microbatch_size,
+        "seq_len": train.seq_len,
+        "tp": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
     slots = max(layers)  # every stage has room for as many
-    chunks = schedule.stages // pp
-    layer = slots * chunks * layer_parameters(model, tp)
-    ends = embedding_parameters(model, tp) + head_parameters(model, tp)
-    parameters = layer + _share_of_ends(config)
+    held_slots = slots * (schedule.stages // parallel.pp)
     mirrored = schedule.placement.mirrored_from is not None
+    layer, end = _values(config, of_layer=True), _values(config, of_layer=False)
+    sums = layer.part if parallel.reshard_after_forward else layer.whole
+    parameters = held_slots * layer.part + end.part
+    cast = item != _FLOAT32
+    if parallel.reshard_after_forward:
+        read = held_slots * layer.part * (cast + mirrored) + layer.whole
+    else:
+        read = held_slots * layer.whole * ((cast or layer.whole != layer.part) + mirrored)
+    if cast or end.whole != end.part:
+        read += end.whole
     stored = layer_bytes(model, itemsize=item, remat=train.remat, **sizes)
     held = tables.slots
     rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
     both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
-    logits = train.microbatch_size * train.seq_len * model.vocab_size // tp
+    rows = train.microbatch_size * train.seq_len // train.loss_chunks
+    vocabulary = model.vocab_size // parallel.tp
+    logits, matrix = rows * vocabulary, model.d_model * vocabulary
     hidden = hidden_bytes(model, itemsize=item, **sizes)
     return RankBytes(
         parameters=_FLOAT32 * parameters,
         optimizer=2 * _FLOAT32 * parameters,
-        gradients=_FLOAT32 * (layer * (1 + mirrored) + ends),
-        copies=item * (layer * mirrored + (0 if item == _FLOAT32 else layer + ends)),
+        gradients=_FLOAT32 * (held_slots * sums * (1 + mirrored) + end.whole),
+        copies=item * read,
         activations=slots * rings + (messages + waits) * hidden + held.head * logits * item,
-        head=2 * _FLOAT32 * logits,
+        head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
     )
 
 
-def _share_of_ends(config: Config) -> int:
-    """Values of embedding, final norm and head on one rank: cut along an axis that pp divides."""
-    model, pp = config.model, config.parallel.pp
-    vocabulary = embedding_parameters(model, config.parallel.tp)
-    matrices = 1 if model.tie_embeddings else 2
-    rows = vocabulary // model.d_model
-    cut = rows % pp == 0 or model.d_model % pp == 0
-    norm = model.d_model // (pp if model.d_model % pp == 0 else 1)
-    return matrices * (vocabulary // pp if cut else vocabulary) + norm
+class _Values(NamedTuple):
+    """Values on one device: of what is stored, and of that put together over pp and dp."""
+
+    part: int
+    whole: int
+
+
+def _values(config: Config, *, of_layer: bool) -> _Values:
+    """Of the parameters of one layer, or of those that no layer has."""
+    parallel = config.parallel
+    mesh = {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
+    part = whole = 0
+    leaves = layer_leaves(config.model, parallel.tp) if of_layer else end_leaves(config.model)
+    for shape, cut in leaves.values():
+        shape = (parallel.pp, *shape) if of_layer else shape
+        names = cutting(shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
+        part += part_size(shape, names, mesh)
+        whole += part_size(shape, names, mesh, whole=("dp",) if of_layer else ("pp", "dp"))
+    return _Values(part, whole)

@@ -14,17 +14,17 @@ from counting import dot_flops
 from jaxpipe.analysis import (
     LayerBytes,
     OpFlops,
-    embedding_parameters,
+    end_leaves,
     head_flops,
-    head_parameters,
     hidden_bytes,
     layer_bytes,
     layer_flops,
-    layer_parameters,
+    layer_leaves,
 )
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import Decoder
 from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.tensor import OneDevice
 
 BATCH, LENGTH = 3, 16
 GROUPED = {"n_heads": 4, "n_kv_heads": 2}
@@ -143,16 +143,33 @@ def test_head_flops():
     assert head_flops(model, batch=BATCH, seq_len=LENGTH, tp=2).F == work.F / 2
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters(qk_norm, tied):
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_leaves_are_those_of_the_decoder(qk_norm, tied, tp):
     model = model_of(qk_norm=qk_norm, tie_embeddings=tied)
-    ends = embedding_parameters(model) + head_parameters(model)
-    assert model.n_layers * layer_parameters(model) + ends == model.parameter_count()
-    gains = 2 * 24 + 2 * 8 * qk_norm
-    assert layer_parameters(model, tp=2) - gains == (layer_parameters(model) - gains) / 2
-    assert embedding_parameters(model, tp=2) == 64 * 24 / 2
-    assert head_parameters(model, tp=2) == 24 + (0 if tied else 64 * 24 / 2)
+    decoder = Decoder(model, OneDevice(size=tp))
+    key = jax.random.key(0)
+    made = {
+        "layer": jax.eval_shape(lambda: decoder.init_layer(key, 0)),
+        "shared": jax.eval_shape(lambda: decoder.init_ends(key)),
+    }
+
+    def flat(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+
+    for part, leaves in (("layer", layer_leaves(model, tp)), ("shared", end_leaves(model))):
+        shapes, cuts = flat(made[part]), flat(decoder.cuts[part])
+        assert {name: shape for name, (shape, _) in leaves.items()} == {
+            name: leaf.shape for name, leaf in shapes.items()
+        }
+        assert {name: cut.axis for name, (_, cut) in leaves.items()} == {
+            name: cut.axis for name, cut in cuts.items()
+        }
+    total = lambda leaves: sum(prod(shape) for shape, _ in leaves.values())  # noqa: E731
+    ends = total(end_leaves(model))
+    assert model.n_layers * total(layer_leaves(model)) + ends == model.parameter_count()
 
 
 @pytest.mark.parametrize("remat", POLICIES)
@@ -186,8 +203,8 @@ def test_sequence_parallelism_splits_everything(remat):
 
 def test_what_cannot_be_is_refused():
     model, sizes = model_of(), {"batch": 1, "seq_len": 5}
-    with pytest.raises(ValueError, match="tp=4 must divide n_kv_heads=2"):
-        layer_flops(model, tp=4, **sizes)
+    with pytest.raises(ValueError, match="tp=3 must divide n_heads=4"):
+        layer_flops(model, tp=3, **sizes)
     with pytest.raises(ValueError, match="tp=3 must divide vocab_size=64"):
         head_flops(model, tp=3, **sizes)
     with pytest.raises(ValueError, match="tp=2 must divide seq_len=5"):

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from jaxpipe.parallel import StageLayout, make_mesh, shared_axis, state_specs
+from jaxpipe.parallel import StageLayout, make_mesh
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 1, 2), (1, 8, 1), (8, 1, 1)])
@@ -34,12 +33,16 @@ def test_stack_and_unstack(counts):
     assert padded == layout.slots * len(counts) - layout.layers
 
 
-def test_shared_leaves_are_cut_where_pp_divides():
-    assert shared_axis((256, 64), 4) == 0
-    assert shared_axis((10, 64), 4) == 1
-    assert shared_axis((10, 7), 4) is None
-    shapes = jax.eval_shape(
-        lambda: {"shared": {"e": jnp.zeros((10, 64)), "n": jnp.zeros(7)}, "layers": ()}
-    )
-    specs = state_specs(shapes, 4)
-    assert specs["shared"] == {"e": PartitionSpec(None, "pp"), "n": PartitionSpec()}
+@pytest.mark.parametrize("pipeline_first", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2), (1, 4, 2), (2, 4, 1), (8, 1, 1)])
+def test_rank_arithmetic_of_the_mesh(sizes, pipeline_first):
+    """Fast-LLM's formulas: tp varies fastest, then dp, or pp if it comes first."""
+    pp, dp, tp = sizes
+    mesh = make_mesh(pp, dp, tp, pipeline_first=pipeline_first)
+    assert mesh.axis_names == ("pp", "dp", "tp")
+    for place, device in np.ndenumerate(mesh.devices):
+        rank = device.id
+        if pipeline_first:
+            assert place == ((rank // tp) % pp, (rank // tp) // pp, rank % tp)
+        else:
+            assert place == (rank // (tp * dp), (rank // tp) % dp, rank % tp)

@@ -1,0 +1,120 @@
+"""How each leaf is stored on the mesh, and the collectives that follow from it.
+
+A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.storage` says. Where
+several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpipe.parallel.mesh import DP, PP, TP
+from jaxpipe.storage import cutting
+from jaxpipe.tensor import Cut
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the parts of one leaf are; the methods run inside a `shard_map`.
+
+    `summed`: whether its gradients on the devices of a tp group have to be added up.
+    """
+
+    spec: PartitionSpec
+    summed: bool = False
+
+    @property
+    def of_rank(self) -> "Stored":
+        """The same for a layer's leaf without its leading axis of ranks."""
+        return Stored(PartitionSpec(*self.spec[1:]), self.summed)
+
+    def axis(self, name: str) -> int | None:
+        """The axis that a mesh axis cuts, or None."""
+        names = (entry if isinstance(entry, tuple) else (entry,) for entry in self.spec)
+        return next((axis for axis, entry in enumerate(names) if name in entry), None)
+
+    def gather(self, part: jax.Array, names: Collection[str]) -> jax.Array:
+        """The leaf with the parts along these mesh axes put together."""
+        for name in reversed(self._cutting(names)):
+            part = lax.all_gather(part, name, axis=self.axis(name), tiled=True)
+        return part
+
+    def part(self, whole: jax.Array, names: Collection[str]) -> jax.Array:
+        """This device's part along these mesh axes: the inverse of `gather`."""
+        for name in self._cutting(names):
+            axis = self.axis(name)
+            size = whole.shape[axis] // lax.axis_size(name)
+            whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(name) * size, size, axis)
+        return whole
+
+    def reduce(self, gradient: jax.Array, names: Collection[str]) -> jax.Array:
+        """This device's part of the sum over these mesh axes."""
+        for name in self._cutting(names):
+            gradient = lax.psum_scatter(
+                gradient, name, scatter_dimension=self.axis(name), tiled=True
+            )
+        rest = tuple(name for name in names if self.axis(name) is None)
+        return lax.psum(gradient, rest) if rest else gradient
+
+    def _cutting(self, names: Collection[str]) -> list[str]:
+        """Those of the names that cut the leaf, from the largest parts to the smallest."""
+        return [name for name in _NESTING if name in names and self.axis(name) is not None]
+
+
+_NESTING = (TP, PP, DP)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The storage of every leaf: a mesh, a model's cuts (None: nothing is cut) and a ZeRO stage.
+
+    `cuts` has the trees `shared` and `layer`, the latter of any one layer. From ZeRO stage 1 on,
+    all that outlives a step is cut over dp: parameters, which are the optimizer's masters, and
+    moments.
+    """
+
+    mesh: Mesh
+    cuts: Tree = None
+    zero_stage: int = 0
+
+    def stored(self, tree: Tree) -> Tree:
+        """`Stored` of every leaf of a tree in stage form; leaves need only a shape."""
+        return jax.tree_util.tree_map_with_path(self._stored, tree)
+
+    def specs(self, tree: Tree) -> Tree:
+        """`PartitionSpec` of every leaf of a tree in stage form."""
+        return jax.tree.map(lambda stored: stored.spec, self.stored(tree))
+
+    def shardings(self, tree: Tree) -> Tree:
+        """`NamedSharding` of every leaf of a tree in stage form."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
+
+    def _stored(self, path: tuple[Any, ...], leaf: Any) -> Stored:
+        in_layer = path[0].key == "layers"
+        cut = self._cut(in_layer, path[2:] if in_layer else path[1:])
+        names = cutting(
+            leaf.shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage
+        )
+        entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in names]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return Stored(PartitionSpec(*entries), cut.summed)
+
+    def _cut(self, in_layer: bool, path: tuple[Any, ...]) -> Cut:
+        if self.cuts is None:
+            return Cut()
+        node = self.cuts["layer" if in_layer else "shared"]
+        for key in path:
+            node = node[key.key]
+        return node
+
+
+def batch_spec() -> PartitionSpec:
+    """A batch `[M, B, ...]` is cut over dp along its examples; every rank sees all microbatches."""
+    return PartitionSpec(None, DP)

@@ -1,0 +1,54 @@
+"""Tensor parallelism as a model sees it: how parameters are cut, and what devices do together.
+
+A layer's devices hold equal parts of its matrices (Shoeybi et al. 2019, section 3). A model names
+the part of each parameter by a `Cut`, and calls `enter` where values go into matrices cut along
+their outputs, `leave` where they come out of matrices cut along their inputs. This module has the
+case of a single device; `jaxpipe.parallel.TensorParallel` is the other.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism divides one parameter.
+
+    `axis`: the axis along which each device has an equal part, of the parameter as its layer sees
+    it; None where every device has all of it. `summed`: whether the devices' gradients of a whole
+    parameter differ, each being of its own heads or tokens, so that they must be added up.
+    """
+
+    axis: int | None = None
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """A layer that no other device shares: everything is whole, nothing needs to be sent."""
+
+    size: int = 1
+    sequence: bool = False  # is the stream between sublayers cut along the sequence?
+
+    def index(self) -> Any:
+        """This device's place among those that share the layer."""
+        return 0
+
+    def enter(self, x: Any) -> Any:
+        """The stream as matrices cut along their outputs take it: whole."""
+        return x
+
+    def leave(self, x: Any) -> Any:
+        """What matrices cut along their inputs make, added up over the devices."""
+        return x
+
+    def total(self, x: Any) -> Any:
+        """The sum of the devices' values, which each of them goes on to use alike."""
+        return x
+
+    def largest(self, x: Any) -> Any:
+        """The elementwise maximum of the devices' values, without a gradient."""
+        return x
+
+
+ONE_DEVICE = OneDevice()

@@ -1,0 +1,112 @@
+"""The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close, cal_diff
+
+from jaxpipe.config import ModelConfig
+from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.parallel import StageLayout, TensorParallel, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.schedule import build
+from jaxpipe.tensor import ONE_DEVICE
+
+SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
+MODELS = {
+    "grouped": ModelConfig(**SIZES, n_kv_heads=2),
+    "normed": ModelConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
+    "tied": ModelConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
+    "one_kv": ModelConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
+}
+MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
+
+
+def functions_of(decoder):
+    return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts)
+
+
+def problem(model, dtype):
+    decoder, key = Decoder(MODELS[model]), jax.random.key(0)
+    cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+    shared = cast(decoder.init_ends(key))
+    layers = [cast(decoder.init_layer(key, i)) for i in range(SIZES["n_layers"])]
+    tokens = jax.random.randint(
+        jax.random.key(1), (MICROBATCHES, EXAMPLES, LENGTH + 1), 0, SIZES["vocab_size"]
+    )
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
+    return decoder, shared, layers, {"inputs": inputs, "targets": targets}
+
+
+@cache
+def wanted(model, dtype):
+    decoder, shared, layers, batch = problem(model, dtype)
+    return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
+
+
+def run(model, schedule, pp, dp, tp, *, sequence=False, dtype=jnp.float32, **execution):
+    """`(got, want)` of a whole step on a mesh and on one device."""
+    _, shared, layers, batch = problem(model, dtype)
+    built = build(schedule, pp=pp, microbatches=MICROBATCHES)
+    layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
+    devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
+    mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
+    pipeline = Pipeline(
+        functions_of(Decoder(MODELS[model], devices)), built, mesh, layout.counts,
+        Execution(**execution),
+    )  # fmt: skip
+    params = {"shared": shared, "layers": layout.stack(layers)}
+    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    losses, gradients = wanted(model, dtype)
+    return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("model", "tp"), [("grouped", 2), ("normed", 4), ("tied", 2), ("one_kv", 4), ("grouped", 4)]
+)
+def test_devices_that_share_layers(model, tp, sequence):
+    with jax.enable_x64(True):
+        got, want = run(model, "1f1b", 1, 1, tp, sequence=sequence, dtype=jnp.float64)
+        worst = jax.tree.map(cal_diff, got, want)
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipe"])
+def test_schedules_on_meshes(schedule, mesh):
+    if schedule == "interleaved_1f1b" and mesh[0] == 4:
+        pytest.skip("eight stages need eight layers")
+    with jax.enable_x64(True):
+        worst = jax.tree.map(
+            cal_diff,
+            *run("one_kv", schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2),
+        )
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
+@pytest.mark.parametrize(("zero_stage", "reshard"), [(0, False), (1, False), (3, False), (3, True)])
+def test_zero_stages(schedule, zero_stage, reshard):
+    execution = {"zero_stage": zero_stage, "reshard_after_forward": reshard}
+    assert_close(*run("grouped", schedule, 2, 2, 2, **execution))
+
+
+@pytest.mark.parametrize("remat", ["elementwise", "selective", "full"])
+def test_what_is_computed_again_is_gathered_again(remat):
+    assert_close(*run("tied", "zb_h1", 2, 1, 2, sequence=True, remat=remat))
+    assert_close(*run("tied", "1f1b", 2, 1, 2, sequence=True, remat=remat))
+
+
+def test_half_precision_on_a_whole_mesh():
+    got, want = run(
+        "grouped", "1f1b", 2, 2, 2, sequence=True, zero_stage=3, compute_dtype=jnp.bfloat16
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=1.5e-2, atol=1e-6)
+    for g, w in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
+        assert g.dtype == jnp.float32
+        assert np.sqrt(np.mean(np.square(g - w)) / np.mean(np.square(w))) < 2e-2
