@@ -177,7 +177,9 @@ class _Run:
             {
                 "position": position,
                 "data": self.data.train.fingerprint,
-                "layout": f"pp={parallel.pp} dp={parallel.dp} {parallel.schedule}",
+                "layout": (
+                    f"pp={parallel.pp} dp={parallel.dp} tp={parallel.tp} {parallel.schedule}"
+                ),
                 "config": configs.to_toml(config),
             },
         )

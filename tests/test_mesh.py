@@ -7,11 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, cal_diff
+from jax.sharding import PartitionSpec
 
+from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import IGNORE, Decoder
-from jaxpipe.parallel import StageLayout, TensorParallel, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.parallel import Sharding, StageLayout, TensorParallel, make_mesh
+from jaxpipe.pipeline import (
+    POLICIES,
+    Execution,
+    Pipeline,
+    StageFunctions,
+    losses_and_gradients_ref,
+    split_layer,
+)
 from jaxpipe.schedule import build
 from jaxpipe.tensor import ONE_DEVICE
 
@@ -110,3 +119,95 @@ def test_half_precision_on_a_whole_mesh():
     for g, w in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
         assert g.dtype == jnp.float32
         assert np.sqrt(np.mean(np.square(g - w)) / np.mean(np.square(w))) < 2e-2
+
+
+def eqns_of(jaxpr, inside=False):
+    """Every equation, and whether it is in a loop."""
+    for eqn in jaxpr.eqns:
+        yield eqn, inside
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                inner = getattr(value, "jaxpr", value)
+                yield from eqns_of(inner, inside or eqn.primitive.name == "scan")
+
+
+def is_jaxpr(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
+    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+    _, shared, layers, batch = problem("grouped", jnp.float32)
+    layout = StageLayout((2, 2))
+    execution = Execution(zero_stage=3, reshard_after_forward=reshard)
+    decoder = Decoder(MODELS["grouped"])
+    mesh = make_mesh(2, 2, devices=jax.devices()[:4])
+    pipeline = Pipeline(
+        functions_of(decoder), build("1f1b", pp=2, microbatches=MICROBATCHES), mesh,
+        execution=execution,
+    )  # fmt: skip
+    params = {"shared": shared, "layers": layout.stack(layers)}
+    stored = pipeline.sharding.stored(params)
+    cut = {
+        part: sum(leaf.axis("dp") is not None for leaf in jax.tree.leaves(stored[part]))
+        for part in stored
+    }
+    assert cut == {"shared": 3, "layers": 2 * 9}
+    count = {}
+    trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
+    for eqn, inside in eqns_of(trace.jaxpr):
+        names = eqn.params.get("axis_name")
+        if names is not None and "dp" in jax.tree.leaves(names):
+            key = eqn.primitive.name, inside
+            count[key] = count.get(key, 0) + 1
+    gathers = {inside: count.get(("all_gather", inside), 0) for inside in (False, True)}
+    scatters = {inside: count.get(("reduce_scatter", inside), 0) for inside in (False, True)}
+    if reshard:  # layers in the branches of F and BW
+        assert gathers == {False: cut["shared"], True: 2 * cut["layers"]}
+        assert scatters == {False: cut["shared"], True: cut["layers"]}
+    else:
+        assert gathers == {False: cut["shared"] + cut["layers"], True: 0}
+        assert scatters == {False: cut["shared"] + cut["layers"], True: 0}
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("model", ["grouped", "normed"])
+def test_sequence_parallelism_stores_a_part_of_everything(model, remat):
+    """What a device stores and sends is what the plan says: a tp-th of one device's."""
+    config, mesh = MODELS[model], make_mesh(1, 1, 2, devices=jax.devices()[:2])
+    decoder = Decoder(config, TensorParallel(2, sequence=True))
+    ids = jax.ShapeDtypeStruct((EXAMPLES, LENGTH), "int32")
+    key, found = jax.random.key(0), []
+    layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))
+    shared = jax.eval_shape(lambda: decoder.init_ends(key))
+    stored = Sharding(mesh, decoder.cuts).stored(
+        {
+            "shared": shared,
+            "layers": (
+                jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), layer),
+            ),
+        }
+    )
+
+    def look(shared, layer, microbatch):
+        x = jax.eval_shape(decoder.embed, shared, microbatch)
+        split = split_layer(decoder.layer, layer, x, microbatch, POLICIES[remat])
+        size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))  # noqa: E731
+        kept = split.residuals
+        found.append((LayerBytes(size(kept.for_b), size(kept.for_w), size(split.stash)), size(x)))
+
+    specs = (
+        jax.tree.map(lambda s: s.spec, stored["shared"]),
+        jax.tree.map(lambda s: s.of_rank.spec, stored["layers"][0]),
+        PartitionSpec(),
+    )
+    run = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=None, check_vma=False)
+    jax.eval_shape(run, shared, layer, {"inputs": ids, "targets": ids})
+    sizes = {"batch": EXAMPLES, "seq_len": LENGTH, "itemsize": 4}
+    cut = {"tp": 2, "sequence_parallel": True}
+    assert found[-1] == (
+        layer_bytes(config, remat=remat, **sizes, **cut),
+        hidden_bytes(config, **sizes, **cut),
+    )
+    assert 2 * found[-1][1] == hidden_bytes(config, **sizes)

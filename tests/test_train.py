@@ -25,6 +25,9 @@ FEWER = {  # other layouts of the same global batch
     "gpipe": ["parallel.schedule=gpipe", "parallel.layer_split=[1,1,1,1]"],
     "zbv": ["parallel.schedule=zbv", "parallel.pp=2"],
     "dualpipe": ["parallel.schedule=dualpipe", "parallel.pp=2", "parallel.layer_split=[1,3]"],
+    "tp2": ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true"],
+    "zero3": ["parallel.pp=1", "parallel.tp=4", "parallel.zero_stage=3"],
+    "zero0": ["parallel.pp=2", "parallel.zero_stage=0", "parallel.pipeline_first=true"],
 }
 
 
@@ -45,9 +48,9 @@ def spawn(directory, *overrides, devices=8):
     )
 
 
-def devices_of(layout):
-    devices = {"pp2_dp1": 2, "pp1_dp2": 2, "pp3_dp1": 3, "gpipe": 8, "zbv": 4, "dualpipe": 4}
-    return devices[layout]
+def devices_of(overrides):
+    parallel = load(SMALL, overrides).parallel
+    return parallel.pp * parallel.dp * parallel.tp
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,10 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted, lay
     process.communicate()
     newest = max(int(path.name) for path in saves.iterdir() if path.name.isdigit())
     assert 4 <= newest < 12
-    process = spawn(tmp_path, *FEWER[layout], devices=devices_of(layout))
+    process = spawn(tmp_path, *FEWER[layout], devices=devices_of(FEWER[layout]))
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert f"resumed from step {newest} (saved with pp=4 dp=2 1f1b)" in output
+    assert f"resumed from step {newest} (saved with pp=4 dp=2 tp=1 1f1b)" in output
     got, want = metrics(tmp_path), metrics(uninterrupted)
     assert sorted(got) == sorted(want)
     losses = [[run[step]["loss"] for step in sorted(want)] for run in (got, want)]
@@ -89,15 +92,13 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted, lay
 
 
 def trainer_of(*overrides):
-    config = load(SMALL, overrides)
-    count = config.parallel.pp * config.parallel.dp
-    return Trainer(config, devices=tuple(jax.devices()[:count]))
+    return Trainer(load(SMALL, overrides), devices=tuple(jax.devices()[: devices_of(overrides)]))
 
 
 def restored(directory, *overrides):
     """`(state keyed by layer as numpy, meta)` of the newest checkpoint under some configuration."""
     trainer = trainer_of(*overrides)
-    keying = Keying(trainer.layout, trainer.mesh)
+    keying = Keying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
     with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
         state, meta = checkpoints.restore(trainer.init()._asdict(), say=pytest.fail)
@@ -116,7 +117,7 @@ def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
 def test_initial_values_are_the_same_on_every_layout(layout):
     def initial(*overrides):
         trainer = trainer_of(*overrides)
-        keyed = Keying(trainer.layout, trainer.mesh).keyed(trainer.init().params)
+        keyed = Keying(trainer.layout, trainer.sharding).keyed(trainer.init().params)
         return jax.tree.map(np.asarray, keyed)
 
     jax.tree.map(np.testing.assert_array_equal, initial(*FEWER[layout]), initial())
@@ -233,3 +234,23 @@ def test_print_config_is_a_configuration(tmp_path, capsys):
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     assert load(printed) == load(SMALL, ["parallel.pp=2"])
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_other_optimizers_resume_elsewhere(tmp_path, optimizer):
+    """The same losses with and without a stop in the middle, on another mesh after it."""
+    how = [f"optimizer.name={optimizer}", "optimizer.lr=3e-3", "train.eval_every=0"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train.main([str(SMALL), f"run.dir={whole}", *how, "train.steps=6"]) == 0
+    some = [*how, "train.steps=6", "checkpoint.every=3"]
+    first = spawn(cut, *some)
+    output, _ = first.communicate()
+    assert first.returncode == 0, output
+    (cut / "checkpoints" / "6").rename(tmp_path / "last")
+    second = spawn(cut, *some, "parallel.pp=2", "parallel.tp=2")
+    output, _ = second.communicate()
+    assert second.returncode == 0, output
+    assert "resumed from step 3" in output
+    got, want = metrics(cut), metrics(whole)
+    losses = [[run[step]["loss"] for step in range(4, 7)] for run in (got, want)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)

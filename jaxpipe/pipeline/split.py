@@ -37,8 +37,8 @@ _LAYOUT = {
 
 
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Store the outputs of weight matrices and of fused attention, and nothing else."""
-    if primitive.name.startswith("dot_product_attention"):
+    """Store the outputs of weight matrices, summed over devices, and of fused attention."""
+    if primitive.name.startswith(("dot_product_attention", "psum", "reduce_scatter")):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 

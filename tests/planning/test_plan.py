@@ -2,6 +2,7 @@
 
 import json
 import time
+from math import prod
 from pathlib import Path
 
 import jax
@@ -64,6 +65,24 @@ def test_bytes_are_the_trainers(pp, remat):
     )
     messages = predicted.activations - rings
     assert messages == (slots.inbox + 3) * x.size * x.dtype.itemsize
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_parameter_bytes_on_whole_meshes(mesh, zero_stage):
+    sizes = dict(zip(("pp", "dp", "tp"), mesh))
+    overrides = [f"parallel.{name}={size}" for name, size in sizes.items()]
+    overrides += ["model.n_layers=4", "model.n_kv_heads=2", "model.tie_embeddings=true"]
+    overrides += ["train.grad_accum_steps=8", f"parallel.zero_stage={zero_stage}"]
+    config, _, estimates = estimates_of(*overrides)
+    trainer = Trainer(config)
+    predicted = estimates["1f1b"].bytes
+    held = zip(
+        jax.tree.leaves(trainer.state_shapes.params),
+        jax.tree.leaves(trainer.state_shardings.params),
+    )
+    assert predicted.parameters == sum(4 * prod(s.shard_shape(leaf.shape)) for leaf, s in held)
+    assert predicted.optimizer == 2 * predicted.parameters
 
 
 def test_deferred_ends_take_what_the_head_leaves():
