@@ -57,8 +57,8 @@ def wanted(model, dtype):
     return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
 
 
-def run(model, schedule, pp, dp, tp, *, sequence=False, dtype=jnp.float32, **execution):
-    """`(got, want)` of a whole step on a mesh and on one device."""
+def pipeline_of(model, schedule, pp, dp, tp, *, sequence=False, dtype=jnp.float32, **execution):
+    """The pipeline on a mesh, its parameters and batch."""
     _, shared, layers, batch = problem(model, dtype)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES)
     layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
@@ -68,7 +68,12 @@ def run(model, schedule, pp, dp, tp, *, sequence=False, dtype=jnp.float32, **exe
         functions_of(Decoder(MODELS[model], devices)), built, mesh, layout.counts,
         Execution(**execution),
     )  # fmt: skip
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
+
+
+def run(model, *args, dtype=jnp.float32, **how):
+    """`(got, want)` of a whole step on a mesh and on one device."""
+    pipeline, layout, params, batch = pipeline_of(model, *args, dtype=dtype, **how)
     got = jax.jit(pipeline.losses_and_gradients)(params, batch)
     losses, gradients = wanted(model, dtype)
     return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
@@ -103,6 +108,14 @@ def test_schedules_on_meshes(schedule, mesh):
 def test_zero_stages(schedule, zero_stage, reshard):
     execution = {"zero_stage": zero_stage, "reshard_after_forward": reshard}
     assert_close(*run("grouped", schedule, 2, 2, 2, **execution))
+
+
+def test_forward_only_on_a_whole_mesh():
+    pipeline, _, params, batch = pipeline_of(
+        "tied", "1f1b", 2, 2, 2, sequence=True, zero_stage=3, reshard_after_forward=True
+    )
+    losses = jax.jit(pipeline.losses)(params, batch)
+    np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("remat", ["elementwise", "selective", "full"])

@@ -17,6 +17,7 @@ from jaxpipe.storage import cutting
 from jaxpipe.tensor import Cut
 
 Tree = Any
+_NESTING = (TP, PP, DP)  # where they cut the same axis: from the largest parts to the smallest
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,12 @@ class Stored:
             gradient = lax.psum_scatter(
                 gradient, name, scatter_dimension=self.axis(name), tiled=True
             )
-        rest = tuple(name for name in names if self.axis(name) is None)
+        rest = tuple(name for name in _NESTING if name in names and self.axis(name) is None)
         return lax.psum(gradient, rest) if rest else gradient
 
     def _cutting(self, names: Collection[str]) -> list[str]:
         """Those of the names that cut the leaf, from the largest parts to the smallest."""
         return [name for name in _NESTING if name in names and self.axis(name) is not None]
-
-
-_NESTING = (TP, PP, DP)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class RankBytes:
     """Where the bytes of a device go.
 
     `parameters`: float32 values; layers of the rank, and its share of embedding and head, of both
-    only a part from ZeRO stage 1 on. `optimizer`: two moments of each. `gradients`: float32 sums,
+    only a part from ZeRO stage 1 on. `optimizer`: the moments of each. `gradients`: float32 sums,
     of layers in parts if they are gathered anew for every action, of embedding and head whole.
     `copies`: what the ops read, in the compute dtype and gathered; a bidirectional schedule has two
     stages of layers. `activations`: what waits for B or W, and the messages that
@@ -75,7 +75,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     hidden = hidden_bytes(model, itemsize=item, **sizes)
     return RankBytes(
         parameters=_FLOAT32 * parameters,
-        optimizer=2 * _FLOAT32 * parameters,
+        optimizer=_FLOAT32 * (held_slots * layer.moments + end.moments),
         gradients=_FLOAT32 * (held_slots * sums * (1 + mirrored) + end.whole),
         copies=item * read,
         activations=slots * rings + (messages + waits) * hidden + held.head * logits * item,
@@ -84,21 +84,29 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
 
 
 class _Values(NamedTuple):
-    """Values on one device: of what is stored, and of that put together over pp and dp."""
+    """Values on one device: of what is stored, of that put together over pp and dp, of moments."""
 
     part: int
     whole: int
+    moments: int
 
 
 def _values(config: Config, *, of_layer: bool) -> _Values:
     """Of the parameters of one layer, or of those that no layer has."""
     parallel = config.parallel
     mesh = {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
-    part = whole = 0
+    part = whole = moments = 0
     leaves = layer_leaves(config.model, parallel.tp) if of_layer else end_leaves(config.model)
     for shape, cut in leaves.values():
         shape = (parallel.pp, *shape) if of_layer else shape
         names = cutting(shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
-        part += part_size(shape, names, mesh)
+        stored = part_size(shape, names, mesh)
+        part += stored
+        moments += stored * _moments(config.optimizer.name, of_layer and len(shape) > 2)
         whole += part_size(shape, names, mesh, whole=("dp",) if of_layer else ("pp", "dp"))
-    return _Values(part, whole)
+    return _Values(part, whole, moments)
+
+
+def _moments(optimizer: str, matrix: bool) -> int:
+    """How many moments a value has; `matrix`: is it one of a layer's matrices?"""
+    return 1 if optimizer == "lion" or (optimizer == "muon" and matrix) else 2

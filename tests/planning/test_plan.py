@@ -85,6 +85,22 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage):
     assert predicted.optimizer == 2 * predicted.parameters
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
+def test_bytes_of_moments(optimizer):
+    config, _, estimates = estimates_of(
+        "parallel.pp=2", "parallel.tp=2", "train.grad_accum_steps=8",
+        f"optimizer.name={optimizer}",
+    )  # fmt: skip
+    trainer = Trainer(config)
+    held = zip(
+        jax.tree.leaves(trainer.state_shapes.optimizer),
+        jax.tree.leaves(trainer.state_shardings.optimizer),
+    )
+    # Counters and the coefficients of Muon's iteration are no moments.
+    moments = sum(4 * prod(s.shard_shape(leaf.shape)) for leaf, s in held if leaf.size > 16)
+    assert estimates["1f1b"].bytes.optimizer == moments
+
+
 def test_deferred_ends_take_what_the_head_leaves():
     sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
     config, _, at_once = estimates_of(*sizes)
