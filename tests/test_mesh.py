@@ -22,7 +22,7 @@ from jaxpipe.pipeline import (
     split_layer,
 )
 from jaxpipe.schedule import build
-from jaxpipe.tensor import ONE_DEVICE
+from jaxpipe.tensor import ONE_DEVICE, Cut
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 MODELS = {
@@ -101,6 +101,63 @@ def test_schedules_on_meshes(schedule, mesh):
             *run("one_kv", schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2),
         )
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@jax.custom_vjp
+def record(y, _):
+    """y; the second argument's "gradients" are y itself and the gradient at y."""
+    return y
+
+
+record.defvjp(lambda y, _: (y, y), lambda y, dy: (dy, {"y": y, "dy": dy}))
+
+
+def recording(decoder):
+    """The model with, of every layer, tables of its outputs and of the gradients at them."""
+    devices, cut = decoder.devices, Cut(summed=decoder.devices.sequence)
+
+    def layer(params, x, microbatch):
+        y = decoder.layer(params["layer"], x, microbatch)
+        place = jax.tree.map(lambda table: table[microbatch["example"]], params["tables"])
+        if devices.sequence:
+            place = jax.tree.map(
+                lambda table: jax.lax.dynamic_slice_in_dim(
+                    table, devices.index() * y.shape[1], y.shape[1], 1
+                ),
+                place,
+            )
+        return record(y, place)
+
+    cuts = {"layer": decoder.cuts["layer"], "tables": {"y": cut, "dy": cut}}
+    return StageFunctions(
+        decoder.embed, layer, decoder.head, decoder.count, decoder.cuts | {"layer": cuts}
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipe"])
+def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
+    """Of every example, read from inside the pipeline through the gradients of tables."""
+    with jax.enable_x64(True):
+        decoder, shared, layers, batch = problem("normed", jnp.float64)
+        tables = jnp.zeros((MICROBATCHES * EXAMPLES, LENGTH, SIZES["d_model"]))
+        layers = [{"layer": layer, "tables": {"y": tables, "dy": tables}} for layer in layers]
+        ids = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES)
+        batch = batch | {"example": ids}
+        built = build(schedule, pp=2, microbatches=MICROBATCHES)
+        layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
+        shared_by_two = Decoder(MODELS["normed"], TensorParallel(2, sequence))
+        pipeline = Pipeline(
+            recording(shared_by_two), built, make_mesh(2, 2, 2), layout.counts,
+            Execution(zero_stage=2),
+        )  # fmt: skip
+        params = {"shared": shared, "layers": layout.stack(layers)}
+        _, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+        _, want = losses_and_gradients_ref(recording(decoder), shared, layers, batch)
+        for found, layer in zip(layout.unstack(got["layers"]), want["layers"]):
+            assert layer["tables"]["y"].any((1, 2)).all()
+            worst = jax.tree.map(cal_diff, found["tables"], layer["tables"])
+            assert max(jax.tree.leaves(worst)) < 1e-13, worst
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
