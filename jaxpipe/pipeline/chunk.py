@@ -87,11 +87,15 @@ class Chunk:
         stashes: Sequence[Any],
         totals: Sequence[Tree],
         row: Row,
+        *,
+        in_turn: bool = False,
     ) -> tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]:
         """B, W or BW: dx (for W: dy), the rings of the stash, which B writes, and the totals.
 
         `kept(slot)` gives what the action reads of a layer slot; `totals` are the sums of gradients
-        that it adds to.
+        that it adds to. `in_turn`: in BW, W of a layer is done before B of the next but one begins;
+        else XLA on GPU may put all W last, to hide collectives, and hold the stash of every layer
+        (a tenth of the memory with 20 layers of the 70B, tp=4, full remat).
         """
         stashes, totals = list(stashes), list(totals)
         for slot in reversed(range(len(self.layers))):
@@ -117,6 +121,8 @@ class Chunk:
             dy, totals[slot], stashes[slot] = self._if_active(
                 slot, layer, dy, totals[slot], stashes[slot]
             )
+            if in_turn and op is Op.BW and slot + 1 < len(self.layers):
+                dy, totals[slot + 1] = lax.optimization_barrier((dy, totals[slot + 1]))
         return dy, tuple(stashes), tuple(totals)
 
     def _if_active(

@@ -161,7 +161,7 @@ class RankWork:
             return Kept.read(carry.residuals[slot], carry.stash[slot], row, op)
 
         def run() -> GradientState:
-            return self._run_gradient(carry, row, op, chunk, kept)
+            return self._run_gradient(carry, row, op, chunk, kept, in_turn=True)
 
         made = lax.cond(runs, run, lambda: self._gradient_state(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, made)
@@ -170,7 +170,8 @@ class RankWork:
         """F of one chunk and a gradient of another in one branch, neither waiting for the other.
 
         What the gradient reads has been `read` before the branch, in which the rings are then only
-        written: with both in one branch XLA would copy them.
+        written: with both in one branch XLA would copy them, as it would copy the sums of gradients
+        if layers went in turn.
         """
         passed = carry.y, carry.residuals, self._gradient_state(carry, pair.op, pair.gradient)
 
@@ -196,7 +197,14 @@ class RankWork:
         return carry.dx, stash, carry.layer_gradients[chunk]
 
     def _run_gradient(
-        self, carry: Carry, row: Row, op: Op, chunk: int, kept: Callable[[int], Kept]
+        self,
+        carry: Carry,
+        row: Row,
+        op: Op,
+        chunk: int,
+        kept: Callable[[int], Kept],
+        *,
+        in_turn: bool = False,
     ) -> GradientState:
         dx, stash, totals = self._gradient_state(carry, op, chunk)
         microbatch = buffers.read(self.batch, row["gradient_mb"])
@@ -207,7 +215,9 @@ class RankWork:
                 lambda: carry.y,
                 lambda: buffers.read(carry.inbox, row["dy_read"]),
             )
-        return self.chunks[chunk].gradient(self.split, op, dx, microbatch, kept, stash, totals, row)
+        return self.chunks[chunk].gradient(
+            self.split, op, dx, microbatch, kept, stash, totals, row, in_turn=in_turn
+        )
 
     @staticmethod
     def _with_gradient(carry: Carry, op: Op, chunk: int, made: GradientState) -> Carry:
