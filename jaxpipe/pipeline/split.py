@@ -201,8 +201,7 @@ def split_layer(
     y = jax.eval_shape(layer, params, x, microbatch)
     closed = trace_flat(both, params, microbatch, x, y)
     in_b = tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params))
-    kept, stashed = _cut(closed.jaxpr, in_b, policy)
-    gathered = _gathered_twice(closed.jaxpr, in_b, kept, stashed)
+    kept, stashed, gathered = _cut(closed.jaxpr, in_b, policy)
     return LayerSplit(
         residuals=Residuals(_shapes(kept.for_b), _shapes(kept.for_w)),
         stash=_shapes(stashed),
@@ -215,8 +214,10 @@ def split_layer(
     )
 
 
-def _cut(jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy) -> tuple[Residuals, tuple[Var, ...]]:
-    """Which values cross from F to B, from F to W, and from B to W."""
+def _cut(
+    jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy
+) -> tuple[Residuals, tuple[Var, ...], tuple[Var, ...]]:
+    """Which values cross from F to B or W and from B to W; and what both B and W gather."""
     *given, x, dy = jaxpr.invars
     free = {*jaxpr.constvars, *given}
     on_dy = dependents(jaxpr, dy)
@@ -235,31 +236,18 @@ def _cut(jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy) -> tuple[Residual
     # W stops at what B has made and at forward values that B will compute again for it.
     by_b = {var for eqn in equations_to(jaxpr, b_outputs, free) for var in eqn.outvars}
     handed = ((by_b & on_dy) | (on_x - saved) | {dy}) - layout
-    from_b_or_f = reads(equations_to(jaxpr, w_outputs, free | saved | handed), w_outputs)
+    in_w = equations_to(jaxpr, w_outputs, free | saved | handed)
+    from_b_or_f = reads(in_w, w_outputs)
     stash = [var for var in from_b_or_f if var in handed]
     for_w = [var for var in from_b_or_f if var in saved]
     b_and_stash = [*b_outputs, *stash]
-    from_f = reads(equations_to(jaxpr, b_and_stash, free | saved | {dy}), b_and_stash)
+    in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | {dy})
+    from_f = reads(in_whole_b, b_and_stash)
     for_b = [var for var in from_f if var in saved and var not in for_w]
-    return Residuals(tuple(for_b), tuple(for_w)), tuple(stash)
-
-
-def _gathered_twice(
-    jaxpr: Jaxpr, in_b: tuple[bool, ...], kept: Residuals, stashed: tuple[Var, ...]
-) -> tuple[Var, ...]:
-    """What B and W would each gather, from values that are stored in parts."""
-    free = {*jaxpr.constvars, *jaxpr.invars[:-2], *kept.for_b, *kept.for_w}
-    grads = jaxpr.outvars[2:]
-    b_outputs = [jaxpr.outvars[1], *(grad for grad, b in zip(grads, in_b) if b), *stashed]
-    w_outputs = [grad for grad, b in zip(grads, in_b) if not b]
-    by_b = {
-        var
-        for eqn in equations_to(jaxpr, b_outputs, free | {jaxpr.invars[-1]})
-        for var in eqn.outvars
-    }
-    by_w = equations_to(jaxpr, w_outputs, free | set(stashed))
-    gathers = (eqn.outvars[0] for eqn in by_w if eqn.primitive.name == "all_gather")
-    return tuple(var for var in gathers if var in by_b)
+    made = {var for eqn in in_whole_b for var in eqn.outvars}
+    gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
+    gathered = tuple(var for var in gathers if var in made)
+    return Residuals(tuple(for_b), tuple(for_w)), tuple(stash), gathered
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:
