@@ -39,6 +39,8 @@ def _check_mesh(config: Config) -> None:
     }
     if parallel.sequence_parallel:
         divided["train.seq_len"] = train.seq_len
+    if parallel.vocab_parallel_pp:
+        _check_vocab_parallel(config)
     for name, size in divided.items():
         if size % tp:
             raise ConfigError(
@@ -59,6 +61,27 @@ def _check_mesh(config: Config) -> None:
         raise ConfigError(
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
             f"{parallel.zero_stage}: below 3 parameters are whole within a step."
+        )
+
+
+def _check_vocab_parallel(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    if parallel.pp == 1:
+        raise ConfigError(
+            "parallel.vocab_parallel_pp=true cuts the vocabulary over parallel.pp, which is 1: set "
+            "parallel.pp, or leave vocab_parallel_pp out."
+        )
+    parts = parallel.pp * parallel.tp
+    if model.vocab_size % parts:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} must be a multiple of parallel.pp={parallel.pp} "
+            f"x parallel.tp={parallel.tp} = {parts} with parallel.vocab_parallel_pp=true: every "
+            f"device has an equal part of it; pad it to {-(-model.vocab_size // parts) * parts}."
+        )
+    if parallel.defer_ends:
+        raise ConfigError(
+            "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: ends that all ranks "
+            "share leave nothing to even out by waiting; use one of them."
         )
 
 
@@ -106,7 +129,11 @@ def _check_pipeline(config: Config) -> None:
         )
     try:
         schedule = schedule_of(config)
-        lower(schedule, in_flight=parallel.in_flight or None)
+        lower(
+            schedule,
+            in_flight=parallel.in_flight or None,
+            vocab_parallel=parallel.vocab_parallel_pp,
+        )
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
     try:

@@ -78,6 +78,7 @@ class ParallelConfig(_Section, kw_only=True):
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too
+    vocab_parallel_pp: bool = False  # every rank has a part of embedding and head; see README
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
     reshard_after_forward: bool = False  # zero_stage=3: gather a layer for every action anew
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES

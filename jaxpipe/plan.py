@@ -123,7 +123,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
     else:
         _print(config, estimates, refused, advice, memory, ticks)
-    knobs = {"transfer_ticks": ticks, "in_flight": shown.candidate.in_flight}
+    knobs = {
+        "transfer_ticks": ticks,
+        "in_flight": shown.candidate.in_flight,
+        "vocab_parallel": config.parallel.vocab_parallel_pp,
+    }
     if arguments.timeline:
         print(
             timeline(shown.candidate.schedule, **knobs), file=sys.stderr if arguments.json else None
@@ -172,7 +176,7 @@ def _draw(shown: Estimate, path: Path, seconds: OpSeconds, knobs: dict[str, Any]
     picture(
         shown.candidate.schedule,
         path,
-        costs=seconds.costs(shown.candidate.layers),
+        costs=seconds.costs(shown.candidate.layers, vocab_parallel=knobs["vocab_parallel"]),
         clock="lockstep",
         **knobs,
     )

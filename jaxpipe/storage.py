@@ -2,7 +2,8 @@
 
 Layers are on the ranks of their stages; a parameter is cut over tp as its model says, and what
 outlives a step over dp from ZeRO stage 1 on (Rajbhandari et al. 2020): along the first axis that dp
-divides, not at all where there is none. Shared leaves are cut over pp in the same way.
+divides, not at all where there is none. Shared leaves are cut over pp in the same way, or, where
+every rank uses its own part of the vocabulary, along the axis that tp cuts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,13 @@ Names = tuple[str, ...]
 
 
 def cutting(
-    shape: Sequence[int], cut: Cut, mesh: Mapping[str, int], *, of_layer: bool, zero_stage: int
+    shape: Sequence[int],
+    cut: Cut,
+    mesh: Mapping[str, int],
+    *,
+    of_layer: bool,
+    zero_stage: int,
+    vocab_parallel: bool = False,
 ) -> tuple[Names, ...]:
     """For every axis of a leaf in stage form the mesh axes that cut it, largest parts first.
 
@@ -37,10 +44,13 @@ def cutting(
                 names[axis] += (name,)
                 return
 
-    every = range(first, len(sizes))
-    if cut.axis is not None and mesh["tp"] > 1:
-        divide("tp", range(first + cut.axis, first + cut.axis + 1))
-    divide("pp", range(1) if of_layer else every)
+    every = over_pp = range(first, len(sizes))
+    if cut.axis is not None:
+        along = range(first + cut.axis, first + cut.axis + 1)
+        if mesh["tp"] > 1:
+            divide("tp", along)
+        over_pp = along if vocab_parallel else every
+    divide("pp", range(1) if of_layer else over_pp)
     if zero_stage and mesh["dp"] > 1:
         divide("dp", every)
     return tuple(names)

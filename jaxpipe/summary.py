@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpipe.planning import Candidate, rank_bytes
-from jaxpipe.schedule import Tables, lower, simulate, timeline
+from jaxpipe.schedule import Report, Tables, lower, simulate, timeline
 from jaxpipe.trainer import Trainer
 
 Tree = Any
@@ -19,22 +19,24 @@ _WIDEST = 40  # ticks of a timeline that still fits a terminal
 def summary(trainer: Trainer) -> RenderableType:
     """Tables and a timeline to print before the first step; nothing is put on a device."""
     execution = trainer.execution
-    knobs = {"transfer_ticks": execution.transfer_ticks, "in_flight": execution.in_flight}
+    knobs = {
+        "transfer_ticks": execution.transfer_ticks,
+        "in_flight": execution.in_flight,
+        "vocab_parallel": execution.vocab_parallel,
+    }
     tables = lower(trainer.schedule, **knobs)
-    parts: list[RenderableType] = [_run_table(trainer, tables), _stage_table(trainer, tables)]
+    parts: list[RenderableType] = [
+        _run_table(trainer, tables, simulate(trainer.schedule, **knobs)),
+        _stage_table(trainer, tables),
+    ]
     if tables.ticks <= _WIDEST:
         parts.append(Text(timeline(trainer.schedule, **knobs), no_wrap=True))
     return Group(*parts)
 
 
-def _run_table(trainer: Trainer, tables: Tables) -> Table:
-    config, execution = trainer.config, trainer.execution
+def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
+    config = trainer.config
     parallel, train, model = config.parallel, config.train, config.model
-    report = simulate(
-        trainer.schedule,
-        transfer_ticks=execution.transfer_ticks,
-        in_flight=execution.in_flight,
-    )
     device = trainer.mesh.devices.flat[0]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     tokens = trainer.samples_per_step * train.seq_len
@@ -84,13 +86,14 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
 def _stages_of(trainer: Trainer, rank: int) -> list[str]:
     """The layers of each stage that a rank holds, with the ends."""
     layout, placement, found = trainer.layout, trainer.schedule.placement, []
+    shared = trainer.execution.vocab_parallel
     for stage, owner in enumerate(placement.rank_of):
         if owner == rank:
             first, count = layout.first_layer(stage), layout.counts[stage]
-            embedding = "embedding + " if stage == 0 else ""
-            head = " + head" if stage == placement.stages - 1 else ""
+            embedding = "embedding + " if stage == 0 and not shared else ""
+            head = " + head" if stage == placement.stages - 1 and not shared else ""
             found.append(f"{embedding}{first}..{first + count - 1}{head}")
-    return found
+    return [*found, "part of the vocabulary"] if shared else found
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:

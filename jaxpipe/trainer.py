@@ -22,6 +22,7 @@ from jaxpipe.parallel import (
     Sharding,
     StageLayout,
     TensorParallel,
+    VocabularyParallel,
     batch_spec,
     is_stage_form,
     make_mesh,
@@ -82,6 +83,7 @@ class Trainer:
             in_flight=parallel.in_flight or None,
             remat=train.remat,
             defer_ends=parallel.defer_ends,
+            vocab_parallel=parallel.vocab_parallel_pp,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshard_after_forward,
@@ -89,10 +91,15 @@ class Trainer:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The model, whose layers the devices along tp share."""
-        tp, sequence = self.config.parallel.tp, self.config.parallel.sequence_parallel
-        devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
-        return Decoder(self.config.model, devices, self.config.train.loss_chunks)
+        """The model: devices along tp share its layers, and those along pp too its ends if told."""
+        parallel, loss_chunks = self.config.parallel, self.config.train.loss_chunks
+        devices = ONE_DEVICE
+        if parallel.tp > 1:
+            devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
+        if not parallel.vocab_parallel_pp:
+            return Decoder(self.config.model, devices, loss_chunks)
+        ends = VocabularyParallel.of(devices, parallel.pp)
+        return Decoder(self.config.model, devices, loss_chunks, ends)
 
     @cached_property
     def pipeline(self) -> Pipeline:

@@ -130,6 +130,12 @@ def test_load_rejects(path, overrides, message):
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
         (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
+        (["parallel.pp=1", "parallel.vocab_parallel_pp=true"], "over parallel.pp, which is 1"),
+        (
+            ["parallel.pp=3", "parallel.vocab_parallel_pp=true"],
+            "must be a multiple of parallel.pp=3 x parallel.tp=1 = 3",
+        ),
+        (["parallel.vocab_parallel_pp=true", "parallel.defer_ends=true"], "use one of them"),
         (["parallel.tp=2"], "must divide the 1 devices of a host"),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),

@@ -2,17 +2,25 @@
 
 from functools import cache
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, cal_diff
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from programs import executed_flops
 
 from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import IGNORE, Decoder
-from jaxpipe.parallel import Sharding, StageLayout, TensorParallel, make_mesh
+from jaxpipe.parallel import (
+    Sharding,
+    StageLayout,
+    TensorParallel,
+    VocabularyParallel,
+    make_mesh,
+)
 from jaxpipe.pipeline import (
     POLICIES,
     Execution,
@@ -21,7 +29,7 @@ from jaxpipe.pipeline import (
     losses_and_gradients_ref,
     split_layer,
 )
-from jaxpipe.schedule import build
+from jaxpipe.schedule import build, lower
 from jaxpipe.tensor import ONE_DEVICE, Cut
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
@@ -58,17 +66,18 @@ def wanted(model, dtype):
     return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
 
 
-def pipeline_of(model, schedule, pp, dp, tp, *, sequence=False, dtype=jnp.float32, **execution):
+def pipeline_of(
+    model, schedule, pp, dp, tp, *, sequence=False, loss_chunks=1, dtype=jnp.float32, **execution
+):
     """The pipeline on a mesh, its parameters and batch."""
     _, shared, layers, batch = problem(model, dtype)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES)
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
-    pipeline = Pipeline(
-        functions_of(Decoder(MODELS[model], devices)), built, mesh, layout.counts,
-        Execution(**execution),
-    )  # fmt: skip
+    of_ends = VocabularyParallel.of(devices, pp) if execution.get("vocab_parallel") else None
+    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends)
+    pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
     return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
 
 
@@ -101,6 +110,65 @@ def test_schedules_on_meshes(schedule, mesh):
             *run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2),
         )
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv", "dualpipe"])
+def test_all_ranks_share_the_vocabulary(schedule, mesh):
+    execution = {"vocab_parallel": True, "zero_stage": 2, "transfer_ticks": 1 + (mesh[0] == 2)}
+    with jax.enable_x64(True):
+        worst = jax.tree.map(
+            cal_diff,
+            *run(
+                "deep", schedule, *mesh, sequence=mesh[2] > 1, loss_chunks=mesh[2],
+                dtype=jnp.float64, **execution,
+            ),
+        )  # fmt: skip
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("in_flight", [None, 4])
+def test_shared_vocabulary_in_single_precision(in_flight, zero_stage):
+    how = {"vocab_parallel": True, "zero_stage": zero_stage, "in_flight": in_flight}
+    got, want = run("grouped", "1f1b", 2, 2, 2, **how)
+    assert_close(got, want)
+    poisoned, _ = run("grouped", "1f1b", 2, 2, 2, poison_bubbles=True, **how)
+    chex.assert_trees_all_equal(poisoned, got)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_no_rank_has_a_whole_vocabulary(schedule):
+    """Stored, gathered, summed or multiplied: nothing in the program is as long as it."""
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, vocab_parallel=True)
+    held = jax.tree.map(lambda s, leaf: NamedSharding(pipeline.mesh, s).shard_shape(leaf.shape),
+                        pipeline.sharding.specs(params), params)  # fmt: skip
+    assert held["shared"]["embed"] == (SIZES["vocab_size"] // 4, SIZES["d_model"])
+    trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
+    (inside,) = [eqn for eqn, _ in eqns_of(trace.jaxpr) if eqn.primitive.name == "shard_map"]
+    for eqn, _ in eqns_of(inside.params["jaxpr"]):
+        for value in eqn.outvars:
+            assert SIZES["vocab_size"] not in value.aval.shape, eqn
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipe"])
+def test_a_shared_vocabulary_gives_every_rank_the_same_work(schedule):
+    """As many operations of matrix products on each rank, and those of one device in all."""
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, vocab_parallel=True)
+    tables = lower(pipeline.schedule, vocab_parallel=True)
+    trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
+    of_ranks = {executed_flops(trace, tables, rank) for rank in range(4)}
+    alone, _, params, batch = pipeline_of("deep", "1f1b", 1, 1, 1)
+    trace = jax.jit(alone.losses_and_gradients).trace(params, batch)
+    assert of_ranks == {executed_flops(trace, lower(alone.schedule), 0) / 4}
+
+
+def test_forward_only_with_a_shared_vocabulary():
+    pipeline, _, params, batch = pipeline_of(
+        "tied", "dualpipe", 2, 2, 2, sequence=True, vocab_parallel=True
+    )
+    losses = jax.jit(pipeline.losses)(params, batch)
+    np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
 @jax.custom_vjp

@@ -3,8 +3,8 @@
 Names and twins are those of its `tests/utils/distributed_configs.py`: `df` and `bf` are
 microbatches depth first and breadth first, `ce` chunks of the loss, `z` the ZeRO stage, `stp`
 tensor with sequence parallelism, `pp2s1` two ranks with stages of one layer. What has no
-counterpart here is left out: float16, sequence-data parallelism (`sdp`), and microbatches split
-along the sequence (`ms`).
+counterpart here is left out: float16 (`jax.nn.dot_product_attention` does not run in it on CPU),
+sequence-data parallelism (`sdp`), and microbatches split along the sequence (`ms`).
 
 A comparison covers initial values (exact), losses, gradients, and parameters after two updates.
 """

@@ -22,17 +22,19 @@ class Decoder:
 
     A microbatch is a dict of `inputs [B, L]`, `targets [B, L]` (-100: ignored) and optionally
     `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
-    all functions but those that make parameters work on one device's parts. The loss may be made
-    in chunks of the sequence, of which only one's logits are held.
+    all functions but those that make parameters work on one device's parts; `end_devices` are those
+    that share the ends, if these are others. The loss may be made in chunks of the sequence, of
+    which only one's logits are held.
     """
 
     config: ModelConfig
     devices: OneDevice = ONE_DEVICE
     loss_chunks: int = 1
+    end_devices: OneDevice | None = None
 
     def init_ends(self, key: jax.Array) -> Tree:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
-        return _values(Ends(self.config, self.devices, init_from(key)))
+        return _values(Ends(self.config, self._of_ends, init_from(key)))
 
     def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
@@ -47,7 +49,7 @@ class Decoder:
             return nnx.Param(cut)
 
         return {
-            "shared": _values(Ends(self.config, self.devices, cut)),
+            "shared": _values(Ends(self.config, self._of_ends, cut)),
             "layer": _values(DecoderLayer(self.config, self.devices, cut)),
         }
 
@@ -68,24 +70,28 @@ class Decoder:
         x, head = nnx.merge(self._ends, ends).leave(x)
         targets = microbatch["targets"]
         if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, self.devices, self.loss_chunks)
-        return cross_entropy_sum(x @ head, targets, self.devices)
+            return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
+        return cross_entropy_sum(x @ head, targets, self._of_ends)
 
     def count(self, microbatch: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
         return count_valid(microbatch["targets"])
 
+    @property
+    def _of_ends(self) -> OneDevice:
+        return self.end_devices or self.devices
+
     @cached_property
     def _ends(self) -> nnx.GraphDef:
-        return self._graph(Ends)
+        return self._graph(Ends, self._of_ends)
 
     @cached_property
     def _layer(self) -> nnx.GraphDef:
-        return self._graph(DecoderLayer)
+        return self._graph(DecoderLayer, self.devices)
 
-    def _graph(self, module: type[nnx.Module]) -> nnx.GraphDef:
+    def _graph(self, module: type[nnx.Module], devices: OneDevice) -> nnx.GraphDef:
         def make() -> nnx.Module:
-            return module(self.config, self.devices, init_from(jax.random.key(0)))
+            return module(self.config, devices, init_from(jax.random.key(0)))
 
         return nnx.graphdef(nnx.eval_shape(make))
 

@@ -3,7 +3,7 @@
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, PP, TP, make_mesh
 from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
-from jaxpipe.parallel.tensor import TensorParallel
+from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
 
 __all__ = [
     "DP",
@@ -13,6 +13,7 @@ __all__ = [
     "StageLayout",
     "Stored",
     "TensorParallel",
+    "VocabularyParallel",
     "batch_spec",
     "is_stage_form",
     "make_mesh",

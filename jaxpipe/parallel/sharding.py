@@ -6,7 +6,7 @@ several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, the
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -24,11 +24,14 @@ _NESTING = (TP, PP, DP)  # where they cut the same axis: from the largest parts 
 class Stored:
     """Where the parts of one leaf are; the methods run inside a `shard_map`.
 
-    `summed`: whether its gradients on the devices of a tp group have to be added up.
+    `summed`: whether its gradients on the devices of a tp group have to be added up. `ranks`, of a
+    leaf that no layer has: what the pp ranks do with it. `add`: any of them may use all of it, and
+    their gradients add up; `part`: each uses its own part; `same`: all do the same with all of it.
     """
 
     spec: PartitionSpec
     summed: bool = False
+    ranks: Literal["add", "part", "same"] = "add"
 
     @property
     def of_rank(self) -> "Stored":
@@ -74,12 +77,13 @@ class Sharding:
 
     `cuts` has the trees `shared` and `layer`, the latter of any one layer. From ZeRO stage 1 on,
     all that outlives a step is cut over dp: parameters, which are the optimizer's masters, and
-    moments.
+    moments. With `vocab_parallel` the ends' parameters that tp would cut are cut over pp alike.
     """
 
     mesh: Mesh
     cuts: Tree = None
     zero_stage: int = 0
+    vocab_parallel: bool = False
 
     def stored(self, tree: Tree) -> Tree:
         """`Stored` of every leaf of a tree in stage form; leaves need only a shape."""
@@ -97,12 +101,14 @@ class Sharding:
         in_layer = path[0].key == "layers"
         cut = self._cut(in_layer, path[2:] if in_layer else path[1:])
         names = cutting(
-            leaf.shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage
-        )
+            leaf.shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage,
+            vocab_parallel=self.vocab_parallel,
+        )  # fmt: skip
         entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in names]
         while entries and entries[-1] is None:
             entries.pop()
-        return Stored(PartitionSpec(*entries), cut.summed)
+        alike = "same" if cut.axis is None else "part"
+        return Stored(PartitionSpec(*entries), cut.summed, alike if self.vocab_parallel else "add")
 
     def _cut(self, in_layer: bool, path: tuple[Any, ...]) -> Cut:
         if self.cuts is None:

@@ -6,30 +6,31 @@ and the scatter of sequence parallelism are each other's transpose as they are.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax import lax
 
-from jaxpipe.parallel.mesh import TP
-from jaxpipe.tensor import OneDevice
+from jaxpipe.parallel.mesh import PP, TP
+from jaxpipe.tensor import ONE_DEVICE, OneDevice
 
 _SEQUENCE = 1  # the axis of L in [B, L, ...]
 
 
-@jax.custom_vjp
-def copy_to_devices(x: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to_devices(x: jax.Array, axis: str) -> jax.Array:
     """`x` on every device; its gradient is the sum of theirs (Shoeybi et al. 2019, f)."""
     return x
 
 
-@jax.custom_vjp
-def sum_of_devices(x: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_of_devices(x: jax.Array, axis: str) -> jax.Array:
     """The sum of the devices' `x`; each has the gradient of the sum (Shoeybi et al. 2019, g)."""
-    return lax.psum(x, TP)
+    return lax.psum(x, axis)
 
 
-copy_to_devices.defvjp(lambda x: (x, None), lambda _, dy: (lax.psum(dy, TP),))
-sum_of_devices.defvjp(lambda x: (lax.psum(x, TP), None), lambda _, dy: (dy,))
+copy_to_devices.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
+sum_of_devices.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,55 @@ class TensorParallel(OneDevice):
         """The whole stream: `[B, L, D]`."""
         if self.sequence:
             return lax.all_gather(x, TP, axis=_SEQUENCE, tiled=True)
-        return copy_to_devices(x)
+        return copy_to_devices(x, TP)
 
     def leave(self, x: jax.Array) -> jax.Array:
         """The sum of the devices' `[B, L, D]`: all of it, or this device's tokens."""
         if self.sequence:
             return lax.psum_scatter(x, TP, scatter_dimension=_SEQUENCE, tiled=True)
-        return sum_of_devices(x)
+        return sum_of_devices(x, TP)
 
     def total(self, x: jax.Array) -> jax.Array:
         """The sum of the devices' values."""
-        return sum_of_devices(x)
+        return sum_of_devices(x, TP)
 
     def largest(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum of the devices' values, without a gradient."""
         return lax.pmax(lax.stop_gradient(x), TP)
+
+
+@dataclass(frozen=True)
+class VocabularyParallel(OneDevice):
+    """All devices of a model's replica, which share its vocabulary: `ranks` along pp, each a group.
+
+    `group` is what one rank's devices do together in a layer. A device has the part of the
+    vocabulary that its place along tp, then its rank along pp give it.
+    """
+
+    group: OneDevice = ONE_DEVICE
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, group: OneDevice, ranks: int) -> "VocabularyParallel":
+        """`ranks` groups of devices."""
+        return cls(group.size * ranks, group.sequence, group, ranks)
+
+    def index(self) -> jax.Array:
+        """This device's place."""
+        return self.group.index() * self.ranks + lax.axis_index(PP)
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """The whole stream, of which all ranks have a copy."""
+        return self.group.enter(copy_to_devices(x, PP))
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """The sum of all devices' `[B, L, D]`; with sequence parallelism this device's tokens."""
+        return sum_of_devices(self.group.leave(x), PP)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum of the devices' values."""
+        return sum_of_devices(self.group.total(x), PP)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The elementwise maximum of the devices' values, without a gradient."""
+        return lax.pmax(self.group.largest(x), PP)

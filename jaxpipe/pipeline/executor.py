@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.parallel import DP, PP, TP, Sharding, Stored, batch_spec
 from jaxpipe.pipeline.chunk import Chunk
+from jaxpipe.pipeline.ends import OwnEnds, SharedEnds
 from jaxpipe.pipeline.split import POLICIES, Policy, split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
 from jaxpipe.pipeline.tick import RankWork
@@ -29,7 +30,9 @@ class Execution:
     a policy of `jaxpipe.pipeline.split.POLICIES`, or is one of `jax.checkpoint_policies`, such as
     `save_only_these_names(...)`: it says what F may store for B and W. `defer_ends` lets the
     gradients of the head's and the embedding's matrices wait for W of their stages, for the memory
-    of what they take: a whole gradient of the logits for each microbatch that waits. Parameters are
+    of what they take: a whole gradient of the logits for each microbatch that waits.
+    `vocab_parallel` has every rank hold and compute a part of the vocabulary at both ends, for
+    functions whose collectives span pp too. Parameters are
     cast to `compute_dtype` once a step (None: kept); gradients are accumulated in the parameters'
     own dtype.
 
@@ -46,6 +49,7 @@ class Execution:
     in_flight: int | None = None
     remat: str | Policy = "none"
     defer_ends: bool = False
+    vocab_parallel: bool = False
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False
@@ -76,7 +80,10 @@ class Pipeline:
     @property
     def sharding(self) -> Sharding:
         """How parameters, and gradients as they are returned, are stored."""
-        return Sharding(self.mesh, self.functions.cuts, self.execution.zero_stage)
+        execution = self.execution
+        return Sharding(
+            self.mesh, self.functions.cuts, execution.zero_stage, execution.vocab_parallel
+        )
 
     def losses_and_gradients(self, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Each microbatch's share of the loss, `[M]`, and the gradients of their sum.
@@ -98,6 +105,7 @@ class Pipeline:
             transfer_ticks=self.execution.transfer_ticks,
             in_flight=self.execution.in_flight,
             defer_ends=self.execution.defer_ends,
+            vocab_parallel=self.execution.vocab_parallel,
         )
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
@@ -194,7 +202,9 @@ def _rank_program(
     masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
     held = jax.tree.map(lambda leaf: _cast(leaf, execution), masters)
     shared = jax.tree.map(
-        lambda s, leaf: s.gather(leaf, {PP, DP}), stored["shared"], held["shared"]
+        lambda s, leaf: s.gather(leaf, {DP} if s.ranks == "part" else {PP, DP}),
+        stored["shared"],
+        held["shared"],
     )
     each = stored["layers"][0]
 
@@ -218,16 +228,23 @@ def _rank_program(
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
     seed = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
     chunks = _chunks(layers, active, each if reshard else None)
-    work = RankWork(
+    ends = (SharedEnds if tables.vocab_parallel else OwnEnds)(
         functions=functions,
         embed=SharedPart.trace(functions.embed, shared, microbatch),
         head=head,
+        split=head_split,
+        shared=shared,
+        batch=batch,
+        seed=seed,
+        tables=tables,
+    )
+    work = RankWork(
+        functions=functions,
+        ends=ends,
         split=split,
-        head_split=head_split,
         shared=shared,
         chunks=chunks,
         batch=batch,
-        seed=seed,
         tables=tables,
         poison=execution.poison_bubbles,
     )
@@ -249,7 +266,7 @@ def _rank_program(
         return losses, None
     home = _brought_home(carry.layer_gradients, len(layers))
     shared_gradients = jax.tree.map(
-        lambda s, g: _reduced(s, g, {PP, DP}, execution), stored["shared"], carry.shared_gradients
+        lambda s, g: _shared_gradient(s, g, execution), stored["shared"], carry.shared_gradients
     )
     layer_gradients = jax.tree.map(
         lambda s, g: _reduced(s, g, _unreduced(s, reshard), execution)[None],
@@ -257,6 +274,13 @@ def _rank_program(
         home,
     )
     return losses, {"shared": shared_gradients, "layers": layer_gradients}
+
+
+def _shared_gradient(stored: Stored, gradient: jax.Array, execution: Execution) -> jax.Array:
+    """This device's part of the gradient of a leaf that no layer has."""
+    if stored.ranks == "same":
+        gradient = stored.part(gradient, {PP})
+    return _reduced(stored, gradient, {PP, DP} if stored.ranks == "add" else {DP}, execution)
 
 
 def _unreduced(stored: Stored, reshard: bool) -> set[str]:

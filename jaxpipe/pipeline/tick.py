@@ -7,16 +7,18 @@ the embedding's gradient waits for) are stored outside a cond; idle ones go to a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import Chunk, Kept, Row
+from jaxpipe.pipeline.ends import OwnEnds, SharedEnds
 from jaxpipe.pipeline.split import LayerSplit, Residuals
-from jaxpipe.pipeline.stage import SharedPart, StageFunctions
+from jaxpipe.pipeline.stage import StageFunctions
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, Tables
 from jaxpipe.schedule.lower import Pair
@@ -25,47 +27,19 @@ Tree = Any
 GradientState = tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]
 
 
-class Carry(NamedTuple):
-    """What a rank hands from tick to tick.
-
-    `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash` are rings of each
-    layer slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends'
-    deferred gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
-    layer slot. `losses`: each microbatch's share of the loss, `[M]`. A forward-only pass has no
-    `dx`, residuals, stash or gradients.
-    """
-
-    y: jax.Array
-    dx: Any
-    arriving: Any
-    inbox: jax.Array
-    residuals: tuple[Residuals, ...]
-    stash: tuple[Any, ...]
-    for_head: Any
-    for_embed: Any
-    layer_gradients: tuple[tuple[Tree, ...], ...]
-    shared_gradients: Tree
-    losses: jax.Array
-
-
 @dataclass(frozen=True)
 class RankWork:
     """One rank's functions and the values that no tick changes.
 
-    `batch` has leaves `[M, B, ...]`. `seed` is the loss's cotangent: one over the number of terms
-    in the whole batch. A forward-only pass has no `split`.
+    `batch` has leaves `[M, B, ...]`. A forward-only pass has no `split`.
     """
 
     functions: StageFunctions
-    embed: SharedPart
-    head: SharedPart
+    ends: OwnEnds | SharedEnds
     split: LayerSplit | None
-    head_split: LayerSplit | None
     shared: Tree
     chunks: tuple[Chunk, ...]
     batch: Tree
-    seed: jax.Array
     tables: Tables
     poison: bool
 
@@ -91,7 +65,7 @@ class RankWork:
             for_embed=(),
             layer_gradients=(),
             shared_gradients=None,
-            losses=jnp.zeros(microbatches, self.seed.dtype),
+            losses=jnp.zeros(microbatches, self.ends.seed.dtype),
         )
         if self.split is None:
             return carry
@@ -102,7 +76,7 @@ class RankWork:
         ]
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
         if slots.head:
-            head = self.head_split
+            head = self.ends.split
             carry = carry._replace(for_head=ring(slots.head, (head.residuals.for_w, head.stash)))
         if slots.embed:
             carry = carry._replace(for_embed=ring(slots.embed + 1, x))
@@ -124,6 +98,7 @@ class RankWork:
             carry.y, carry.dx, carry.arriving, carry.inbox, row
         )
         carry = carry._replace(arriving=arriving, inbox=inbox)
+        carry = self.ends.after_receiving(carry, row)
         if self.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
@@ -132,13 +107,10 @@ class RankWork:
             carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
         for chunk in self.tables.forwards:
             carry = self._forward(carry, row, row["F"] == chunk + 1, chunk)
-        carry = self._head(carry, row)
+        carry = self.ends.after_forward(carry, row)
         for op, chunk in self.tables.gradients:
             carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
-        if self.tables.slots.head:
-            carry = self._head_weight(carry, row)
-        if self.tables.trains:
-            carry = self._embed_gradient(carry, row)
+        carry = self.ends.after_gradient(carry, row)
         return self._spoil(carry, row) if self.poison else carry
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
@@ -243,63 +215,6 @@ class RankWork:
     ) -> jax.Array:
         """One of two values by a flag; the other is left out where no cell raises it."""
         return lax.cond(row[flag], yes, no) if self.tables.columns[flag].any() else no()
-
-    def _head(self, carry: Carry, row: Row) -> Carry:
-        """The loss after the last layer; the gradient it leaves takes the place of y."""
-        m = row["forward_mb"]
-
-        def run() -> tuple[jax.Array, jax.Array, Tree, Any]:
-            microbatch = buffers.read(self.batch, m)
-            if self.split is None:
-                loss = self.functions.head(self.shared, carry.y, microbatch)
-                return self._record(carry.losses, loss, m), carry.y, None, ()
-            split, params = self.head_split, self.head.pick(self.shared)
-            loss, kept = split.forward(params, carry.y, microbatch)
-            seed, ring = self.seed.astype(loss.dtype), carry.for_head
-            if self.tables.slots.head:
-                dy, used, stash = split.backward_input(params, microbatch, kept, seed)
-                ring = buffers.write(ring, (kept.for_w, stash), row["head_write"])
-            else:
-                dy, used = split.backward(params, microbatch, kept, seed)
-            gradients = self.head.add(carry.shared_gradients, used)
-            return self._record(carry.losses, loss, m), dy, gradients, ring
-
-        passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head
-        losses, y, gradients, ring = lax.cond(row["head"], run, lambda: passed)
-        return carry._replace(losses=losses, y=y, shared_gradients=gradients, for_head=ring)
-
-    def _head_weight(self, carry: Carry, row: Row) -> Carry:
-        """The gradients of the head's matrices, where they have waited for W."""
-
-        def run() -> Tree:
-            microbatch = buffers.read(self.batch, row["gradient_mb"])
-            for_w, stash = buffers.read(carry.for_head, row["head_read"])
-            used = self.head_split.backward_weight(
-                self.head.pick(self.shared), microbatch, for_w, stash
-            )
-            return self.head.add(carry.shared_gradients, used)
-
-        gradients = lax.cond(row["head_weight"], run, lambda: carry.shared_gradients)
-        return carry._replace(shared_gradients=gradients)
-
-    def _embed_gradient(self, carry: Carry, row: Row) -> Carry:
-        """The embedding's gradient from the dx of stage 0, just made or kept until W."""
-        if self.tables.slots.embed:
-            ring = buffers.write(carry.for_embed, carry.dx, row["dx_write"])
-            carry = carry._replace(for_embed=ring)
-
-        def run() -> Tree:
-            microbatch = buffers.read(self.batch, row["gradient_mb"])
-            waited = self.tables.slots.embed
-            dx = buffers.read(carry.for_embed, row["dx_read"]) if waited else carry.dx
-            used = self.embed.gradients(self.shared, microbatch, dx)
-            return self.embed.add(carry.shared_gradients, used)
-
-        gradients = lax.cond(row["embed_gradient"], run, lambda: carry.shared_gradients)
-        return carry._replace(shared_gradients=gradients)
-
-    def _record(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        return losses.at[m].set((loss * self.seed).astype(losses.dtype))
 
     def _spoil(self, carry: Carry, row: Row) -> Carry:
         """Poison in every slot that this tick has read for the last time."""

@@ -51,7 +51,8 @@ def _candidate(
         parallel = msgspec.structs.replace(parallel, layer_split="even")
     layers = layers_of(msgspec.structs.replace(config, parallel=parallel), stages)
     if name in SEARCHED:
-        options |= {"costs": seconds.costs(layers), "effort": _SEARCH}
+        costs = seconds.costs(layers, vocab_parallel=parallel.vocab_parallel_pp)
+        options |= {"costs": costs, "effort": _SEARCH}
     schedule = build(name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options)
     return Candidate(label, schedule, layers, in_flight)
 
@@ -61,7 +62,8 @@ def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
     pp, layers = config.parallel.pp, config.model.n_layers
     chunked = [v for v in (2, 3, 4) if layers >= pp * v]
     found: list[tuple[str, str, dict[str, Any]]] = [("gpipe", "gpipe", {}), ("1f1b", "1f1b", {})]
-    for ahead in sorted({(3 * pp - 1) // 2, 2 * pp - 1} - {pp - 1, pp}):
+    packed = 2 * pp - 1 + config.parallel.vocab_parallel_pp  # as `place` explains
+    for ahead in sorted({(3 * pp - 1) // 2, packed} - {pp - 1, pp}):
         found.append((f"1f1b in_flight={ahead}", "1f1b", {"in_flight": ahead}))
     for name in ("interleaved_1f1b", "bfs", "interleaved_zb"):
         found += [(f"{name} v={v}", name, {"virtual_stages": v}) for v in chunked]

@@ -37,7 +37,9 @@ def schedule_of(config: Config) -> Schedule:
         options["path"] = parallel.schedule_file
     if name in SEARCHED:
         layers = layers_of(config, parallel.pp * (2 if name in V_SHAPED else 1))
-        options["costs"] = analytic(config, Hardware()).costs(layers)
+        options["costs"] = analytic(config, Hardware()).costs(
+            layers, vocab_parallel=parallel.vocab_parallel_pp
+        )
         options["objective"] = parallel.objective
         if parallel.objective == "lockstep":
             options["transfer_ticks"] = parallel.transfer_ticks or 2

@@ -41,9 +41,14 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head: float  # loss, its gradient and the gradients of its weights
     transfer: float
 
-    def costs(self, layers: tuple[int, ...]) -> Costs:
-        """Costs of stages with so many layers; the head runs with the last stage's F."""
+    def costs(self, layers: tuple[int, ...], *, vocab_parallel: bool = False) -> Costs:
+        """Costs of stages with so many layers; the head runs with the last stage's F.
+
+        With `vocab_parallel` all ranks share it equally, which here the F's of all stages pay for.
+        """
         ends = (*(0.0 for _ in layers[1:]), self.head)
+        if vocab_parallel:
+            ends = (self.head / len(layers),) * len(layers)
         return Costs(
             F=tuple(n * self.layer.F + end for n, end in zip(layers, ends)),
             B=tuple(n * self.layer.B for n in layers),

@@ -19,10 +19,10 @@ class RankBytes:
 
     `parameters`: float32 values; layers of the rank, and its share of embedding and head, of both
     only a part from ZeRO stage 1 on. `optimizer`: the moments of each. `gradients`: float32 sums,
-    of layers in parts if they are gathered anew for every action, of embedding and head whole.
-    `copies`: what the ops read, in the compute dtype and gathered; a bidirectional schedule has two
-    stages of layers. `activations`: what waits for B or W, and the messages that
-    wait. `head`: logits and their gradient in float32, of a chunk and with
+    of layers in parts if they are gathered anew for every action, of embedding and head whole
+    unless all ranks share the vocabulary. `copies`: what the ops read, in the compute dtype and
+    gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B or
+    W, and the messages that wait. `head`: logits and their gradient in float32, of a chunk and with
     the gradient of the head's matrix if there are chunks, while the head runs.
     """
 
@@ -71,6 +71,8 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
     rows = train.microbatch_size * train.seq_len // train.loss_chunks
     vocabulary = model.vocab_size // parallel.tp
+    if parallel.vocab_parallel_pp:
+        vocabulary //= parallel.pp
     logits, matrix = rows * vocabulary, model.d_model * vocabulary
     hidden = hidden_bytes(model, itemsize=item, **sizes)
     return RankBytes(
@@ -99,11 +101,15 @@ def _values(config: Config, *, of_layer: bool) -> _Values:
     leaves = layer_leaves(config.model, parallel.tp) if of_layer else end_leaves(config.model)
     for shape, cut in leaves.values():
         shape = (parallel.pp, *shape) if of_layer else shape
-        names = cutting(shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
+        names = cutting(
+            shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage,
+            vocab_parallel=parallel.vocab_parallel_pp,
+        )  # fmt: skip
         stored = part_size(shape, names, mesh)
         part += stored
         moments += stored * _moments(config.optimizer.name, of_layer and len(shape) > 2)
-        whole += part_size(shape, names, mesh, whole=("dp",) if of_layer else ("pp", "dp"))
+        parted = of_layer or (parallel.vocab_parallel_pp and cut.axis is not None)
+        whole += part_size(shape, names, mesh, whole=("dp",) if parted else ("pp", "dp"))
     return _Values(part, whole, moments)
 
 

@@ -103,13 +103,22 @@ def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
 
 
 @lru_cache(maxsize=2)  # a schedule is often simulated, lowered and drawn in turn
-def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> Grid:
+def place(
+    schedule: Schedule,
+    *,
+    transfer_ticks: int = 1,
+    in_flight: int | None = None,
+    vocab_parallel: bool = False,
+) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 
     `in_flight` None keeps each rank's order of cells. A number lets every rank run
     forwards ahead of its order while it holds at most that many microbatches; with one-tick
     transfers it then also pairs an F with a gradient action in one cell, so that all ranks do the
     same work in a tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
+
+    With `vocab_parallel` all ranks make the loss together, at the start of the tick after the last
+    stage's F; so its gradient cannot share the cell of that F, and packed 1F1B needs 2P.
 
     Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, a cap below 1, or a deadlock.
     """
@@ -134,7 +143,8 @@ def place(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None 
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
                 hop = 1 if source == rank else transfer_ticks
-                if value != in_cell and when + hop > tick:
+                waits = vocab_parallel and value[:2] == ("y", schedule.stages - 1)
+                if (value != in_cell or waits) and when + hop > tick:
                     return False
             return True
 

@@ -1,13 +1,15 @@
 """A schedule as text: one line a rank, one column a tick."""
 
+from typing import Any
+
 from jaxpipe.schedule.action import Op, Schedule
 from jaxpipe.schedule.cells import Cell, place
 
 _LETTER = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "B"}
 
 
-def timeline(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | None = None) -> str:
-    """The lockstep grid: F and B with their microbatch, a dot where the rank is idle.
+def timeline(schedule: Schedule, **lockstep: Any) -> str:
+    """The grid of `place`, which takes `lockstep`: ops with their microbatch, a dot where idle.
 
     >>> from jaxpipe.schedule import build
     >>> print(timeline(build("1f1b", pp=3, microbatches=4)))
@@ -15,7 +17,7 @@ def timeline(schedule: Schedule, *, transfer_ticks: int = 1, in_flight: int | No
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
     """
-    grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    grid = place(schedule, **lockstep)
     columns = [[_label(cell, schedule.stages > schedule.pp) for cell in row] for row in grid]
     widths = [max(map(len, column)) for column in columns]
     width = len(str(schedule.pp - 1))

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Grid, place
+from jaxpipe.schedule.ends import ranks_of, shared_end_columns
 from jaxpipe.schedule.lanes import Lane, Message, assign_lanes, hop_of, messages
 
 Intervals = dict[Hashable, tuple[int, int]]  # what -> (first tick, last tick)
@@ -66,6 +67,12 @@ class Tables:
     `send_i` is 1 + which of the kinds of `lanes[i]` is sent, 0 where nobody waits for what this
     rank made last; what arrives is stored in `arrive_i`. `keep_y` and `keep_dx`: where to store
     what this rank made last and reads itself.
+
+    With `vocab_parallel` all ranks compute the ends together, at the start of a tick, and these
+    columns have the same value on each: 1 + the microbatch, 0 for none, of rank r in `first_ranks`
+    or `last_ranks`. `embed_r`: its embedding, stored on rank r in `embed_write` like a message;
+    `head_r`: the loss of the y that rank r made last, whose gradient it stores in `dy_write`;
+    `embed_gradient_r`: of the dx that rank r made last. The columns of one rank's ends are then 0.
     """
 
     columns: dict[str, np.ndarray]
@@ -74,6 +81,9 @@ class Tables:
     lanes: tuple[Lane, ...]
     pairs: tuple[Pair, ...]
     transfer_ticks: int
+    first_ranks: tuple[int, ...]  # the ranks that have a first stage: two if bidirectional
+    last_ranks: tuple[int, ...]
+    vocab_parallel: bool
 
     @property
     def ticks(self) -> int:
@@ -114,24 +124,36 @@ def lower(
     transfer_ticks: int = 1,
     in_flight: int | None = None,
     defer_ends: bool = False,
+    vocab_parallel: bool = False,
 ) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
     `transfer_ticks` and `in_flight` are explained at `cells.place`. `defer_ends` lets the gradients
-    of the embedding's and the head's own matrices wait for W of their stages. Raises
-    `ScheduleError` for other placements, and what `place` raises.
+    of the embedding's and the head's own matrices wait for W of their stages. `vocab_parallel` has
+    all ranks compute both ends, each a part of the vocabulary. Raises `ScheduleError` for other
+    placements, for both of these at once, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> tables = lower(build("1f1b", pp=2, microbatches=2))
     >>> tables.columns["forward_mb"].T.tolist(), tables.columns["BW"].T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
-    grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    if vocab_parallel and defer_ends:
+        raise ScheduleError(
+            "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even out "
+            "by waiting; use one of them."
+        )
+    grid = place(
+        schedule,
+        transfer_ticks=transfer_ticks,
+        in_flight=in_flight,
+        vocab_parallel=vocab_parallel,
+    )
     inputs = messages(schedule, grid, transfer_ticks)
-    coloured = [
-        [colour(intervals.items()) for intervals in ranks]
-        for ranks in _lifetimes(schedule, grid, inputs, defer_ends)
-    ]
+    if vocab_parallel:
+        grid += ((Cell(),) * schedule.pp,)  # for what the ends take from the last tick
+    alive = _lifetimes(schedule, grid, inputs, defer_ends, vocab_parallel)
+    coloured = [[colour(intervals.items()) for intervals in ranks] for ranks in alive]
     used = [[1 + max(slots.values(), default=-1) for slots in ranks] for ranks in coloured]
     slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
     slots = Slots(*map(max, used))
@@ -141,13 +163,18 @@ def lower(
     columns = _empty_columns((len(grid), schedule.pp), slots, lanes)
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
-            for name, value in _cell_columns(cell, schedule, pairs, inputs, slot_of).items():
+            values = _cell_columns(cell, schedule, pairs, inputs, slot_of, not vocab_parallel)
+            for name, value in values.items():
                 columns[name][tick, rank] = value
+    if vocab_parallel:
+        columns |= shared_end_columns(schedule, grid, slot_of.inbox, spare=slots.inbox)
     for action, message in inputs.items():
         if message.stored is None:
             continue
         kind = message.value.kind
-        if message.sender == message.receiver:
+        if vocab_parallel and message.value[:2] == ("y", schedule.stages - 1):
+            name = "dy_write"
+        elif message.sender == message.receiver:
             name = f"keep_{kind}"
         else:
             hop = hop_of(message, schedule)
@@ -158,13 +185,19 @@ def lower(
             sent = 1 + lanes[index].kinds.index(kind)
             columns[f"send_{index}"][message.made + 1, message.sender] = sent
         columns[name][message.stored, message.receiver] = slot_of.inbox[action]
+    used_of = tuple(Slots(*u) for u in zip(*used))
+    first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
     return Tables(
-        columns, slots, tuple(Slots(*u) for u in zip(*used)), lanes, pairs, transfer_ticks
+        columns, slots, used_of, lanes, pairs, transfer_ticks, first, last, vocab_parallel
     )
 
 
 def _lifetimes(
-    schedule: Schedule, grid: Grid, inputs: dict[Action, Message], defer_ends: bool
+    schedule: Schedule,
+    grid: Grid,
+    inputs: dict[Action, Message],
+    defer_ends: bool,
+    vocab_parallel: bool,
 ) -> Slots:
     """For each buffer, every rank's intervals; messages by reader, the rest by action F."""
     when = {
@@ -178,6 +211,8 @@ def _lifetimes(
         if forward.op is not Op.F:
             continue
         rank = schedule.placement.rank(forward.stage, forward.microbatch)
+        if vocab_parallel and forward.stage == 0:
+            alive.inbox[rank][forward] = (start, start)
         both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
@@ -256,8 +291,9 @@ def _cell_columns(
     pairs: tuple[Pair, ...],
     inputs: dict[Action, Message],
     slot_of: Slots,
+    own_ends: bool,
 ) -> dict[str, int]:
-    """What the actions of a cell put into its columns."""
+    """What the actions of a cell put into its columns; `own_ends`: those of the ends among them."""
     placement, last = schedule.placement, schedule.stages - 1
     values: dict[str, int] = {}
     pair = _pair_of(cell, placement)
@@ -269,12 +305,16 @@ def _cell_columns(
             values[op.name] = 1 + placement.chunk(stage, m)
         key = action._replace(op=Op.F)
         if op is Op.F:
-            values |= {"forward_mb": m, "embed": stage == 0, "head": stage == last}
+            values |= {
+                "forward_mb": m,
+                "embed": own_ends and stage == 0,
+                "head": own_ends and stage == last,
+            }
         else:
             values["gradient_mb"] = m
             values["head_weight"] = key in slot_of.head and op is not Op.B
             after = Op.B if key in slot_of.embed else Op.W  # the one that it does not follow
-            values["embed_gradient"] = stage == 0 and op is not after
+            values["embed_gradient"] = own_ends and stage == 0 and op is not after
         if action in slot_of.inbox:
             values["x_read" if op is Op.F else "dy_read"] = slot_of.inbox[action]
         elif action in inputs:

@@ -69,23 +69,22 @@ def picture(
     *,
     costs: Costs | None = None,
     clock: str = "asynchronous",
-    transfer_ticks: int = 1,
-    in_flight: int | None = None,
     held: tuple[float, float] = (1.0, 1.0),
     unit: str = "microbatches",
+    **lockstep: Any,
 ) -> None:
     """Draw the timeline and the memory curve into a .svg, .pdf, .png or .html file.
 
     A cell of two actions is split, F on top; later chunks and mirrored microbatches are lighter.
-    Times are in the unit of the costs; for `clock` see `boxes`, for `held`, which counts in `unit`,
-    `segments`. The same input makes the same bytes.
+    Times are in the unit of the costs; for `clock` and `lockstep` see `boxes`, for `held`, which
+    counts in `unit`, `segments`. The same input makes the same bytes.
 
     Raises `ScheduleError` for another suffix or clock and where the schedule cannot finish.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"{path.name}: a picture ends in one of {', '.join(_SUFFIXES)}.")
-    rows = segments(boxes(schedule, costs or Costs(), clock, transfer_ticks, in_flight), held)
+    rows = segments(boxes(schedule, costs or Costs(), clock, **lockstep), held)
     title = _title(schedule, rows, "" if clock == "asynchronous" else f" · {clock}")
     time = "time (one F, B or W = 1)" if costs is None else "time (unit of the costs)"
     from matplotlib import style
@@ -94,10 +93,10 @@ def picture(
         _save(_figure(schedule, rows, title, time, unit), path, title)
 
 
-def boxes(
-    schedule: Schedule, costs: Costs, clock: str, transfer_ticks: int, in_flight: int | None
-) -> list[list[Box]]:
+def boxes(schedule: Schedule, costs: Costs, clock: str, **lockstep: Any) -> list[list[Box]]:
     """The `clock` "asynchronous" has every rank run as early as it can, "lockstep" as in `place`.
+
+    `lockstep` are further arguments of `place`.
 
     Raises `ScheduleError` for another clock and where the schedule cannot finish.
     """
@@ -105,8 +104,8 @@ def boxes(
         times = asynchronous(schedule, costs)
         return [[Box(*t, cell) for t, cell in zip(*rank)] for rank in zip(times, schedule.ranks)]
     if clock == "lockstep":
-        grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
-        starts = zip(*lockstep_starts(grid, costs, transfer_ticks))
+        grid = place(schedule, **lockstep)
+        starts = zip(*lockstep_starts(grid, costs, lockstep.get("transfer_ticks", 1)))
         return [
             [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
             for rank in zip(starts, zip(*grid))

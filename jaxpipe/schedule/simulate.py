@@ -37,8 +37,9 @@ def simulate(
     *,
     transfer_ticks: int = 1,
     in_flight: int | None = None,
+    vocab_parallel: bool = False,
 ) -> Report:
-    """Times and peaks of a schedule; `transfer_ticks` and `in_flight` shape the lockstep only.
+    """Times and peaks of a schedule; all but the costs shape the lockstep only (`cells.place`).
 
     Raises `ScheduleError` where the schedule cannot finish.
 
@@ -51,7 +52,12 @@ def simulate(
     lines = [line for line in clock(schedule, costs) if line]
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
-    grid = place(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    grid = place(
+        schedule,
+        transfer_ticks=transfer_ticks,
+        in_flight=in_flight,
+        vocab_parallel=vocab_parallel,
+    )
     lockstep = lockstep_cost(grid, costs, transfer_ticks)
     work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
     return Report(

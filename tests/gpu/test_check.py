@@ -78,11 +78,13 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("sequence", ["false", "true"])
-def test_the_step_on_a_whole_mesh(sequence):
+@pytest.mark.parametrize("vocab", ["false", "true"])
+def test_the_step_on_a_whole_mesh(sequence, vocab):
     """Layers' own collectives, in branches and in graphs, beside permutes that do not wait."""
     found = report(
         *STEP, "parallel.pp=4", "parallel.dp=4", "parallel.tp=2", "parallel.layer_split=even",
         "parallel.zero_stage=2", f"parallel.sequence_parallel={sequence}",
+        f"parallel.vocab_parallel_pp={vocab}",
     )  # fmt: skip
     permutes = found["permutes"]
     assert permutes["synchronous"] == 0

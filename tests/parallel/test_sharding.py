@@ -55,6 +55,17 @@ def test_specs():
     }
 
 
+def test_specs_with_a_shared_vocabulary():
+    mesh = make_mesh(2, 2, 2)
+    shared = Sharding(mesh, CUTS, 1, vocab_parallel=True).stored(shapes())["shared"]
+    assert {name: (leaf.spec, leaf.ranks) for name, leaf in shared.items()} == {
+        "embed": (Spec((TP, PP, DP)), "part"),
+        "head": (Spec(DP, (TP, PP)), "part"),
+        "odd": (Spec(), "same"),
+        "norm": (Spec((PP, DP)), "same"),
+    }
+
+
 def test_specs_without_cuts_or_zero():
     got = sharding(zero_stage=0, cuts=None).specs(shapes())
     assert got["shared"] == {"embed": Spec(PP), "head": Spec(PP), "odd": Spec(), "norm": Spec(PP)}

@@ -1,5 +1,7 @@
 """The toy model's step, traced and compiled, for tests that look at the program."""
 
+from math import prod
+
 import jax
 from toy import TOY, toy_batch, toy_params
 
@@ -25,3 +27,57 @@ def traced(name, pp, microbatches, *, examples=4, **execution):
 
 def compiled(*args, **kwargs):
     return traced(*args, **kwargs)[0].lower().compile()
+
+
+def dot_flops(jaxpr, count_cond):
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+        elif eqn.primitive.name == "cond":
+            total += count_cond(eqn)
+        else:
+            bodies = [p for p in eqn.params.values() if hasattr(p, "jaxpr") or hasattr(p, "eqns")]
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            total += times * sum(dot_flops(getattr(b, "jaxpr", b), count_cond) for b in bodies)
+    return total
+
+
+def find_scan(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            return eqn
+        for param in eqn.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns") and (found := find_scan(inner)):
+                return found
+    return None
+
+
+def executed_flops(trace, tables, rank):
+    """FLOPs of matrix products that one rank's conds really execute in one step."""
+    body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
+    conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
+    columns = {name: column[:, rank] for name, column in tables.columns.items()}
+    runs = []
+    if tables.vocab_parallel:
+        runs += [columns[f"head_{r}"] > 0 for r in tables.last_ranks]
+        for r in tables.first_ranks:
+            runs += [columns[f"embed_gradient_{r}"] > 0, columns[f"embed_{r}"] > 0]
+    runs += [columns["pair"] == index + 1 for index in range(len(tables.pairs))]
+    runs += [columns["F"] == chunk + 1 for chunk in tables.forwards]
+    if not tables.vocab_parallel:
+        runs += [columns["head"]]
+    runs += [columns[op.name] == chunk + 1 for op, chunk in tables.gradients]
+    if tables.slots.head:
+        runs += [columns["head_weight"]]
+    if not tables.vocab_parallel:
+        runs += [columns["embed_gradient"]]
+    assert len(conds) == len(runs)
+
+    def larger_branch(eqn):
+        return max(dot_flops(branch.jaxpr, larger_branch) for branch in eqn.params["branches"])
+
+    return sum(larger_branch(eqn) * int(ran.sum()) for ran, eqn in zip(runs, conds))

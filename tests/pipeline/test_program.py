@@ -2,12 +2,11 @@
 
 import re
 import time
-from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
-from programs import LAYERS_EACH, compiled, traced
+from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.schedule import BUILDERS, lower
@@ -57,53 +56,6 @@ def test_size_and_compile_time_do_not_grow_with_microbatches():
             lines[microbatches] = len(text.splitlines())
     assert lines[64] <= 1.02 * lines[4]
     assert 0.05 < min(seconds[64]) <= 1.5 * min(seconds[4])
-
-
-def dot_flops(jaxpr, count_cond):
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            left = eqn.invars[0].aval.shape
-            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
-        elif eqn.primitive.name == "cond":
-            total += count_cond(eqn)
-        else:
-            bodies = [p for p in eqn.params.values() if hasattr(p, "jaxpr") or hasattr(p, "eqns")]
-            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            total += times * sum(dot_flops(getattr(b, "jaxpr", b), count_cond) for b in bodies)
-    return total
-
-
-def find_scan(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            return eqn
-        for param in eqn.params.values():
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns") and (found := find_scan(inner)):
-                return found
-    return None
-
-
-def executed_flops(trace, tables, rank):
-    """FLOPs of matrix products that one rank's conds really execute in one step."""
-    body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
-    conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
-    columns = {name: column[:, rank] for name, column in tables.columns.items()}
-    runs = [columns["pair"] == index + 1 for index in range(len(tables.pairs))]
-    runs += [columns["F"] == chunk + 1 for chunk in tables.forwards]
-    runs += [columns["head"]]
-    runs += [columns[op.name] == chunk + 1 for op, chunk in tables.gradients]
-    if tables.slots.head:
-        runs += [columns["head_weight"]]
-    runs += [columns["embed_gradient"]]
-    assert len(conds) == len(runs)
-
-    def larger_branch(eqn):
-        return max(dot_flops(branch.jaxpr, larger_branch) for branch in eqn.params["branches"])
-
-    return sum(larger_branch(eqn) * int(ran.sum()) for ran, eqn in zip(runs, conds))
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -69,11 +69,13 @@ def test_bytes_are_the_trainers(pp, remat):
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_parameter_bytes_on_whole_meshes(mesh, zero_stage):
+@pytest.mark.parametrize("vocab", ["false", "true"])
+def test_parameter_bytes_on_whole_meshes(mesh, zero_stage, vocab):
     sizes = dict(zip(("pp", "dp", "tp"), mesh))
     overrides = [f"parallel.{name}={size}" for name, size in sizes.items()]
     overrides += ["model.n_layers=4", "model.n_kv_heads=2", "model.tie_embeddings=true"]
     overrides += ["train.grad_accum_steps=8", f"parallel.zero_stage={zero_stage}"]
+    overrides += [f"parallel.vocab_parallel_pp={vocab}"]
     config, _, estimates = estimates_of(*overrides)
     trainer = Trainer(config)
     predicted = estimates["1f1b"].bytes
@@ -83,6 +85,22 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage):
     )
     assert predicted.parameters == sum(4 * prod(s.shard_shape(leaf.shape)) for leaf, s in held)
     assert predicted.optimizer == 2 * predicted.parameters
+
+
+def test_a_shared_vocabulary_makes_stages_equal():
+    """No stage costs more than another, the step is shorter, and no device holds more."""
+    sizes = ("model.vocab_size=4096", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",
+             "train.grad_accum_steps=16", "parallel.layer_split=even")  # fmt: skip
+    _, _, apart = estimates_of(*sizes, ticks=2)
+    config, _, together = estimates_of(*sizes, "parallel.vocab_parallel_pp=true", ticks=2)
+    seconds = analytic(config, Hardware())
+    costs = seconds.costs((4,) * 4, vocab_parallel=True)
+    assert len(set(costs.F)) == 1
+    assert sum(costs.F) == pytest.approx(sum(seconds.costs((4,) * 4).F))
+    for label in ("1f1b", "zb_h1", "dualpipe"):
+        one, all_of_them = apart[label], together[label]
+        assert all_of_them.report.lockstep_makespan < one.report.lockstep_makespan
+        assert all_of_them.bytes.total < one.bytes.total
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])

@@ -2,6 +2,8 @@
 
 from jaxpipe.schedule import Action, Op
 
+TAKEN_ALONE = ("head_weight", "head_read", "head_write")  # columns of one rank's head
+
 
 class Rank:
     """One rank's buffers and what it made last."""
@@ -22,6 +24,22 @@ class Rank:
         )
         return stage
 
+    def shared_ends(self, row):
+        """What all ranks do together at the start of a tick."""
+        for rank in self.tables.last_ranks:
+            if row[f"head_{rank}"] and self.rank == rank:
+                m = row[f"head_{rank}"] - 1
+                assert self.y == ("y", self.schedule.stages - 1, m)
+                self.inbox[row["dy_write"]] = ("dx", self.schedule.stages, m)
+                self.ends.append(("head", m))
+        for rank in self.tables.first_ranks:
+            if row[f"embed_gradient_{rank}"] and self.rank == rank:
+                m = row[f"embed_gradient_{rank}"] - 1
+                assert self.dx == ("dx", 0, m)
+                self.ends.append(("embed", m))
+            if row[f"embed_{rank}"] and self.rank == rank:
+                self.inbox[row["embed_write"]] = ("y", -1, row[f"embed_{rank}"] - 1)
+
     def keep(self, row, arrived):
         for index, message in enumerate(arrived):
             self.inbox[row[f"arrive_{index}"]] = message
@@ -33,8 +51,9 @@ class Rank:
     def forward(self, row, chunk):
         m = row["forward_mb"]
         stage = self.stage(chunk, m)
-        assert row["embed"] == (stage == 0)
-        if stage:
+        shared = self.tables.vocab_parallel
+        assert row["embed"] == (stage == 0 and not shared)
+        if stage or shared:
             assert self.inbox[row["x_read"]] == ("y", stage - 1, m)
         self.y = ("y", stage, m)
         if self.tables.trains:
@@ -107,6 +126,12 @@ def interpret(schedule, tables):
     nothing = [[None] * len(tables.lanes)] * schedule.pp
     done, arriving = [], nothing
     for now in rows:
+        if tables.vocab_parallel:
+            names = [name for name in now[0] if name.startswith(("head_", "embed_"))]
+            for name in set(names) - {"embed_write", "embed_gradient", *TAKEN_ALONE}:
+                assert len({row[name] for row in now}) == 1
+            for rank, row in zip(ranks, now):
+                rank.shared_ends(row)
         sent = [
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]

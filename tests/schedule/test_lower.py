@@ -41,14 +41,14 @@ def legal(name, pp, microbatches, chunks):
     microbatches=st.integers(1, 20),
     chunks=st.integers(1, 3),
     transfer_ticks=st.sampled_from([1, 2]),
-    defer_ends=st.booleans(),
+    ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tables_bring_every_value_where_it_is_read(
-    name, pp, microbatches, chunks, transfer_ticks, defer_ends
+    name, pp, microbatches, chunks, transfer_ticks, ends
 ):
     schedule = legal(name, pp, microbatches, chunks)
-    tables = lower(schedule, transfer_ticks=transfer_ticks, defer_ends=defer_ends)
+    tables = lower(schedule, transfer_ticks=transfer_ticks, **ends)
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
 
 
@@ -58,11 +58,19 @@ def test_tables_bring_every_value_where_it_is_read(
     microbatches=st.integers(1, 20),
     transfer_ticks=st.sampled_from([1, 2]),
     in_flight=st.integers(1, 20),
+    vocab_parallel=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_cap_on_microbatches_is_kept(name, pp, microbatches, transfer_ticks, in_flight):
+def test_a_cap_on_microbatches_is_kept(
+    name, pp, microbatches, transfer_ticks, in_flight, vocab_parallel
+):
     schedule = build(name, pp=pp, microbatches=microbatches)
-    tables = lower(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    tables = lower(
+        schedule,
+        transfer_ticks=transfer_ticks,
+        in_flight=in_flight,
+        vocab_parallel=vocab_parallel,
+    )
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert tables.slots.for_w <= in_flight
 
@@ -92,12 +100,13 @@ def test_a_pair_of_cells_holds_both_at_once(name):
                   Placement((0, 1, 2, 3), mirrored_from=3)],
     ids=["one stage", "two stages", "V", "both ways"],
 )  # fmt: skip
-def test_forward_only_tables(placement, transfer_ticks):
+@pytest.mark.parametrize("vocab_parallel", [False, True])
+def test_forward_only_tables(placement, transfer_ticks, vocab_parallel):
     schedule = forward_only(placement, 6)
-    tables = lower(schedule, transfer_ticks=transfer_ticks)
+    tables = lower(schedule, transfer_ticks=transfer_ticks, vocab_parallel=vocab_parallel)
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert not tables.trains
-    assert tables.slots.inbox <= transfer_ticks * placement.chunks
+    assert tables.slots.inbox <= transfer_ticks * placement.chunks + vocab_parallel
     assert not any(tables.slots[1:])
 
 

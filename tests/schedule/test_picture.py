@@ -48,7 +48,7 @@ def test_boxes_and_idle_cover_the_time(name, clock, ticks, in_flight, costs):
     schedule = small(name)
     report = simulate(schedule, costs, transfer_ticks=ticks, in_flight=in_flight)
     span = report.makespan if clock == "asynchronous" else report.lockstep_makespan
-    rows = segments(boxes(schedule, costs, clock, ticks, in_flight))
+    rows = segments(boxes(schedule, costs, clock, transfer_ticks=ticks, in_flight=in_flight))
     for order, row in zip(schedule.ranks, rows):
         pieces = sorted([*((box.start, box.end) for box in row.boxes), *row.idle])
         assert pieces[0][0] == 0
@@ -69,7 +69,7 @@ def test_boxes_and_idle_cover_the_time(name, clock, ticks, in_flight, costs):
 def test_lockstep_ends_with_its_cost(size, name, times, ticks):
     schedule, costs = build(name, pp=size[0], microbatches=size[1]), Costs(*times)
     grid = place(schedule, transfer_ticks=ticks)
-    lines = boxes(schedule, costs, "lockstep", ticks, None)
+    lines = boxes(schedule, costs, "lockstep", transfer_ticks=ticks)
     last = max(box.end for line in lines for box in line)
     assert last == pytest.approx(lockstep_cost(grid, costs, ticks))
 
@@ -79,7 +79,7 @@ def test_lockstep_ends_with_its_cost(size, name, times, ticks):
 def test_memory_peaks(name, clock, ticks, in_flight):
     schedule = small(name)
     report = simulate(schedule)
-    lines = boxes(schedule, Costs(), clock, ticks, in_flight)
+    lines = boxes(schedule, Costs(), clock, transfer_ticks=ticks, in_flight=in_flight)
     peaks = [max(amount for _, amount in row.memory) for row in segments(lines)]
     assert tuple(peaks) == report.peak_until_w
     peaks = [max(amount for _, amount in row.memory) for row in segments(lines, (1.0, 0.0))]
@@ -92,7 +92,7 @@ def test_memory_peaks(name, clock, ticks, in_flight):
 
 def test_memory_and_phases_by_hand():
     schedule = build("zb_h1", pp=2, microbatches=2)
-    lines = boxes(schedule, Costs(), "asynchronous", 1, None)
+    lines = boxes(schedule, Costs(), "asynchronous")
     first, second = segments(lines, (3.0, 1.0))
     assert [str(box.cell) for box in second.boxes] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
     assert second.idle == [(0.0, 1.0)]

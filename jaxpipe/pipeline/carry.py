@@ -1,0 +1,33 @@
+"""The state of the scan on one rank."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpipe.pipeline.split import Residuals
+
+Tree = Any
+
+
+class Carry(NamedTuple):
+    """What a rank hands from tick to tick.
+
+    `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
+    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash` are rings of each
+    layer slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends'
+    deferred gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
+    layer slot. `losses`: each microbatch's share of the loss, `[M]`. A forward-only pass has no
+    `dx`, residuals, stash or gradients.
+    """
+
+    y: jax.Array
+    dx: Any
+    arriving: Any
+    inbox: jax.Array
+    residuals: tuple[Residuals, ...]
+    stash: tuple[Any, ...]
+    for_head: Any
+    for_embed: Any
+    layer_gradients: tuple[tuple[Tree, ...], ...]
+    shared_gradients: Tree
+    losses: jax.Array
