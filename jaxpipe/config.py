@@ -146,6 +146,7 @@ class CheckpointConfig(_Section, kw_only=True):
 
     every: Count = 0  # steps between saves; 0: only at the end
     keep: Positive = 2  # the newest ones that stay on disk
+    keep_every: Count = 0  # those of every so many steps stay too; 0: no more
     resume: Literal["auto", "none"] = "auto"  # auto: from the newest, if there is one
     asynchronous: bool = True  # write while training goes on
 
@@ -161,7 +162,7 @@ class LogConfig(_Section, kw_only=True):
 class RuntimeConfig(_Section, kw_only=True):
     """`[runtime]`: devices."""
 
-    cpu_devices: Count = 0  # virtual CPU devices; 0: the devices that jax finds
+    cpu_devices: Count = 0  # virtual CPU devices of a process; 0: the devices that jax finds
 
 
 class Config(_Section, kw_only=True):

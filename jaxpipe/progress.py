@@ -10,16 +10,23 @@ from jaxpipe.config import LogConfig
 
 
 class Progress:
-    """A context manager that restores the terminal on leaving.
+    """A context manager that restores the terminal on leaving; `silent` shows nothing.
 
     On a terminal one live line shows the latest step, with messages above it; elsewhere, or with
     `log.progress = false`, every `log.every`-th step is a line of its own.
     """
 
-    def __init__(self, steps: int, config: LogConfig, console: Console | None = None):
+    def __init__(
+        self,
+        steps: int,
+        config: LogConfig,
+        console: Console | None = None,
+        *,
+        silent: bool = False,
+    ):
         self._steps = steps
         self._every = config.every
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or Console(soft_wrap=True, highlight=False, quiet=silent)
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)

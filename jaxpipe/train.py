@@ -1,21 +1,25 @@
 """`python -m jaxpipe.train CONFIG [section.key=value ...]`: train, or resume, one run.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input; 128 + n stopped
-by signal n (130: Ctrl-C, 143: SIGTERM), after the step in progress was finished and saved.
+Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input; 3 another
+process of the run is gone; 128 + n stopped by signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM),
+after the step in progress was finished and saved.
 """
 
 import argparse
 import contextlib
 import itertools
+import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxpipe import config as configs
+from jaxpipe import processes
 from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
@@ -48,14 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as error:
+        if processes.started() == 1:
+            raise
+        _leave_others(error)
+
+
+def _leave_others(error: Exception) -> NoReturn:
+    """End this process of several at once: to meet the others on leaving could take for ever."""
+    traceback.print_exc()
+    print(
+        f"error: this process cannot go on without the others ({str(error).splitlines()[0][:200]}):"
+        f" one of them failed; the same command, also with fewer processes, goes on from the "
+        f"newest checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(3)
 
 
 def train(config: Config) -> int:
     """Train as configured and return the exit code; `ConfigError` comes before anything is done."""
-    validate(config, devices=config.runtime.cpu_devices or None)
+    validate(config, devices=processes.started() * config.runtime.cpu_devices or None)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
+    processes.join()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
@@ -66,17 +88,19 @@ def train(config: Config) -> int:
     from jaxpipe.summary import summary
     from jaxpipe.trainer import Trainer
 
-    validate(config, devices=jax.device_count(), devices_of_host=jax.local_device_count())
+    hosts_devices = processes.devices_of_host()
+    validate(config, devices=jax.device_count(), devices_of_host=hosts_devices)
     directory = Path(config.run.dir)
     trainer = Trainer(config)
     try:
-        data = open_data(
-            config.data,
-            seq_len=config.train.seq_len,
-            vocab_size=config.model.vocab_size,
-            seed=config.train.seed,
-            directory=directory / "data",
-        )
+        with processes.first_before_others("data"):
+            data = open_data(
+                config.data,
+                seq_len=config.train.seq_len,
+                vocab_size=config.model.vocab_size,
+                seed=config.train.seed,
+                directory=directory / "data",
+            )
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written ({error.strerror}): make it a writable directory or "
@@ -84,19 +108,28 @@ def train(config: Config) -> int:
         ) from error
     if config.train.eval_every:
         data.heldout.batches(0, **trainer.batch_shape).close()  # is there enough of it?
-    checkpoints = Checkpoints(
-        directory / "checkpoints",
-        keep=config.checkpoint.keep,
-        asynchronous=config.checkpoint.asynchronous,
-        keying=Keying(trainer.layout, trainer.sharding),
-    )
-    with checkpoints, Progress(config.train.steps, config.log) as progress:
+    with contextlib.ExitStack() as stack:
+        shown = Progress(config.train.steps, config.log, silent=not processes.first())
+        progress = stack.enter_context(shown)
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                directory / "checkpoints",
+                keep=config.checkpoint.keep,
+                keep_every=config.checkpoint.keep_every,
+                asynchronous=config.checkpoint.asynchronous,
+                keying=Keying(trainer.layout, trainer.sharding),
+                say=progress.say,
+            )
+        )
         progress.say(summary(trainer))
         state, position = _start(trainer, data, checkpoints, progress.say)
-        last_step, tensorboard = int(state.step), config.log.tensorboard
-        with MetricsLog(directory, tensorboard=tensorboard, last_step=last_step) as log:
-            run = _Run(trainer, data, checkpoints, progress, log)
-            return run.loop(state, position)
+        log = None
+        if processes.first():
+            last_step, tensorboard = int(state.step), config.log.tensorboard
+            log = stack.enter_context(
+                MetricsLog(directory, tensorboard=tensorboard, last_step=last_step)
+            )
+        return _Run(trainer, data, checkpoints, progress, log).loop(state, position)
 
 
 def _start(
@@ -133,7 +166,7 @@ class _Run:
     data: "Data"
     checkpoints: "Checkpoints"
     progress: "Progress"
-    log: "MetricsLog"
+    log: "MetricsLog | None"  # of the first process
 
     def loop(self, state: "State", position: int) -> int:
         """Step until the last one, a signal, or a loss that is not finite; return the exit code."""
@@ -156,16 +189,18 @@ class _Run:
                     values["eval_loss"] = self._heldout_loss(state)
                 self._record(step, values, first=step == done + 1)
                 every = trainer.config.checkpoint.every or train.steps
-                if received or step % every == 0 or step == train.steps:
+                number = processes.largest(max(received, default=0))
+                if number or step % every == 0 or step == train.steps:
                     self._save(state, position)
-                if received:
-                    name = signal.Signals(received[0]).name
+                if number:
+                    name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
-                    return 128 + received[0]
+                    return 128 + number
         return 0
 
     def _record(self, step: int, values: dict[str, float], *, first: bool) -> None:
-        self.log.write(step, values)
+        if self.log:
+            self.log.write(step, values)
         self.progress.update(step, values, first=first)
 
     def _save(self, state: "State", position: int) -> None:
@@ -210,14 +245,15 @@ class _Run:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM is noted in the list; another Ctrl-C interrupts at once."""
+    """The first Ctrl-C, SIGTERM or SIGUSR1 is noted in the list; another Ctrl-C interrupts."""
     received: list[int] = []
 
     def note(number: int, _: Any) -> None:
         received.append(number)
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, note) for number in stops}
     try:
         yield received
     finally:

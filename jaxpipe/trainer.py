@@ -192,8 +192,11 @@ class Trainer:
         )
 
     def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
-        """A host batch on the devices."""
-        return jax.device_put(batch, self.batch_sharding)
+        """A host batch, which every process has whole, on the devices."""
+        return {
+            name: jax.make_array_from_callback(values.shape, self.batch_sharding, values.__getitem__)
+            for name, values in batch.items()
+        }
 
     @property
     def batch_shape(self) -> dict[str, int]:

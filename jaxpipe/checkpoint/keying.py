@@ -127,7 +127,9 @@ class Keying:
         sharding = self._on_rank(rank, leaf.sharding.spec)
         devices = sharding.device_set
         rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(leaf.shape[1:], sharding, rows)
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape[1:], sharding, rows, dtype=leaf.dtype
+        )
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
         """A stage leaf from its rows on their ranks; ranks without a row hold zeros."""

@@ -1,12 +1,15 @@
 """The checkpoints of a run: a directory of Orbax, which any plain Orbax program can read."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from jaxpipe import processes
+from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.config import ConfigError
 
@@ -17,39 +20,43 @@ FORMAT = 1  # raised when the keys on disk change
 class Checkpoints:
     """The checkpoints of one run: a context manager that waits for pending saves on leaving.
 
-    Raises `ConfigError` where the directory cannot be written.
+    All processes of a run call its methods alike. The newest `keep` stay on disk, and those whose
+    step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
+    written.
     """
 
-    def __init__(self, directory: Path, *, keep: int, asynchronous: bool, keying: Keying):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        asynchronous: bool,
+        keying: Keying,
+        say: Callable[[str], None] = print,
+    ):
         self.directory = directory.absolute()
         self.keying = keying
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe = self.directory / ".writable"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoints cannot be written to {directory} ({error.strerror}): make it a "
-                f"writable directory or choose another run.dir."
-            ) from error
+        self._say = say
+        with processes.first_before_others("checkpoints"):
+            _check_writable(self.directory)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=asynchronous
+            max_to_keep=keep,
+            keep_period=keep_every or None,
+            enable_async_checkpointing=asynchronous,
         )
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=options,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
+            item_handlers={"state": state_handler(), "meta": ocp.JsonCheckpointHandler()},
         )
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.wait_until_finished()
+        with self._unwritten_is_said():
+            self._manager.wait_until_finished()
         self._manager.close()
 
     @property
@@ -58,16 +65,22 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
-        """Start saving; returns once the state is copied from the devices, if asynchronous."""
+        """Start saving; returns once the state is copied from the devices, if asynchronous.
+
+        What cannot be written is said, and training goes on: the checkpoints before it stay.
+        """
         if step in self.steps:
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(self.keying.keyed(state)),
-                meta=ocp.args.JsonSave(meta | {"format": FORMAT, "step": step}),
-            ),
-        )
+        with self._unwritten_is_said():
+            self._manager.wait_until_finished()  # raises what went wrong with the one before
+        with self._unwritten_is_said():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(self.keying.keyed(state)),
+                    meta=ocp.args.JsonSave(meta | {"format": FORMAT, "step": step}),
+                ),
+            )
 
     def restore(self, like: Tree, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
         """The newest readable `(state, meta)` in the form of `like`, or None if there is none.
@@ -77,37 +90,81 @@ class Checkpoints:
         A damaged checkpoint is renamed out of the way, said, and the one before it is taken.
         Raises `ConfigError` for a checkpoint of another model, naming the first differing leaf.
         """
-        shapes = self.keying.keyed_shapes(like)
         for step in reversed(self.steps):
+            read, reason = None, ""
             try:
-                stored = self._manager.item_metadata(step)["state"]
-                if stored is None:
-                    raise ValueError("its metadata cannot be read")
-                _check_same_model(shapes, stored, self.directory / str(step))
-                restored = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(shapes), meta=ocp.args.JsonRestore()
-                    ),
-                )
+                read = read_state(self.directory / str(step), self.keying, like)
             except ConfigError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-                aside = self._set_aside(step)
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                say(
-                    f"checkpoint {step} is damaged ({reason}): moved to {aside}, "
-                    f"trying the one before"
-                )
-                continue
-            return self.keying.staged(restored["state"], like), restored["meta"]
+                reason = _first_line(error)
+            if not processes.largest(int(read is None)):
+                return read
+            aside = self._set_aside(step)
+            say(
+                f"checkpoint {step} is damaged ({reason or 'another process cannot read it'}): "
+                f"moved to {aside}, trying the one before"
+            )
         return None
 
     def _set_aside(self, step: int) -> Path:
         aside = self.directory / f"damaged-{step}"
-        (self.directory / str(step)).rename(aside)
+        with processes.first_before_others(f"damaged {step}"):
+            if processes.first():
+                (self.directory / str(step)).rename(aside)
         self._manager.reload()
         return aside
+
+    @contextlib.contextmanager
+    def _unwritten_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            self._say(
+                f"warning: a checkpoint could not be written ({_first_line(error)}): training goes "
+                f"on, and the checkpoints before it are as they were; make room in "
+                f"{self.directory}, or make it writable."
+            )
+
+
+def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
+
+    Each process reads what its own devices hold. Raises `ConfigError` for a checkpoint of another
+    model or of a newer format, and much else where files are damaged.
+    """
+    meta = ocp.JsonCheckpointHandler().restore(path / "meta")
+    if meta["format"] > FORMAT:
+        raise ConfigError(
+            f"checkpoint {path} has format {meta['format']}, this version reads up to {FORMAT}: "
+            f"use the version of jaxpipe that wrote it, or a newer one."
+        )
+    handler, shapes = state_handler(), keying.keyed_shapes(like)
+    _check_same_model(shapes, handler.metadata(path / "state").tree, path)
+    state = handler.restore(
+        path / "state",
+        args=ocp.args.PyTreeRestore(
+            shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)
+        ),
+    )
+    return keying.staged(state, like), meta
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
+            f"directory or choose another run.dir."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:

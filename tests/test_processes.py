@@ -1,0 +1,161 @@
+"""Runs of several processes: the same losses, checkpoints for any other run, and an end together."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpipe import processes, train
+from jaxpipe.config import ConfigError
+
+SMALL = Path(__file__).parent / "data" / "small.toml"
+DEVICES = 8
+MESH = {  # other layouts of the same global batch, each process with whole ranks or parts of them
+    "as it was": [],
+    "zbv": ["parallel.schedule=zbv", "parallel.pp=2", "parallel.tp=2"],
+    "zero3": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.zero_stage=3"],
+}
+
+
+def losses(directory):
+    lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def spawn(count, directory, *overrides):
+    """`count` processes of one run, each with its share of the devices."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
+    command += [f"runtime.cpu_devices={DEVICES // count}", *overrides]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SMALL.parents[2]),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+    }
+    return [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment | {"JAX_PROCESS_ID": str(index)},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def ends(group, timeout=200):
+    """`(exit code, output)` of every process."""
+    found = []
+    for process in group:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for other in group:
+                other.kill()
+            raise
+        found.append((process.returncode, output))
+    return found
+
+
+def wait_for_step(directory, step):
+    path = Path(directory) / "metrics.jsonl"
+    deadline = time.monotonic() + 150
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one")
+    assert train.main([str(SMALL), f"run.dir={directory}"]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two")
+    for code, output in ends(spawn(2, directory)):
+        assert code == 0, output
+    return directory
+
+
+def close(got, want):
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
+
+
+def test_two_train_as_one(one_process, two_processes):
+    assert list(losses(two_processes)) == list(range(1, 13))
+    close(losses(two_processes), losses(one_process))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "count", "mesh"),
+    [(1, 2, "zero3"), (1, 4, "as it was"), (2, 4, "zbv"), (2, 1, "zbv"), (2, 1, "as it was")],
+)
+def test_checkpoints_interchange(one_process, two_processes, tmp_path, saved_by, count, mesh):
+    """Cut back to step 4 and go on with other processes and another mesh."""
+    cut = tmp_path / "cut"
+    shutil.copytree(one_process if saved_by == 1 else two_processes, cut)
+    for step in (8, 12):
+        shutil.rmtree(cut / "checkpoints" / str(step))
+    for code, output in ends(spawn(count, cut, *MESH[mesh])):
+        assert code == 0, output
+    close(losses(cut), losses(one_process))
+
+
+def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path):
+    group = spawn(2, tmp_path, "train.steps=100000", "checkpoint.every=100000")
+    wait_for_step(tmp_path, 5)
+    group[1].send_signal(signal.SIGUSR1)
+    (code, output), (other, _) = ends(group)
+    assert (code, other) == (138, 138), output
+    last = max(losses(tmp_path))
+    assert f"SIGUSR1: stopped after step {last}" in output
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(last)]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_one_dies_the_others_stop_and_fewer_go_on(tmp_path, killed):
+    group = spawn(2, tmp_path, "train.steps=100000", "checkpoint.every=5")
+    wait_for_step(tmp_path, 12)
+    group[killed].kill()
+    start = time.monotonic()
+    code, output = ends(group)[1 - killed]
+    assert time.monotonic() - start < 60
+    assert code != 0
+    assert code == 3 or "coordination service" in output.lower(), output
+    done = max(losses(tmp_path))
+    steps = [f"train.steps={done + 3}", "optimizer.decay=constant"]
+    (code, output), *_ = ends(spawn(1, tmp_path, *steps, "runtime.cpu_devices=8"))
+    assert code == 0, output
+    assert "resumed from step" in output
+    assert list(losses(tmp_path)) == list(range(1, done + 4))
+
+
+@pytest.mark.parametrize(
+    ("count", "index"), [(None, "0"), ("2", None), ("two", "0"), ("2", "2"), ("2", "-1")]
+)
+def test_half_an_environment_is_one_sentence(monkeypatch, count, index):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    for name, value in (("JAX_NUM_PROCESSES", count), ("JAX_PROCESS_ID", index)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"they are {count} and {index}: set all three, or none"):
+        processes.started()
+
+
+def test_launchers_are_asked_how_many_there_are(monkeypatch):
+    assert processes.started() == 1
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    assert processes.started() == 16
