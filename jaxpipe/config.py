@@ -147,7 +147,9 @@ class CheckpointConfig(_Section, kw_only=True):
     every: Count = 0  # steps between saves; 0: only at the end
     keep: Positive = 2  # the newest ones that stay on disk
     keep_every: Count = 0  # those of every so many steps stay too; 0: no more
-    resume: Literal["auto", "none"] = "auto"  # auto: from the newest, if there is one
+    # auto: from the newest, if there is one; a path: else from there; none: there must be none
+    resume: str = "auto"
+    parameters_only: bool = False  # of a path take no more: step 0, fresh moments
     asynchronous: bool = True  # write while training goes on
 
 

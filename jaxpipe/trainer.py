@@ -148,7 +148,12 @@ class Trainer:
             self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
             check_vma=False,
         )  # fmt: skip
-        return jax.jit(lambda: self._fresh(born()), out_shardings=self.state_shardings)()
+        return self.fresh(jax.jit(born)())
+
+    def fresh(self, params: Tree) -> State:
+        """The state of step 0 with these parameters, in stage form; they are given up to it."""
+        made = jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)
+        return made(params)
 
     @cached_property
     def train_step(self) -> Any:
@@ -194,8 +199,8 @@ class Trainer:
     def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         """A host batch, which every process has whole, on the devices."""
         return {
-            name: jax.make_array_from_callback(values.shape, self.batch_sharding, values.__getitem__)
-            for name, values in batch.items()
+            name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
+            for name, ids in batch.items()
         }
 
     @property

@@ -12,12 +12,12 @@ import jaxpipe
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
     {"config", "presets", "tensor"},
-    {"storage", "schedule", "analysis", "runtime", "planning", "checks"},
+    {"storage", "schedule", "analysis", "runtime", "processes", "planning", "checks"},
     {"model"},
     {"parallel"},
     {"pipeline"},
     {"checkpoint", "compiler", "optimizer", "data", "metrics", "progress"},
-    {"trainer", "summary"},
+    {"trainer", "summary", "start", "run"},
     {"gpu"},
     {"train", "plan", "bench"},
 ]
@@ -28,6 +28,8 @@ SIBLINGS = {
     "planning": {"analysis", "schedule", "storage"},
     "metrics": {"progress"},
     "summary": {"trainer"},
+    "start": {"trainer"},
+    "run": {"start", "trainer"},
 }
 # `pipeline` takes stage functions as arguments: it must not know the model.
 FORBIDDEN = {

@@ -1,4 +1,4 @@
-"""Runs of several processes: the same losses, checkpoints for any other run, and an end together."""
+"""Runs of several processes: the same losses, checkpoints for all other runs, an end together."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Checkpoints that know nothing of the layout they were saved under."""
 
 from jaxpipe.checkpoint.keying import Keying
-from jaxpipe.checkpoint.store import Checkpoints
+from jaxpipe.checkpoint.store import FORMAT, Checkpoints, newest, read_state
 
-__all__ = ["Checkpoints", "Keying"]
+__all__ = ["FORMAT", "Checkpoints", "Keying", "newest", "read_state"]

@@ -54,7 +54,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None and processes.started() > 1:
+            return  # another process may be gone, and to finish a save with it would take for ever
         with self._unwritten_is_said():
             self._manager.wait_until_finished()
         self._manager.close()
@@ -127,11 +129,31 @@ class Checkpoints:
             )
 
 
+def newest(path: Path) -> Path:
+    """The newest checkpoint of a run, or of a directory of checkpoints; a checkpoint is itself.
+
+    Raises `ConfigError` where there is none.
+    """
+    path = path.absolute()
+    for directory in (path, path / "checkpoints"):
+        if (directory / "state").is_dir():
+            return directory
+        if directory.is_dir():
+            steps = [int(one.name) for one in directory.iterdir() if one.name.isdecimal()]
+            if steps:
+                return directory / str(max(steps))
+    raise ConfigError(
+        f"checkpoint.resume={str(path)!r} holds no checkpoint: give 'auto', 'none', a run's "
+        f"directory, or that of one checkpoint."
+    )
+
+
 def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
 
-    Each process reads what its own devices hold. Raises `ConfigError` for a checkpoint of another
-    model or of a newer format, and much else where files are damaged.
+    Of a `like` that has only some of a state's parts, only these are read. Each process reads what
+    its own devices hold. Raises `ConfigError` for a checkpoint of another model or of a newer
+    format, and much else where files are damaged.
     """
     meta = ocp.JsonCheckpointHandler().restore(path / "meta")
     if meta["format"] > FORMAT:
@@ -144,7 +166,9 @@ def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, 
     state = handler.restore(
         path / "state",
         args=ocp.args.PyTreeRestore(
-            shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)
+            shapes,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+            partial_restore=True,
         ),
     )
     return keying.staged(state, like), meta
@@ -172,7 +196,8 @@ def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:
         leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
         return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
 
-    want, have = shapes(expected), shapes(stored)
+    want = shapes(expected)
+    have = {name: s for name, s in shapes(stored).items() if name.split("/")[0] in expected}
     for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         if want.get(name) != have.get(name):
             raise ConfigError(

@@ -1,0 +1,86 @@
+"""The state that a run begins with: its newest checkpoint's, another run's, or a fresh one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxpipe import config as configs
+from jaxpipe import processes
+from jaxpipe.checkpoint import Checkpoints, newest, read_state
+from jaxpipe.config import Config, ConfigError, ParallelConfig
+from jaxpipe.data import Data
+from jaxpipe.trainer import State, Trainer
+
+Say = Callable[[str], None]
+
+
+def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, int]:
+    """The state to go on from, and its position in the data.
+
+    Raises `ConfigError` for checkpoints that do not belong to this run's model or data.
+    """
+    resume = trainer.config.checkpoint.resume
+    if resume == "none" and checkpoints.steps:
+        raise ConfigError(
+            f"{checkpoints.directory} holds checkpoints of steps {checkpoints.steps} but "
+            f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
+        )
+    shapes = trainer.state_shapes
+    if found := checkpoints.restore(shapes._asdict(), say):
+        restored, meta = found
+        return _resumed(State(**restored), meta, data, say)
+    if resume in ("auto", "none"):
+        return trainer.init(), 0
+    path = newest(Path(resume))
+    if trainer.config.checkpoint.parameters_only:
+        restored, meta = _read(path, checkpoints, {"params": shapes.params})
+        say(f"started with the parameters of {path} (step {meta['step']})")
+        return trainer.fresh(restored["params"]), 0
+    restored, meta = _read(path, checkpoints, shapes._asdict())
+    return _resumed(State(**restored), meta, data, say)
+
+
+def describe(trainer: Trainer, data: Data, position: int) -> dict[str, Any]:
+    """What is stored beside a state: where the data stands, and what it was trained with."""
+    parallel = trainer.config.parallel
+    return {
+        "position": position,
+        "data": data.train.fingerprint,
+        "layout": f"pp={parallel.pp} dp={parallel.dp} tp={parallel.tp} {parallel.schedule}",
+        "config": configs.to_toml(trainer.config),
+    }
+
+
+def on_one_device(config: Config) -> Config:
+    """The same run on a single device: its initial state is that of every other mesh."""
+    return msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
+
+
+def _resumed(state: State, meta: dict[str, Any], data: Data, say: Say) -> tuple[State, int]:
+    if meta["data"] != data.train.fingerprint:
+        raise ConfigError(
+            f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
+            f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "
+            f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
+        )
+    say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
+    return state, meta["position"]
+
+
+def _read(path: Path, checkpoints: Checkpoints, like: Any) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint that is not this run's own, on all processes or on none."""
+    reason = ""
+    try:
+        read = read_state(path, checkpoints.keying, like)
+    except ConfigError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
+        reason = str(error).splitlines()[0][:200]
+    if processes.largest(int(bool(reason))):
+        raise ConfigError(
+            f"checkpoint {path} cannot be read ({reason or 'by another process'}): give another as "
+            f"checkpoint.resume."
+        )
+    return read

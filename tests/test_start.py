@@ -1,0 +1,100 @@
+"""What a run may begin with: a seed, another run's checkpoint, or its parameters alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxpipe import train
+
+SMALL = str(Path(__file__).parent / "data" / "small.toml")
+
+
+def losses(directory):
+    lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def stored(directory, step):
+    return ocp.StandardCheckpointer().restore(Path(directory) / "checkpoints" / str(step) / "state")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    assert train.main([SMALL, f"run.dir={directory}"]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.pp=2", "parallel.tp=2"]])
+def test_a_seed_made_on_one_device_starts_any_mesh(tmp_path, run, layout, capsys):
+    assert train.main([SMALL, f"run.dir={tmp_path}", "--seed-checkpoint"]) == 0
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert train.main([SMALL, f"run.dir={tmp_path}", *layout]) == 0
+    assert "resumed from step 0 (saved with pp=1 dp=1 tp=1 gpipe)" in capsys.readouterr().out
+    got, want = losses(tmp_path), losses(run)
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
+
+
+def test_no_second_seed(run, capsys):
+    assert train.main([SMALL, f"run.dir={run}", "--seed-checkpoint"]) == 2
+    assert "already holds checkpoints of steps [4, 8, 12]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/8"])
+def test_go_on_from_another_run(tmp_path, run, path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    shutil.rmtree(other / "checkpoints" / "12")
+    command = [SMALL, f"run.dir={tmp_path / 'new'}", "--resume", str(other / path)]
+    assert train.main(command) == 0
+    assert "resumed from step 8" in capsys.readouterr().out
+    got, want = losses(tmp_path / "new"), losses(run)
+    assert list(got) == [9, 10, 11, 12]
+    np.testing.assert_allclose(list(got.values()), [want[step] for step in got], rtol=1e-6)
+    assert train.main([*command, "train.steps=13"]) == 0  # now from its own checkpoints
+    assert "resumed from step 12" in capsys.readouterr().out
+
+
+def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
+    command = [SMALL, f"run.dir={tmp_path}", f"checkpoint.resume={run}", "train.seed=7"]
+    assert train.main(command) == 2
+    assert "or take only its parameters (checkpoint.parameters_only)" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "checkpoints")
+    start = ["checkpoint.parameters_only=true", "parallel.pp=2", "parallel.tp=2"]
+    small_steps = ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.steps=1"]
+    assert train.main([*command, *start, *small_steps, "optimizer.warmup_steps=0"]) == 0
+    assert "started with the parameters of" in capsys.readouterr().out
+    state = stored(tmp_path, 1)
+    jax.tree.map(np.testing.assert_array_equal, state["params"], stored(run, 12)["params"])
+    assert int(state["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("resume", "sentence"),
+    [
+        ("nowhere", "nowhere' holds no checkpoint: give 'auto', 'none'"),
+        ("{run}/data", "holds no checkpoint"),
+        ("{tmp}/cut", "cannot be read"),
+        ("{tmp}/newer", "has format 99, this version reads up to"),
+    ],
+)
+def test_bad_places_are_one_sentence(tmp_path, run, resume, sentence, capsys):
+    for name in ("cut", "newer"):
+        shutil.copytree(run / "checkpoints" / "12", tmp_path / name)
+    for path in (tmp_path / "cut" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    meta = tmp_path / "newer" / "meta" / "metadata"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 99}))
+    where = resume.format(run=run, tmp=tmp_path)
+    new = tmp_path / "new"
+    assert train.main([SMALL, f"run.dir={new}", f"checkpoint.resume={where}"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not list((new / "checkpoints").iterdir())
