@@ -32,11 +32,14 @@ def losses(directory):
 
 def spawn(count, directory, *overrides):
     """`count` processes of one run, each with its share of the devices."""
+    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
+    return start_all(count, [*command, f"runtime.cpu_devices={DEVICES // count}", *overrides])
+
+
+def start_all(count, command):
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
-    command += [f"runtime.cpu_devices={DEVICES // count}", *overrides]
     environment = {
         **os.environ,
         "PYTHONPATH": str(SMALL.parents[2]),
@@ -159,3 +162,20 @@ def test_launchers_are_asked_how_many_there_are(monkeypatch):
     assert processes.started() == 1
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     assert processes.started() == 16
+
+
+@pytest.mark.slow
+def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
+    """Two processes with half of 1.5 GiB each; then one with all of it, under another pp."""
+    script = str(Path(__file__).parent / "io_memory.py")
+
+    def measured(count, mode, pp):
+        group = start_all(count, [sys.executable, script, mode, str(tmp_path / "saved"), str(pp)])
+        for code, output in ends(group):
+            assert code == 0, output
+            yield json.loads(output.splitlines()[-1])
+
+    for count, mode, pp in [(2, "save", 2), (2, "restore", 2), (1, "restore", 1)]:
+        for found in measured(count, mode, pp):
+            assert found["share"] > 1.5 * 2**30 / count * 0.98
+            assert found["extra"] < 1.3 * found["share"], (count, mode, found)

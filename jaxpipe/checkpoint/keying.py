@@ -34,7 +34,10 @@ class Keying:
         return self._map(state, self._key_shapes, leaf=self._replicated)
 
     def staged(self, keyed: Tree, like: Tree) -> Tree:
-        """The inverse of `keyed`; `like` is the state (or its shapes) in stage form."""
+        """The inverse of `keyed`; `like` is the state (or its shapes) in stage form.
+
+        Layers of `keyed` are given up leaf by leaf: it and the result never exist as wholes.
+        """
         spots, structure = jax.tree.flatten(like, is_leaf=is_stage_form)
         parts = structure.flatten_up_to(keyed)
         staged = [
@@ -132,13 +135,15 @@ class Keying:
         )
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
-        """A stage leaf from its rows on their ranks; ranks without a row hold zeros."""
+        """A stage leaf from its rows on their ranks, given up; ranks without a row hold zeros."""
         sharding = NamedSharding(self.mesh, spec)
         rows = {
             shard.device: shard.data[None]
             for part in parts.values()
             for shard in part.addressable_shards
         }
+        for part in parts.values():
+            part.delete()
         blank = np.zeros(sharding.shard_shape(like.shape), like.dtype)
         shards = [
             rows[device] if device in rows else jax.device_put(blank, device)

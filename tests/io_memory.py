@@ -1,0 +1,55 @@
+"""A process that saves or restores and prints what that took of memory, over what it had before.
+
+`python io_memory.py save|restore DIRECTORY PP`: prints a JSON object of bytes. `share` is what the
+process holds of the state, `extra` the most memory beyond what there was before.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from jaxpipe import config as configs
+from jaxpipe import processes
+from jaxpipe.runtime import use_cpu_devices
+
+SIZES = {"n_layers": 2, "d_model": 3072, "d_ff": 3072, "n_heads": 24, "n_kv_heads": 24,
+         "vocab_size": 256}  # fmt: skip
+# Matrices of 36 MiB: what is freed goes back to the system, where glibc keeps blocks below 32.
+
+
+def main(mode, directory, pp):
+    use_cpu_devices(int(pp) // processes.started())
+    processes.join()
+    import jax
+
+    from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.trainer import Trainer
+
+    overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
+    overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
+    trainer = Trainer(configs.load(Path(__file__).parent / "data" / "small.toml", overrides))
+    keying = Keying(trainer.layout, trainer.sharding)
+    with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
+        state = jax.block_until_ready(trainer.init()) if mode == "save" else None
+        gc.collect()
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        if mode == "save":
+            checkpoints.save(1, state._asdict(), {})
+        else:
+            state, _ = checkpoints.restore(trainer.state_shapes._asdict(), print)
+            jax.block_until_ready(state)
+        share = sum(s.data.nbytes for leaf in jax.tree.leaves(state) for s in
+                    leaf.addressable_shards)  # fmt: skip
+        sys.stdout.write(json.dumps({"share": share, "extra": memory("VmHWM") - before}) + "\n")
+
+
+def memory(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(field))
+    return 1024 * int(found.split()[1])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
