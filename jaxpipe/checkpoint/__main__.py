@@ -4,8 +4,8 @@
   export STEP_DIR OUT_DIR [--config CONFIG]                  parameters transformers can load
   inspect DIR                                                what a checkpoint holds
 
-Exit codes: 0 done; 2 bad input; 130 Ctrl-C. A checkpoint or directory that is not complete never has
-its final name, and nothing is overwritten.
+Exit codes: 0 done; 2 bad input; 130 Ctrl-C. What is not complete never has its final name, and
+nothing is overwritten.
 """
 
 import argparse
