@@ -56,7 +56,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     incoming.add_argument("source", type=Path, metavar="HF_DIR", help="config.json, safetensors")
     incoming.add_argument("config", help="the run's TOML file: its [model] must be the same model")
     incoming.add_argument("overrides", nargs="*", metavar="section.key=value")
-    incoming.add_argument("--out", type=Path, help="default: <run.dir>/checkpoints")
+    incoming.add_argument("--out", type=Path, help="default: <run.dir>/imported")
     incoming.set_defaults(run=_import)
 
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
@@ -87,10 +87,13 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _import(arguments: argparse.Namespace) -> None:
     config = configs.load(arguments.config, arguments.overrides)
-    directory = arguments.out or Path(config.run.dir) / "checkpoints"
+    directory = arguments.out or Path(config.run.dir) / "imported"
     meta = {"config": configs.to_toml(config)}
     step = import_huggingface(arguments.source, config.model, directory, meta)
-    print(f"imported {config.model.parameter_count():,} parameters into {step}")
+    print(
+        f"imported {config.model.parameter_count():,} parameters into {step}; to start a run from "
+        f"them add: checkpoint.resume={step} checkpoint.parameters_only=true"
+    )
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -35,10 +35,14 @@ class LazyArray:
 
 
 class _LazyHandler(type_handlers.NumpyHandler):
-    """Writes lazy arrays one after the other, as Orbax writes arrays of NumPy."""
+    """Writes lazy arrays one after the other, so that they are read like those of a run."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
+
+    def typestr(self) -> str:
+        """What Orbax notes that the arrays were."""
+        return type_handlers.ArrayHandler().typestr()
 
     async def serialize(
         self,

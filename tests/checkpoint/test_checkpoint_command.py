@@ -64,7 +64,7 @@ def test_overrides_may_stand_before_or_after_the_option(tmp_path, source, run_co
 def test_without_out_it_goes_to_the_run(tmp_path, source, run_config):
     words = ["import", str(source), str(run_config), f"run.dir={tmp_path}/run"]
     assert command.main(words) == 0
-    assert steps_in(tmp_path / "run" / "checkpoints") == [0]
+    assert steps_in(tmp_path / "run" / "imported") == [0]
 
 
 def test_inspect_shows_names_shapes_sizes_and_the_configuration(

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxpipe.checkpoint import Keying
+from jaxpipe.checkpoint import Keying, read_state
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, parameters
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nested, save_parameters
 from jaxpipe.config import ConfigError
@@ -128,22 +128,9 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
     sharding = Sharding(make_mesh(len(counts), dp, devices=jax.devices()[: len(counts) * dp]))
     keying = Keying(layout, sharding)
     like = {"params": staged_shapes(LLAMA, layout, sharding)}
-    with ocp.CheckpointManager(
-        step.parent,
-        item_handlers={
-            "state": ocp.StandardCheckpointHandler(),
-            "meta": ocp.JsonCheckpointHandler(),
-        },
-    ) as manager:
-        found = manager.restore(
-            0,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(keying.keyed_shapes(like)),
-                meta=ocp.args.JsonRestore(),
-            ),
-        )
-    assert found["meta"]["kind"] == "params"
-    params = keying.keyed(keying.staged(found["state"], like))["params"]
+    state, meta = read_state(step, keying, like)
+    assert (meta["kind"], meta["step"], meta["position"]) == ("params", 0, 0)
+    params = keying.keyed(state)["params"]
     jax.tree.map(
         lambda have, want: np.testing.assert_array_equal(have, want.astype(np.float32)),
         params,
