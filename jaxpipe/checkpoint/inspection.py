@@ -1,0 +1,72 @@
+"""What a checkpoint holds, as tables made from its metadata alone."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from jaxpipe.checkpoint.streaming import StoredCheckpoint, steps_in
+
+
+def inspected(directory: Path) -> RenderableType:
+    """A checkpoint's step, parameters by name over the layers, sizes and configuration.
+
+    `directory` is that of a step, or of a run's checkpoints, of which the newest is taken. Raises
+    `ConfigError` where there is no checkpoint that this version reads.
+    """
+    steps = steps_in(directory)
+    checkpoint = StoredCheckpoint(directory / str(steps[-1]) if steps else directory)
+    parts: list[RenderableType] = [_overview(checkpoint, steps), Text()]
+    parts += [_parameters(checkpoint)]
+    if config := checkpoint.meta.get("config"):
+        parts += [Text(), Text(f"# the configuration that it was saved with\n{config}".rstrip())]
+    return Group(*parts)
+
+
+def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Table:
+    meta, leaves = checkpoint.meta, checkpoint.leaves
+    params = [leaf for path, leaf in leaves.items() if path[0] == "params"]
+    rest = [leaf for path, leaf in leaves.items() if path[0] != "params"]
+    layers = {path[2] for path in leaves if path[:2] == ("params", "layers")}
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("checkpoint", str(checkpoint.directory))
+    if steps:
+        table.add_row("steps", ", ".join(map(str, steps)))
+    table.add_row("step", str(meta["step"]))
+    table.add_row("layers", str(len(layers)))
+    table.add_row("parameters", f"{sum(map(_size, params)):,}, {decimal(_bytes(params))}")
+    table.add_row("moments", decimal(_bytes(rest)) if rest else "none: parameters only")
+    for name in ("position", "data", "layout", "source", "format"):
+        if name in meta:
+            table.add_row(name, str(meta[name]))
+    return table
+
+
+def _parameters(checkpoint: StoredCheckpoint) -> Table:
+    """A row for each name, shape and dtype of a parameter; `*` stands for the layer's index."""
+    groups: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
+    for path, leaf in checkpoint.leaves.items():
+        if path[0] == "params":
+            name = ("layers", "*", *path[3:]) if path[1] == "layers" else path[1:]
+            shape = " x ".join(map(str, leaf.shape))
+            groups["/".join(name), shape, str(leaf.dtype)].append(leaf)
+    table = Table("parameter", "shape", "dtype", box=None)
+    for title in ("number", "size"):
+        table.add_column(title, justify="right")
+    for row, leaves in sorted(groups.items()):
+        table.add_row(*row, str(len(leaves)), decimal(_bytes(leaves)))
+    return table
+
+
+def _size(leaf: Any) -> int:
+    return math.prod(leaf.shape)
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+    return sum(_size(leaf) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,0 +1,210 @@
+"""Checkpoints without a mesh: written and read a few arrays at a time, on one host.
+
+`Checkpoints` saves what devices hold. Here parameters come from files, or go there, and need not
+fit into memory: a `LazyArray` stands for one that is read when its turn comes to be written.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
+
+from jaxpipe.checkpoint.store import FORMAT
+from jaxpipe.config import ConfigError
+
+Tree = Any
+# What a reader must decompress to have any element, and a writer holds compressed besides an array.
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array of known shape and dtype that `read` makes anew each time it is called."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+class _LazyHandler(type_handlers.NumpyHandler):
+    """Writes lazy arrays one after the other, so that they are read like those of a run."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    def typestr(self) -> str:
+        """What Orbax notes that the arrays were."""
+        return type_handlers.ArrayHandler().typestr()
+
+    async def serialize(
+        self,
+        values: Sequence[LazyArray],
+        infos: Sequence[type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> list[Any]:
+        """Read and write each array before the next is read; nothing is left to wait for."""
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values)):
+            for written in await super().serialize([value.read()], [info], [arg]):
+                written.result()
+        return []
+
+
+def save_parameters(directory: Path, params: Tree, meta: dict[str, Any]) -> Path:
+    """Write a tree of `LazyArray`s as step 0 of a run's checkpoints and return its directory.
+
+    The checkpoint is of kind "params": its state is `{"params": params}`, with neither moments nor
+    a step, and its data position 0. It has its name only once it is complete.
+
+    Raises `ConfigError` where the directory holds checkpoints already or cannot be written.
+    """
+    directory = directory.absolute()
+    state = {"params": params}
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state)
+    about = {"format": FORMAT, "kind": "params", "step": 0, "position": 0}
+    try:
+        with _manager(directory) as manager:
+            if steps := sorted(manager.all_steps()):
+                raise ConfigError(
+                    f"{directory} holds checkpoints of steps {steps} already: choose another "
+                    f"directory or move them."
+                )
+            manager.save(
+                0,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state, save_args=chunks),
+                    meta=ocp.args.JsonSave(meta | about),
+                ),
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"the checkpoint cannot be written to {directory} ({error.strerror or error}): choose "
+            f"a directory that is writable and has room."
+        ) from error
+    return directory / "0"
+
+
+@contextlib.contextmanager
+def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
+    registry = type_handlers.create_type_handler_registry(
+        (LazyArray, _LazyHandler()), (jax.Array, type_handlers.ArrayHandler())
+    )
+    manager = ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
+        item_handlers={
+            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "meta": ocp.JsonCheckpointHandler(),
+        },
+    )
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A complete checkpoint, whole or of parameters alone, in the directory of its step.
+
+    Raises `ConfigError` where there is none, or one that is damaged or of a later format.
+    """
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        version = self.meta.get("format")
+        if not isinstance(version, int):
+            raise self._is_not("its metadata names no format")
+        if version > FORMAT:
+            raise ConfigError(
+                f"checkpoint {self.directory} has format {version} but this jaxpipe reads formats "
+                f"up to {FORMAT}: install a newer jaxpipe."
+            )
+
+    @functools.cached_property
+    def meta(self) -> dict[str, Any]:
+        """What was saved beside the state: step, data position, configuration."""
+        if not self._complete():
+            raise self._is_not("it is not a complete checkpoint of Orbax")
+        try:
+            return ocp.JsonCheckpointHandler().restore(self._item("meta"))
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    @functools.cached_property
+    def leaves(self) -> dict[tuple[str, ...], Any]:
+        """What has a shape and a dtype, by path: `("params", "layers", "17", "attn", "wq")`."""
+        try:
+            stored = ocp.PyTreeCheckpointHandler().metadata(self._item("state"))
+        except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
+            raise self._damaged(error) from error
+        paths, _ = jax.tree.flatten_with_path(stored.tree, is_leaf=lambda n: hasattr(n, "shape"))
+        return {tuple(_key(part) for part in path): leaf for path, leaf in paths}
+
+    def read(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
+        """The leaves at these paths, of nested dicts, with all else left on disk.
+
+        Raises `ConfigError` where their data is damaged.
+        """
+        shapes = {
+            path: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype)
+            for path in paths
+        }
+        wanted = nested(shapes)
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        request = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
+        try:
+            found = ocp.PyTreeCheckpointHandler().restore(self._item("state"), args=request)
+        except Exception as error:  # as above
+            raise self._damaged(error) from error
+        return [functools.reduce(operator.getitem, path, found) for path in paths]
+
+    def _item(self, name: str) -> Path:
+        return self.directory.absolute() / name
+
+    def _complete(self) -> bool:
+        # Orbax writes into a directory of such a name and renames it last.
+        unfinished = ".orbax-checkpoint-tmp" in self.directory.absolute().name
+        return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return ConfigError(
+            f"checkpoint {self.directory} is damaged ({reason}): take an earlier one."
+        )
+
+    def _is_not(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.directory} is not a checkpoint of jaxpipe ({why}): give the directory of one "
+            f"step, such as runs/quickstart/checkpoints/100."
+        )
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints in a run's directory of checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def nested(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
+    """A tree of dicts from its leaves by path."""
+    tree: Tree = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def _key(part: Any) -> str:
+    return str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))

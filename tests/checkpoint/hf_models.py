@@ -1,0 +1,157 @@
+"""Small models in Hugging Face's form, made and computed with NumPy alone."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
+from jaxpipe.config import ModelConfig
+from jaxpipe.model import Decoder
+
+LLAMA = ModelConfig(
+    n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=64, rope_theta=10000.0
+)
+# Query heads are wider together than the stream, as in Qwen3-0.6B; halves of a head are odd.
+QWEN3 = ModelConfig(
+    n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=10, d_ff=48, vocab_size=64,
+    rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+)  # fmt: skip
+# All matrices square: a transpose that is missing shows in the numbers alone.
+SQUARE = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=32, vocab_size=32)
+MODELS = {"llama": LLAMA, "qwen3": QWEN3, "square": SQUARE}
+
+
+def config_json(model):
+    """What transformers 4 writes for this model."""
+    kind = ("Qwen3ForCausalLM", "qwen3") if model.qk_norm else ("LlamaForCausalLM", "llama")
+    return {
+        "architectures": [kind[0]],
+        "model_type": kind[1],
+        "attention_bias": False,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_attention_heads": model.n_heads,
+        "num_hidden_layers": model.n_layers,
+        "num_key_value_heads": model.n_kv_heads,
+        "rms_norm_eps": model.norm_eps,
+        "rope_scaling": None,
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tie_embeddings,
+        "torch_dtype": "float32",
+        "vocab_size": model.vocab_size,
+    }
+
+
+def random_tensors(model, dtype=np.float32, seed=0):
+    """Every tensor of this model, `[out, in]`, by its name there."""
+    d, f, v, k = model.d_model, model.d_ff, model.vocab_size, model.head_size
+    q, kv = model.n_heads * k, model.n_kv_heads * k
+    shapes = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    if not model.tie_embeddings:
+        shapes["lm_head.weight"] = (v, d)
+    for i in range(model.n_layers):
+        layer = {
+            "input_layernorm": (d,),
+            "self_attn.q_proj": (q, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.o_proj": (d, q),
+            "post_attention_layernorm": (d,),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
+        }
+        if model.qk_norm:
+            layer |= {"self_attn.q_norm": (k,), "self_attn.k_norm": (k,)}
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(seed)
+    return {
+        name: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def write_model(directory, model, tensors, *, shards=1, **changes):
+    """An HF directory with these tensors; `changes` are to config.json (None removes a field)."""
+    directory.mkdir(parents=True)
+    fields = config_json(model) | changes
+    fields = {name: value for name, value in fields.items() if name not in changes or value != ...}
+    (directory / "config.json").write_text(json.dumps(fields))
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(tensors.items())[i::shards])
+        save_file(part, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def reference_logits(model, tensors, tokens_BL):
+    """`[B, L, V]` in float64, after transformers' modeling_llama.py and modeling_qwen3.py."""
+    weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    heads, groups, k = model.n_heads, model.n_kv_heads, model.head_size
+    batch, length = tokens_BL.shape
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * weights[name]
+
+    inverse = 1.0 / model.rope_theta ** (np.arange(0, k, 2) / k)
+    angles = np.arange(length)[:, None] * inverse[None]
+    angles = np.concatenate([angles, angles], axis=-1)
+
+    def rotated(x):  # [B, H, L, K]
+        turned = np.concatenate([-x[..., k // 2 :], x[..., : k // 2]], axis=-1)
+        return x * np.cos(angles) + turned * np.sin(angles)
+
+    x = weights["model.embed_tokens.weight"][tokens_BL]
+    for i in range(model.n_layers):
+
+        def linear(x, name, i=i):
+            return x @ weights[f"model.layers.{i}.{name}.weight"].T
+
+        def split(x, name, i=i):
+            x = linear(x, name).reshape(batch, length, -1, k)
+            gain = f"model.layers.{i}.{name.replace('proj', 'norm')}.weight"
+            return (norm(x, gain) if gain in weights else x).transpose(0, 2, 1, 3)
+
+        h = norm(x, f"model.layers.{i}.input_layernorm.weight")
+        queries = rotated(split(h, "self_attn.q_proj"))
+        keys = np.repeat(rotated(split(h, "self_attn.k_proj")), heads // groups, axis=1)
+        values = np.repeat(split(h, "self_attn.v_proj"), heads // groups, axis=1)
+        scores = queries @ keys.transpose(0, 1, 3, 2) / np.sqrt(k)
+        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = scores / scores.sum(-1, keepdims=True) @ values
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+        x = x + linear(mixed, "self_attn.o_proj")
+        h = norm(x, f"model.layers.{i}.post_attention_layernorm.weight")
+        gate = linear(h, "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, "mlp.up_proj"), "mlp.down_proj")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return norm(x, "model.norm.weight") @ head.T
+
+
+def stored_params(step_directory):
+    """The tree `{"layers": ..., "ends": ...}` of a checkpoint."""
+    checkpoint = StoredCheckpoint(step_directory)
+    paths = [path for path in checkpoint.leaves if path[0] == "params"]
+    return nested(dict(zip(paths, checkpoint.read(paths))))["params"]
+
+
+def our_logits(model, params, tokens_BL):
+    """`[B, L, V]` by the decoder."""
+    decoder, microbatch = Decoder(model), {"inputs": jnp.asarray(tokens_BL)}
+    x = decoder.embed(params["ends"], microbatch)
+    for i in range(model.n_layers):
+        x = decoder.layer(params["layers"][str(i)], x, microbatch)
+    x, head = nnx.merge(decoder._ends, params["ends"]).leave(x)
+    return np.asarray(x @ head)

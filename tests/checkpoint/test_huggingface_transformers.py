@@ -1,0 +1,91 @@
+"""Against transformers itself: the same logits, from checkpoints that it wrote and can load."""
+
+import numpy as np
+import pytest
+from hf_models import our_logits, stored_params
+
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.config import ModelConfig
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"n_layers": 3, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 96}
+MODELS = {
+    "llama": ModelConfig(**SIZES, rope_theta=10000.0),
+    "llama_tied": ModelConfig(**SIZES, rope_theta=5e5, tie_embeddings=True),
+    "llama_one_kv_head": ModelConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
+    "qwen3": ModelConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
+    "qwen3_tied": ModelConfig(
+        **SIZES, head_dim=10, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True
+    ),
+}
+
+
+def made_by_transformers(model):
+    """A random model of transformers, of these sizes, whose norms are not ones."""
+    kind = "Qwen3" if model.qk_norm else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=model.n_layers,
+        hidden_size=model.d_model,
+        num_attention_heads=model.n_heads,
+        num_key_value_heads=model.n_kv_heads,
+        head_dim=model.head_size,
+        intermediate_size=model.d_ff,
+        vocab_size=model.vocab_size,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_embeddings,
+        initializer_range=0.15,
+        **_rope_theta(model.rope_theta),
+    )
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return theirs
+
+
+def _rope_theta(theta):
+    if int(transformers.__version__.split(".")[0]) < 5:
+        return {"rope_theta": theta}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def logits_of(theirs, tokens):
+    with torch.no_grad():
+        return theirs(torch.from_numpy(tokens)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size):
+    model = MODELS[name]
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 17))
+    theirs = made_by_transformers(model)
+    expected = logits_of(theirs, tokens)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size=shard_size)
+
+    step = import_huggingface(tmp_path / "hf", model, tmp_path / "checkpoints", {})
+    ours = our_logits(model, stored_params(step), tokens)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+    export_huggingface(
+        StoredCheckpoint(step),
+        model,
+        tmp_path / "out",
+        dtype="float32",
+        max_positions=64,
+        max_shard_bytes=10**9 if shard_size == "1GB" else 40_000,
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again) is type(theirs)
+    assert again.dtype == torch.float32
+    np.testing.assert_array_equal(logits_of(again, tokens), expected)
+    before, after = theirs.state_dict(), again.state_dict()
+    assert sorted(before) == sorted(after)
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
