@@ -102,6 +102,12 @@ def _check_model(config: Config) -> None:
             f"the width of a head is {model.head_size} but rotary positions turn pairs: use an "
             f"even model.head_dim."
         )
+    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        raise ConfigError(
+            f"model.rope_high_freq_factor={model.rope_high_freq_factor} must exceed "
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor}: wavelengths between them "
+            f"are blended."
+        )
 
 
 def _check_pipeline(config: Config) -> None:

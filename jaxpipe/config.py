@@ -51,6 +51,10 @@ class ModelConfig(_Section, kw_only=True):
     d_ff: Positive  # hidden width of the SwiGLU
     vocab_size: Positive
     rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
+    rope_factor: PositiveFloat = 1.0  # stretches the long ones (Llama 3.1); 1: none
+    rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
+    rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
+    rope_original_positions: Positive = 8192  # ... so many positions
     norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the embedding, transposed

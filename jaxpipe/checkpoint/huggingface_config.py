@@ -23,6 +23,12 @@ _SIZES = {
     "intermediate_size": "d_ff",
     "vocab_size": "vocab_size",
 }
+_ROPE = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_positions",
+}
 # What our decoder does not have, and the only values under which theirs has neither.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -80,7 +86,7 @@ def config_of(model: ModelConfig, dtype: np.dtype, max_positions: int) -> dict[s
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": _rope_scaling(model),
         "max_position_embeddings": max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -90,6 +96,13 @@ def config_of(model: ModelConfig, dtype: np.dtype, max_positions: int) -> dict[s
         "torch_dtype": str(dtype),
         **own,
     }
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.rope_factor == 1:
+        return None
+    factors = {theirs: getattr(model, ours) for theirs, ours in _ROPE.items()}
+    return {"rope_type": "llama3"} | factors
 
 
 def _architecture(theirs: dict[str, Any], place: Path) -> str:
@@ -104,11 +117,11 @@ def _architecture(theirs: dict[str, Any], place: Path) -> str:
 
 def _check_plain(theirs: dict[str, Any], place: Path) -> None:
     rope = _rope(theirs)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    kind = _rope_type(rope)
+    if kind not in ("default", "llama3"):
         raise ConfigError(
             f"{place}/config.json scales its rotary positions (rope_type {kind!r}) but this model "
-            f"has none but the default: take a checkpoint without scaling, such as Llama 3."
+            f"has only Llama 3.1's way ('llama3') and none: take another checkpoint."
         )
     given = {"partial_rotary_factor": rope.get("partial_rotary_factor")} | theirs
     for name, allowed in _ABSENT.items():
@@ -139,11 +152,23 @@ def _choices(theirs: dict[str, Any], architecture: str) -> dict[str, Any]:
     return {
         "n_kv_heads": theirs.get("num_key_value_heads") or (heads if llama else 32),
         "head_dim": theirs.get("head_dim") or (width // heads if llama else 128),
+        **_rope_choices(_rope(theirs)),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
         "rope_theta": theta or 10000.0,
         "qk_norm": not llama,
         "tie_embeddings": theirs.get("tie_word_embeddings", False),
     }
+
+
+def _rope_choices(rope: dict[str, Any]) -> dict[str, Any]:
+    """How long wavelengths are stretched, by our names."""
+    if _rope_type(rope) == "default":
+        return {"rope_factor": 1.0}
+    return {ours: rope.get(theirs) for theirs, ours in _ROPE.items()}
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _rope(theirs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, steps_in
+from jaxpipe.checkpoint.store import steps_in
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 
 
 def inspected(directory: Path) -> RenderableType:

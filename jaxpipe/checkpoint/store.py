@@ -138,14 +138,19 @@ def newest(path: Path) -> Path:
     for directory in (path, path / "checkpoints"):
         if (directory / "state").is_dir():
             return directory
-        if directory.is_dir():
-            steps = [int(one.name) for one in directory.iterdir() if one.name.isdecimal()]
-            if steps:
-                return directory / str(max(steps))
+        if steps := steps_in(directory):
+            return directory / str(steps[-1])
     raise ConfigError(
         f"checkpoint.resume={str(path)!r} holds no checkpoint: give 'auto', 'none', a run's "
         f"directory, or that of one checkpoint."
     )
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints in a directory of checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, Any]]:
@@ -160,6 +165,11 @@ def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, 
         raise ConfigError(
             f"checkpoint {path} has format {meta['format']}, this version reads up to {FORMAT}: "
             f"use the version of jaxpipe that wrote it, or a newer one."
+        )
+    if meta.get("kind") == "params" and like.keys() != {"params"}:
+        raise ConfigError(
+            f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
+            f"start from them."
         )
     handler, shapes = state_handler(), keying.keyed_shapes(like)
     _check_same_model(shapes, handler.metadata(path / "state").tree, path)

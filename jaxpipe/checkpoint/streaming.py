@@ -188,13 +188,6 @@ class StoredCheckpoint:
         )
 
 
-def steps_in(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's directory of checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-
-
 def nested(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
     """A tree of dicts from its leaves by path."""
     tree: Tree = {}

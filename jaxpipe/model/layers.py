@@ -49,14 +49,29 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Array:
+def rotary_frequencies(config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
+    """Radians that each pair turns per position, `[K / 2]`: theta^(-2i/K).
+
+    With `rope_factor` long wavelengths are stretched by it, short ones stay, and those between are
+    blended (Llama 3.1; Grattafiori et al. 2024, section 3.4.2, in the form of its released code).
+    """
+    half = config.head_size // 2
+    frequency_K = config.rope_theta ** (-jnp.arange(half, dtype=dtype) / half)
+    if config.rope_factor == 1:
+        return frequency_K
+    turns_K = config.rope_original_positions * frequency_K / (2 * jnp.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept_K = jnp.clip((turns_K - low) / (high - low), 0, 1)
+    return frequency_K * (kept_K + (1 - kept_K) / config.rope_factor)
+
+
+def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: ModelConfig) -> jax.Array:
     """Rotate the halves of each head by position (Su et al. 2021; rotate-half layout).
 
-    Pair (i, i + K/2) turns by position * theta^(-2i/K).
+    Pair (i, i + K/2) turns by position times its frequency.
     """
-    half = x_BLHK.shape[-1] // 2
     wide = jnp.promote_types(x_BLHK.dtype, jnp.float32)
-    frequency_K = theta ** (-jnp.arange(half, dtype=wide) / half)
+    frequency_K = rotary_frequencies(config, wide)
     angle_BLK = positions_BL[..., None].astype(wide) * frequency_K[None, None]
     cos, sin = jnp.cos(angle_BLK)[:, :, None], jnp.sin(angle_BLK)[:, :, None]
     first, second = jnp.split(x_BLHK.astype(wide), 2, axis=-1)
@@ -98,8 +113,8 @@ class Attention(nnx.Module):
         k_BLGK, v_BLGK = heads(self._own(self.wk[...])), heads(self._own(self.wv[...]))
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
-        q_BLHK = rotary(q_BLHK, positions_BL, config.rope_theta)
-        k_BLGK = rotary(k_BLGK, positions_BL, config.rope_theta)
+        q_BLHK = rotary(q_BLHK, positions_BL, config)
+        k_BLGK = rotary(k_BLGK, positions_BL, config)
         mixed_BLHK = jax.nn.dot_product_attention(
             q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation=config.attention
         )

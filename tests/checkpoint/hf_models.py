@@ -3,6 +3,7 @@
 import json
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
@@ -21,7 +22,12 @@ QWEN3 = ModelConfig(
 )  # fmt: skip
 # All matrices square: a transpose that is missing shows in the numbers alone.
 SQUARE = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=32, vocab_size=32)
-MODELS = {"llama": LLAMA, "qwen3": QWEN3, "square": SQUARE}
+# Llama 3.1's stretched rotary positions, in a context so short that every kind of pair is there.
+LLAMA31 = msgspec.structs.replace(
+    LLAMA, head_dim=16, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
+    rope_original_positions=256,
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE}
 
 
 def config_json(model):
@@ -39,12 +45,46 @@ def config_json(model):
         "num_hidden_layers": model.n_layers,
         "num_key_value_heads": model.n_kv_heads,
         "rms_norm_eps": model.norm_eps,
-        "rope_scaling": None,
+        "rope_scaling": rope_scaling(model),
         "rope_theta": model.rope_theta,
         "tie_word_embeddings": model.tie_embeddings,
         "torch_dtype": "float32",
         "vocab_size": model.vocab_size,
     }
+
+
+def rope_scaling(model):
+    """What Llama 3.1 writes, or nothing."""
+    return (
+        None
+        if model.rope_factor == 1
+        else {
+            "rope_type": "llama3",
+            "factor": model.rope_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_positions,
+        }
+    )
+
+
+def stretched(model, inverse):
+    """Frequencies by wavelength, case by case, as Llama 3.1's own code has them."""
+    if model.rope_factor == 1:
+        return inverse
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    old = model.rope_original_positions
+    found = []
+    for frequency in inverse:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < old / high:
+            found.append(frequency)
+        elif wavelength > old / low:
+            found.append(frequency / model.rope_factor)
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            found.append((1 - smooth) * frequency / model.rope_factor + smooth * frequency)
+    return np.array(found)
 
 
 def random_tensors(model, dtype=np.float32, seed=0):
@@ -104,7 +144,7 @@ def reference_logits(model, tensors, tokens_BL):
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * weights[name]
 
-    inverse = 1.0 / model.rope_theta ** (np.arange(0, k, 2) / k)
+    inverse = stretched(model, 1.0 / model.rope_theta ** (np.arange(0, k, 2) / k))
     angles = np.arange(length)[:, None] * inverse[None]
     angles = np.concatenate([angles, angles], axis=-1)
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxpipe.checkpoint.__main__ as command
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.streaming import steps_in
+from jaxpipe.checkpoint.store import steps_in
 from jaxpipe.config import Config, TrainConfig
 
 

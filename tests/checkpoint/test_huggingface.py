@@ -166,7 +166,15 @@ CONFIG_CHANGES = {
     "rope_theta is 6.0 there": {"rope_parameters": {"rope_type": "default", "rope_theta": 6.0}},
     "qk_norm is true there and false here": {"architectures": ["Qwen3ForCausalLM"]},
     "tie_embeddings is true there and false here": {"tie_word_embeddings": True},
-    "scales its rotary positions .rope_type 'llama3'": {"rope_scaling": {"rope_type": "llama3"}},
+    "rope_factor is 8.0 there and 1.0 here, rope_low_freq_factor is 2.0 there": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
     "scales its rotary positions .rope_type 'yarn'": {"rope_scaling": {"type": "yarn"}},
     "scales its rotary positions .rope_type 'linear'": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}

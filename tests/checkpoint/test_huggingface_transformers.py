@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hf_models import our_logits, stored_params
+from hf_models import our_logits, rope_scaling, stored_params
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
@@ -14,6 +14,9 @@ transformers = pytest.importorskip("transformers")
 SIZES = {"n_layers": 3, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 96}
 MODELS = {
     "llama": ModelConfig(**SIZES, rope_theta=10000.0),
+    "llama31": ModelConfig(
+        **SIZES, head_dim=16, rope_theta=1e4, rope_factor=8.0, rope_original_positions=256
+    ),
     "llama_tied": ModelConfig(**SIZES, rope_theta=5e5, tie_embeddings=True),
     "llama_one_kv_head": ModelConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
     "qwen3": ModelConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
@@ -37,7 +40,7 @@ def made_by_transformers(model):
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
         initializer_range=0.15,
-        **_rope_theta(model.rope_theta),
+        **_rope(model),
     )
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -48,10 +51,11 @@ def made_by_transformers(model):
     return theirs
 
 
-def _rope_theta(theta):
+def _rope(model):
+    theta, scaling = {"rope_theta": model.rope_theta}, rope_scaling(model)
     if int(transformers.__version__.split(".")[0]) < 5:
-        return {"rope_theta": theta}
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        return theta | {"rope_scaling": scaling}
+    return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta}
 
 
 def logits_of(theirs, tokens):

@@ -86,9 +86,13 @@ def test_attention_equals_a_plain_twin():
 def test_rotary_scores_depend_on_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
+    config = ModelConfig(
+        n_layers=1, d_model=16, n_heads=1, n_kv_heads=1, d_ff=1, vocab_size=1, rope_theta=100.0
+    )
+
     def score(i, j):
         at = [jnp.full((1, 1), t) for t in (i, j)]
-        return float(jnp.sum(rotary(q, at[0], 100.0) * rotary(k, at[1], 100.0)))
+        return float(jnp.sum(rotary(q, at[0], config) * rotary(k, at[1], config)))
 
     assert score(3, 1) == pytest.approx(score(13, 11), rel=1e-5)
     assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
