@@ -170,3 +170,30 @@ def test_directory_that_cannot_be_written(tmp_path):
     file.touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         open_at(file / "checkpoints", keying)
+
+
+def test_a_leaf_of_another_kind_is_named(tmp_path):
+    state, keying = make_state([2, 1])
+    whole = state | {"params": jax.tree.map(lambda leaf: leaf.astype(jnp.int32), state["params"])}
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(1, whole, {})
+    with (
+        open_at(tmp_path, keying) as checkpoints,
+        pytest.raises(ConfigError, match="params/ends/embed has dtype int32 there and float32 in"),
+    ):
+        checkpoints.restore(state, say=pytest.fail)
+
+
+def test_a_directory_that_is_lost_while_training_stops_nothing(tmp_path):
+    state, keying = make_state([2, 1])
+    said = []
+    with open_at(tmp_path / "saves", keying, say=said.append) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        (tmp_path / "saves").rename(tmp_path / "elsewhere")
+        (tmp_path / "saves").touch()  # root could write into a directory that is read-only
+        checkpoints.save(2, state, {})
+    assert said
+    assert all("a checkpoint could not be written" in line for line in said)
+    with open_at(tmp_path / "elsewhere", keying) as checkpoints:
+        assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxpipe import processes
@@ -57,9 +58,14 @@ class Checkpoints:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is not None and processes.started() > 1:
             return  # another process may be gone, and to finish a save with it would take for ever
+        self.wait()
+        with self._unwritten_is_said():
+            self._manager.close()
+
+    def wait(self) -> None:
+        """Until what is being saved is on disk."""
         with self._unwritten_is_said():
             self._manager.wait_until_finished()
-        self._manager.close()
 
     @property
     def steps(self) -> list[int]:
@@ -73,8 +79,7 @@ class Checkpoints:
         """
         if step in self.steps:
             return
-        with self._unwritten_is_said():
-            self._manager.wait_until_finished()  # raises what went wrong with the one before
+        self.wait()  # says what went wrong with the one before
         with self._unwritten_is_said():
             self._manager.save(
                 step,
@@ -202,18 +207,26 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:
-    def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    def leaves_of(tree: Tree) -> dict[str, Any]:
         leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
-        return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+        return {_name(path): leaf for path, leaf in leaves}
 
-    want = shapes(expected)
-    have = {name: s for name, s in shapes(stored).items() if name.split("/")[0] in expected}
+    wanted, held = leaves_of(expected), leaves_of(stored)
+    want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
+    have = {name: tuple(leaf.shape) for name, leaf in held.items()}
+    have = {name: shape for name, shape in have.items() if name.split("/")[0] in expected}
     for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         if want.get(name) != have.get(name):
             raise ConfigError(
                 f"checkpoint {where} is of another model: {name} has shape "
                 f"{have.get(name, 'none (absent)')} there and {want.get(name, 'none (absent)')} in "
                 f"this configuration; change [model] back or use another run.dir."
+            )
+        kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, held)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"checkpoint {where} is of another model: {name} has dtype {held[name].dtype} "
+                f"there and {wanted[name].dtype} in this configuration; use another run.dir."
             )
 
 
