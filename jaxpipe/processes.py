@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 
 HEARTBEAT_SECONDS = 30  # without a sign of life of a process until the others give up
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -33,8 +33,8 @@ def join() -> None:
         jax.distributed.initialize(**places, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes of this run did not meet ({str(error).splitlines()[0]}): start all of "
-            f"them, with the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES."
+            f"the processes of this run did not meet ({first_line(error)}): start all of them, "
+            f"with the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES."
         ) from error
 
 

@@ -9,7 +9,7 @@ import msgspec
 from jaxpipe import config as configs
 from jaxpipe import processes
 from jaxpipe.checkpoint import Checkpoints, newest, read_state
-from jaxpipe.config import Config, ConfigError, ParallelConfig
+from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
 from jaxpipe.data import Data
 from jaxpipe.trainer import State, Trainer
 
@@ -77,7 +77,7 @@ def _read(path: Path, checkpoints: Checkpoints, like: Any) -> tuple[Any, dict[st
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-        reason = str(error).splitlines()[0][:200]
+        reason = first_line(error)
     if processes.largest(int(bool(reason))):
         raise ConfigError(
             f"checkpoint {path} cannot be read ({reason or 'by another process'}): give another as "

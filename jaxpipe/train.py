@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from jaxpipe import config as configs
 from jaxpipe import processes
 from jaxpipe.checks import validate
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -65,10 +65,10 @@ def _leave_others(error: Exception) -> NoReturn:
 
     if not isinstance(error, jax.errors.JaxRuntimeError):
         traceback.print_exc()
+        os._exit(1)
     print(
-        f"error: this process cannot go on without the others ({str(error).splitlines()[0][:200]}):"
-        f" one of them failed; the same command, also with fewer processes, goes on from the "
-        f"newest checkpoint",
+        f"error: this process cannot go on without the others ({first_line(error)}): one of them "
+        f"failed; the same command, also with fewer processes, goes on from the newest checkpoint",
         file=sys.stderr,
         flush=True,
     )

@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
 # Train with N processes of this machine: ./launch/local_multiprocess.sh N CONFIG [section.key=value ...]
 #
-# runtime.cpu_devices is what each of them has; the mesh spans all. When one process ends with an
-# error the others are stopped, and its exit code is returned.
+# runtime.cpu_devices is what each of them has; the mesh spans all. When one dies the others end by
+# themselves. The exit code is 0 if theirs are.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare
+if ! [[ ${1:-} =~ ^[1-9][0-9]*$ && -n ${2:-} ]]; then
+    echo "usage: ./launch/local_multiprocess.sh N CONFIG [section.key=value ...]" >&2
+    exit 2
+fi
 count=$1
 shift
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare
 free_port='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 export JAX_COORDINATOR_ADDRESS="localhost:$(.venv/bin/python -c "$free_port")"
 export JAX_NUM_PROCESSES=$count
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-trap 'kill -USR1 $(jobs -p) 2>/dev/null || true' USR1
-trap 'kill -TERM $(jobs -p) 2>/dev/null || true' TERM
+pids=()
 for ((index = 0; index < count; index++)); do
     JAX_PROCESS_ID=$index .venv/bin/python -m jaxpipe.train "$@" &
+    pids+=($!)
+done
+for name in INT TERM USR1; do
+    trap "kill -$name \${pids[*]} 2>/dev/null" "$name"  # each finishes its step, saves and ends
 done
 code=0
-for ((left = count; left > 0; left--)); do
-    wait -n || { code=$?; break; }
+for pid in "${pids[@]}"; do
+    status=0
+    until wait "$pid" || { status=$?; ! kill -0 "$pid" 2>/dev/null; }; do :; done  # signals end it
+    [ "$status" = 0 ] || code=$status
 done
 exit "$code"

@@ -101,7 +101,7 @@ def _measure(
             turns[f"torch {chosen.peer}"] = _built(
                 groups["torch"], chosen.peer, microbatches=microbatches, schedule=chosen.peer
             )
-        costs = times.costs(chosen.layers(layers, PP), split=True)
+        costs = chosen.costs(times, layers, PP, split=True)
         rows.append(Row(variant, chosen.build(PP, microbatches, costs), layers, rounds))
     runner = Runner(tuple(groups.values()))
     for number in range(arguments.rounds):

@@ -29,8 +29,12 @@ def lockstep_seconds(variant: str, schedule: Schedule, times: OpTimes, layers: i
     chosen = VARIANTS[variant]
     actions = [action for order in schedule.ranks for cell in order for action in cell.actions]
     split = any(action.op is Op.B for action in actions)
-    costs = times.costs(chosen.layers(layers, schedule.pp), split=split)
-    report = simulate(schedule, costs, transfer_ticks=1, in_flight=chosen.in_flight)
+    report = simulate(
+        schedule,
+        chosen.costs(times, layers, schedule.pp, split=split),
+        in_flight=chosen.in_flight,
+        vocab_parallel=chosen.vocab_parallel,
+    )
     return report.lockstep_makespan
 
 

@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.bench.ops import OpTimer, TransferTimer
 from jaxpipe.bench.workload import VARIANTS, OpTimes, Workload
 from jaxpipe.model import Decoder
-from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.parallel import StageLayout, VocabularyParallel, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.tensor import ONE_DEVICE
 
 Tree = Any
 
@@ -33,9 +34,8 @@ class Worker:
     def __init__(self, workload: Workload, pp: int):
         self.workload, self.pp = workload, pp
         self.mesh = make_mesh(pp)
-        self.decoder = Decoder(workload.model)
-        decoder = self.decoder
-        self.functions = StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count)
+        decoder = Decoder(workload.model)
+        self.functions = _functions(decoder)
         key = jax.random.key(0)
         on_host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
         self.shared = on_host(jax.jit(decoder.init_ends)(key))
@@ -90,10 +90,14 @@ class Worker:
     ) -> tuple[Any, Tree]:
         chosen = VARIANTS[variant]
         layers = chosen.layers(self.workload.model.n_layers, self.pp)
-        costs = OpTimes(**times).costs(layers, split=True) if times else None
+        model, costs = self.workload.model, None
+        if times:
+            costs = chosen.costs(OpTimes(**times), model.n_layers, self.pp, split=True)
         schedule = chosen.build(self.pp, len(batch["inputs"]), costs)
-        execution = Execution(in_flight=chosen.in_flight)
-        pipeline = Pipeline(self.functions, schedule, self.mesh, layers, execution)
+        ends = VocabularyParallel.of(ONE_DEVICE, self.pp) if chosen.vocab_parallel else None
+        functions = _functions(Decoder(model, end_devices=ends))
+        execution = Execution(in_flight=chosen.in_flight, vocab_parallel=chosen.vocab_parallel)
+        pipeline = Pipeline(functions, schedule, self.mesh, layers, execution)
         slots = StageLayout(layers, schedule.placement).stack(self.layers)
         params = {"shared": self.shared, "layers": slots}
         specs = pipeline.sharding.specs(params)
@@ -127,6 +131,10 @@ class Worker:
 
         params = {"shared": self.shared, "layers": self.layers}
         return jax.jit(step), jax.tree.map(jnp.asarray, (params, batch))
+
+
+def _functions(decoder: Decoder) -> StageFunctions:
+    return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts)
 
 
 def main() -> None:

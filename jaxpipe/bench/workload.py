@@ -1,6 +1,6 @@
 """What is measured: the sizes of a model, and the schedules with their peers in PyTorch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +43,7 @@ class Variant:
     in_flight: int | None = None
     searched: bool = False  # does the order depend on the costs?
     stages_per_rank: int = 1
+    vocab_parallel: bool = False
 
     def build(self, pp: int, microbatches: int, costs: Costs | None = None) -> Schedule:
         """The schedule; `costs` (per stage) steer a searched one, for the lockstep it will run."""
@@ -50,6 +51,11 @@ class Variant:
         if self.searched:
             options |= {"costs": costs, "objective": "lockstep", "transfer_ticks": 1}
         return build(self.name, pp=pp, microbatches=microbatches, **options)
+
+    def costs(self, times: "OpTimes", layers: int, pp: int, *, split: bool) -> Costs:
+        """Costs of its stages in a model of so many layers."""
+        shared_by = pp if self.vocab_parallel else 0
+        return times.costs(self.layers(layers, pp), split=split, shared_by=shared_by)
 
     def layers(self, layers: int, pp: int) -> tuple[int, ...]:
         """Layers of every stage."""
@@ -71,6 +77,20 @@ VARIANTS = {
         (("virtual_stages", 2),),
         in_flight=5,
         stages_per_rank=2,
+    ),
+    "1f1b:in_flight=4,vocab_parallel": Variant(
+        "1f1b", "Schedule1F1B", in_flight=4, vocab_parallel=True
+    ),
+    "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": Variant(
+        "interleaved_1f1b",
+        "ScheduleInterleaved1F1B",
+        (("virtual_stages", 2),),
+        in_flight=6,
+        stages_per_rank=2,
+        vocab_parallel=True,
+    ),
+    "zbv:vocab_parallel": Variant(
+        "zbv", "ScheduleZBVZeroBubble", searched=True, stages_per_rank=2, vocab_parallel=True
     ),
     "zb_h1": Variant("zb_h1", "ScheduleInterleavedZeroBubble"),
     "zbv": Variant("zbv", "ScheduleZBVZeroBubble", searched=True, stages_per_rank=2),
@@ -95,11 +115,15 @@ class OpTimes(msgspec.Struct, frozen=True):
     embed_gradient: float
     transfer: float
 
-    def costs(self, layers: tuple[int, ...], *, split: bool) -> Costs:
+    def costs(self, layers: tuple[int, ...], *, split: bool, shared_by: int = 0) -> Costs:
         """Costs of stages with so many layers, the head in the last F, the embedding in the first.
 
-        Where gradients are not split, B + W is the measured BW.
+        Where gradients are not split, B + W is the measured BW. `shared_by`: so many ranks share
+        both ends, here in equal parts of all F, and sum four messages for it, each taken for one
+        exchange.
         """
+        if shared_by:
+            return self._shared(layers, split=split, ranks=shared_by)
         rest = [0.0] * (len(layers) - 2)
         first, last = [self.embed, *rest, 0.0], [0.0, *rest, self.head]
         into_embedding = [self.embed_gradient, *rest, 0.0]
@@ -110,3 +134,10 @@ class OpTimes(msgspec.Struct, frozen=True):
             W=tuple(n * w for n in layers),
             transfer=self.transfer,
         )
+
+    def _shared(self, layers: tuple[int, ...], *, split: bool, ranks: int) -> Costs:
+        ends = self.head + self.embed + self.embed_gradient
+        of_stage = (ends + 4 * ranks * self.transfer) / len(layers)
+        alone = msgspec.structs.replace(self, head=0.0, embed=0.0, embed_gradient=0.0)
+        costs = alone.costs(layers, split=split)
+        return replace(costs, F=tuple(time + of_stage for time in costs.F))

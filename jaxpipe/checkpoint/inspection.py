@@ -30,23 +30,28 @@ def inspected(directory: Path) -> RenderableType:
     return Group(*parts)
 
 
-def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Table:
+def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
+    """A line for each fact, however long: a table would cut paths short."""
     meta, leaves = checkpoint.meta, checkpoint.leaves
     params = [leaf for path, leaf in leaves.items() if path[0] == "params"]
     rest = [leaf for path, leaf in leaves.items() if path[0] != "params"]
     layers = {path[2] for path in leaves if path[:2] == ("params", "layers")}
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("checkpoint", str(checkpoint.directory))
-    if steps:
-        table.add_row("steps", ", ".join(map(str, steps)))
-    table.add_row("step", str(meta["step"]))
-    table.add_row("layers", str(len(layers)))
-    table.add_row("parameters", f"{sum(map(_size, params)):,}, {decimal(_bytes(params))}")
-    table.add_row("moments", decimal(_bytes(rest)) if rest else "none: parameters only")
-    for name in ("position", "data", "layout", "source", "format"):
-        if name in meta:
-            table.add_row(name, str(meta[name]))
-    return table
+    facts = {
+        "checkpoint": checkpoint.directory,
+        "steps": ", ".join(map(str, steps)),
+        "step": meta["step"],
+        "layers": len(layers),
+        "parameters": f"{sum(map(_size, params)):,}, {decimal(_bytes(params))}",
+        "moments": decimal(_bytes(rest)) if rest else "none: parameters only",
+    }
+    facts |= {
+        name: meta[name]
+        for name in ("position", "data", "layout", "source", "format")
+        if name in meta
+    }
+    if not steps:
+        del facts["steps"]
+    return Text("\n".join(f"{name:12}{value}" for name, value in facts.items()))
 
 
 def _parameters(checkpoint: StoredCheckpoint) -> Table:

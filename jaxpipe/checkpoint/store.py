@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from jaxpipe import processes
 from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 
 Tree = Any
 FORMAT = 1  # raised when the keys on disk change
@@ -104,7 +104,7 @@ class Checkpoints:
             except ConfigError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-                reason = _first_line(error)
+                reason = first_line(error)
             if not processes.largest(int(read is None)):
                 return read
             aside = self._set_aside(step)
@@ -128,7 +128,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._say(
-                f"warning: a checkpoint could not be written ({_first_line(error)}): training goes "
+                f"warning: a checkpoint could not be written ({first_line(error)}): training goes "
                 f"on, and the checkpoints before it are as they were; make room in "
                 f"{self.directory}, or make it writable."
             )
@@ -200,10 +200,6 @@ def _check_writable(directory: Path) -> None:
             f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
             f"directory or choose another run.dir."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:

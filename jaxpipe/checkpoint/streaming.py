@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
 from jaxpipe.checkpoint.store import FORMAT
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 
 Tree = Any
 # What a reader must decompress to have any element, and a writer holds compressed besides an array.
@@ -176,9 +176,8 @@ class StoredCheckpoint:
         return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
 
     def _damaged(self, error: Exception) -> ConfigError:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return ConfigError(
-            f"checkpoint {self.directory} is damaged ({reason}): take an earlier one."
+            f"checkpoint {self.directory} is damaged ({first_line(error)}): take an earlier one."
         )
 
     def _is_not(self, why: str) -> ConfigError:

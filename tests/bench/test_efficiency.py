@@ -33,6 +33,13 @@ def test_the_unsplit_backward_is_the_measured_one():
     assert list(costs.F) == [3.25, 3.5]
 
 
+def test_ranks_that_share_the_ends_pay_alike():
+    """The ends and four exchanges of each microbatch on each of two ranks, with two stages each."""
+    costs = TIMES.costs((2, 2, 2, 2), split=True, shared_by=2)
+    assert set(costs.F) == {2 + ((0.5 + 0.25 + 0.125) / 2 + 4 * 0.0625) / 2}
+    assert (set(costs.B), set(costs.W)) == ({2}, {2})
+
+
 def test_efficiencies_are_ratios_within_a_round():
     first = {"jaxpipe single": 10.0, "jaxpipe 1f1b": 8.0, "ops": TIMES}
     second = {"jaxpipe single": 20.0, "jaxpipe 1f1b": 10.0, "torch single": 3.0}
@@ -49,7 +56,7 @@ def test_efficiencies_are_ratios_within_a_round():
 def test_every_schedule_can_be_built(variant):
     chosen = VARIANTS[variant]
     layers = chosen.layers(8, 2)
-    schedule = chosen.build(2, 8, TIMES.costs(layers, split=True))
+    schedule = chosen.build(2, 8, chosen.costs(TIMES, 8, 2, split=True))
     assert len(layers) == schedule.stages
     assert lockstep_seconds(variant, schedule, TIMES, 8) > 8 * 8 * 3 / 2
 
