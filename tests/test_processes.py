@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -85,30 +86,40 @@ def one_process(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("two")
-    for code, output in ends(spawn(2, directory)):
-        assert code == 0, output
-    return directory
+def run_by(tmp_path_factory, one_process):
+    """The directory of a whole run by so many processes."""
+
+    @cache
+    def of(count):
+        if count == 1:
+            return one_process
+        directory = tmp_path_factory.mktemp(f"by-{count}")
+        for code, output in ends(spawn(count, directory)):
+            assert code == 0, output
+        return directory
+
+    return of
 
 
 def close(got, want):
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
 
 
-def test_two_train_as_one(one_process, two_processes):
-    assert list(losses(two_processes)) == list(range(1, 13))
-    close(losses(two_processes), losses(one_process))
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_train_as_one(one_process, run_by, count):
+    assert list(losses(run_by(count))) == list(range(1, 13))
+    close(losses(run_by(count)), losses(one_process))
 
 
 @pytest.mark.parametrize(
     ("saved_by", "count", "mesh"),
-    [(1, 2, "zero3"), (1, 4, "as it was"), (2, 4, "zbv"), (2, 1, "zbv"), (2, 1, "as it was")],
-)
-def test_checkpoints_interchange(one_process, two_processes, tmp_path, saved_by, count, mesh):
+    [(1, 2, "zero3"), (1, 4, "as it was"), (2, 4, "zbv"), (2, 1, "zbv"), (4, 2, "zero3"),
+     (4, 1, "as it was")],
+)  # fmt: skip
+def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count, mesh):
     """Cut back to step 4 and go on with other processes and another mesh."""
     cut = tmp_path / "cut"
-    shutil.copytree(one_process if saved_by == 1 else two_processes, cut)
+    shutil.copytree(run_by(saved_by), cut)
     for step in (8, 12):
         shutil.rmtree(cut / "checkpoints" / str(step))
     for code, output in ends(spawn(count, cut, *MESH[mesh])):
