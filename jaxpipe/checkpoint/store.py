@@ -80,11 +80,12 @@ class Checkpoints:
         if step in self.steps:
             return
         self.wait()  # says what went wrong with the one before
+        keyed = self.keying.keyed(state)
         with self._unwritten_is_said():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(self.keying.keyed(state)),
+                    state=ocp.args.PyTreeSave(keyed),
                     meta=ocp.args.JsonSave(meta | {"format": FORMAT, "step": step}),
                 ),
             )
