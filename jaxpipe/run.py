@@ -33,6 +33,7 @@ class Run:
         done = int(state.step)
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
+            return 0
         batches = self.data.train.batches(position, **trainer.batch_shape)
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):
@@ -54,8 +55,8 @@ class Run:
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
-                    return 128 + number
-        return 0
+                    return self._end(128 + number, step)
+        return self._end(0, train.steps)
 
     def _record(self, step: int, values: dict[str, float], *, first: bool) -> None:
         if self.log:
@@ -65,6 +66,10 @@ class Run:
     def _save(self, state: State, position: int) -> None:
         meta = describe(self.trainer, self.data, position)
         self.checkpoints.save(int(state.step), state._asdict(), meta)
+
+    def _end(self, code: int, step: int) -> int:
+        """The exit code once all is saved, which is another where that failed."""
+        return code if self.checkpoints.written(step) else 4
 
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""

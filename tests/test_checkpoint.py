@@ -1,7 +1,7 @@
 """Checkpoints across layouts, damage and other models."""
 
-import gc
 import itertools
+import shutil
 from pathlib import Path
 
 import jax
@@ -185,7 +185,6 @@ def test_a_leaf_of_another_kind_is_named(tmp_path):
         checkpoints.restore(state, say=pytest.fail)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Orbax leaves them behind
 def test_a_directory_that_is_lost_while_training_stops_nothing(tmp_path):
     state, keying = make_state([2, 1])
     said = []
@@ -199,4 +198,14 @@ def test_a_directory_that_is_lost_while_training_stops_nothing(tmp_path):
     assert all("a checkpoint could not be written" in line for line in said)
     with open_at(tmp_path / "elsewhere", keying) as checkpoints:
         assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 1
-    gc.collect()
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path / "saves", keying, say=pytest.fail) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "saves")
+        checkpoints.save(2, state, {})
+        assert checkpoints.written(2)
+        assert not checkpoints.written(1)

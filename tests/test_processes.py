@@ -1,7 +1,6 @@
 """Runs of several processes: the same losses, checkpoints for all other runs, an end together."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import SMALL, losses, start, train_command
 
 from jaxpipe import processes, train
 from jaxpipe.config import ConfigError
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
 DEVICES = 8
 MESH = {  # other layouts of the same global batch, each process with whole ranks or parts of them
     "as it was": [],
@@ -26,34 +25,23 @@ MESH = {  # other layouts of the same global batch, each process with whole rank
 }
 
 
-def losses(directory):
-    lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
 def spawn(count, directory, *overrides):
     """`count` processes of one run, each with its share of the devices."""
-    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
-    return start_all(count, [*command, f"runtime.cpu_devices={DEVICES // count}", *overrides])
+    return start_all(count, train_command(directory, *overrides, devices=DEVICES // count))
 
 
 def start_all(count, command):
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(SMALL.parents[2]),
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+    places = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": str(count),
     }
-    return [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment | {"JAX_PROCESS_ID": str(index)},
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    return [start(command, places | {"JAX_PROCESS_ID": str(index)}) for index in range(count)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def ends(group, timeout=200):
@@ -125,6 +113,20 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     for code, output in ends(spawn(count, cut, *MESH[mesh])):
         assert code == 0, output
     close(losses(cut), losses(one_process))
+
+
+def test_slurm_says_who_is_who(tmp_path, one_process):
+    """What `srun` sets for its tasks, and nothing else, makes two processes one run."""
+    names = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    job = dict(zip(names, (str(free_port()), "2", "2", "localhost")))
+    command = train_command(tmp_path, devices=DEVICES // 2)
+    group = [
+        start(command, job | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)})
+        for index in range(2)
+    ]
+    for code, output in ends(group):
+        assert code == 0, output
+    close(losses(tmp_path), losses(one_process))
 
 
 def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path):

@@ -1,23 +1,19 @@
 """The command as a user runs it: training, resuming, being killed, and bad input."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from commands import SMALL, complete, metrics, start, train_command
 
 from jaxpipe import train
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
 from jaxpipe.trainer import Trainer
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
 FEWER = {  # other layouts of the same global batch
     "pp2_dp1": ["parallel.pp=2", "parallel.dp=1", "train.microbatch_size=2"],
     "pp1_dp2": ["parallel.pp=1", "parallel.dp=2"],
@@ -32,21 +28,8 @@ FEWER = {  # other layouts of the same global batch
 }
 
 
-def metrics(directory):
-    text = (Path(directory) / "metrics.jsonl").read_text()
-    return {line["step"]: line for line in map(json.loads, text.splitlines())}
-
-
 def spawn(directory, *overrides, devices=8):
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
-    return subprocess.Popen(
-        [*command, f"runtime.cpu_devices={devices}", *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SMALL.parents[2])},
-    )
+    return start(train_command(directory, *overrides, devices=devices))
 
 
 def devices_of(overrides):
@@ -80,7 +63,7 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted, lay
         time.sleep(0.001)
     process.kill()
     process.communicate()
-    newest = max(int(path.name) for path in saves.iterdir() if path.name.isdigit())
+    newest = max(complete(tmp_path))
     assert 4 <= newest < 12
     process = spawn(tmp_path, *FEWER[layout], devices=devices_of(FEWER[layout]))
     output, _ = process.communicate()

@@ -1,6 +1,7 @@
 """The checkpoints of a run: a directory of Orbax, which any plain Orbax program can read."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import orbax.checkpoint as ocp
 from jaxpipe import processes
 from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
+from jaxpipe.checkpoint.memory import freed_at_once
 from jaxpipe.config import ConfigError, first_line
 
 Tree = Any
@@ -72,6 +74,11 @@ class Checkpoints:
         """Steps of the complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def written(self, step: int) -> bool:
+        """Whether that step is on disk, once nothing is being saved any more."""
+        self.wait()
+        return step in steps_in(self.directory)
+
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Start saving; returns once the state is copied from the devices, if asynchronous.
 
@@ -82,6 +89,7 @@ class Checkpoints:
         self.wait()  # says what went wrong with the one before
         keyed = self.keying.keyed(state)
         with self._unwritten_is_said():
+            self._check_all_can_write()
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -122,6 +130,16 @@ class Checkpoints:
                 (self.directory / str(step)).rename(aside)
         self._manager.reload()
         return aside
+
+    def _check_all_can_write(self) -> None:
+        """Raise `OSError` now: Orbax would wait for its own threads five minutes and more."""
+        reason = ""
+        try:
+            _touch(self.directory)
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+        if processes.largest(int(bool(reason))):
+            raise OSError(reason or "another process cannot write")
 
     @contextlib.contextmanager
     def _unwritten_is_said(self) -> Iterator[None]:
@@ -179,28 +197,34 @@ def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, 
         )
     handler, shapes = state_handler(), keying.keyed_shapes(like)
     _check_same_model(shapes, handler.metadata(path / "state").tree, path)
-    state = handler.restore(
-        path / "state",
-        args=ocp.args.PyTreeRestore(
-            shapes,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
-            partial_restore=True,
-        ),
-    )
-    return keying.staged(state, like), meta
+    with freed_at_once():
+        state = handler.restore(
+            path / "state",
+            args=ocp.args.PyTreeRestore(
+                shapes,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+                partial_restore=True,
+            ),
+        )
+        return keying.staged(state, like), meta
 
 
 def _check_writable(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)
+        _touch(directory)
     except OSError as error:
         raise ConfigError(
             f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
             f"directory or choose another run.dir."
         ) from error
+
+
+def _touch(directory: Path) -> None:
+    """Make the directory if it is not there, and a file in it, and remove that again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / f".writable-{os.getpid()}"
+    probe.touch()
+    probe.unlink(missing_ok=True)
 
 
 def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:

@@ -1,0 +1,50 @@
+"""The training command in processes of its own, and what a run leaves in its directory."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SMALL = Path(__file__).parent / "data" / "small.toml"
+PROGRAMS = tempfile.TemporaryDirectory()  # compiled once, for all processes that these tests start
+
+
+def train_command(directory, *overrides, devices):
+    """The words of a run of `data/small.toml` in that directory."""
+    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
+    return [*command, f"runtime.cpu_devices={devices}", *overrides]
+
+
+def start(command, environment=()):
+    """A process of that command; its output, with its errors, is read from `stdout`."""
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SMALL.parents[2]),
+            "JAX_COMPILATION_CACHE_DIR": PROGRAMS.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            **dict(environment),
+        },
+    )  # fmt: skip
+
+
+def metrics(directory):
+    """What was logged, by step."""
+    text = (Path(directory) / "metrics.jsonl").read_text()
+    return {line["step"]: line for line in map(json.loads, text.splitlines())}
+
+
+def losses(directory):
+    """The loss by step."""
+    return {step: line["loss"] for step, line in metrics(directory).items()}
+
+
+def complete(directory):
+    """Steps of what is a checkpoint by its name, oldest first."""
+    saves = Path(directory) / "checkpoints"
+    if not saves.exists():
+        return []
+    return sorted(int(path.name) for path in saves.iterdir() if path.name.isdecimal())
