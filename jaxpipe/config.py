@@ -95,6 +95,7 @@ class ParallelConfig(_Section, kw_only=True):
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
     memory_limit: str | float = ""  # that a rank may hold: "1p", "2p" or a number of microbatches
     objective: Literal["span", "makespan", "lockstep"] = "span"  # what searches make least
+    costs: str = ""  # a file of measured op seconds, for searches and plans; empty: of an H100
     layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
     input_weight: Count = 1  # weighted: layers that the embedding counts for
     output_weight: Count = 1  # weighted: layers that the head counts for
@@ -104,6 +105,11 @@ class ParallelConfig(_Section, kw_only=True):
     transfer_ticks: Literal[0, 1, 2] = 0  # ticks of a transfer; 0: 1 on CPU, 2 on GPU
     defer_ends: bool = False  # gradients of embedding and head wait for W of their stages
     in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
+
+    @property
+    def ends_shared_by(self) -> int:
+        """Pipeline ranks that share embedding and head; 0: they do not."""
+        return self.pp if self.vocab_parallel_pp else 0
 
 
 class TrainConfig(_Section, kw_only=True):

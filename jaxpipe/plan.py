@@ -32,13 +32,12 @@ from jaxpipe.planning import (
     Hardware,
     OpSeconds,
     advise,
-    analytic,
     candidates,
     estimate,
-    read_measured,
+    op_seconds,
 )
 from jaxpipe.presets import DEVICES
-from jaxpipe.schedule import ScheduleError, timeline
+from jaxpipe.schedule import Costs, ScheduleError, timeline
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="H100", choices=DEVICES, help="for the seconds of ops (default H100)")
     add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
-    add("--costs", type=Path, metavar="FILE", help="measured seconds, a JSON file, instead")
+    add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
@@ -103,12 +102,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = configs.load(arguments.config, arguments.overrides)
+    overrides = arguments.overrides
+    if arguments.costs:
+        overrides = [*overrides, f"parallel.costs={arguments.costs}"]
+    config = configs.load(arguments.config, overrides)
     hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
     memory = arguments.memory or DEVICES[arguments.device].memory
     ticks = config.parallel.transfer_ticks or 2
     try:
-        seconds = read_measured(arguments.costs) if arguments.costs else analytic(config, hardware)
+        seconds = op_seconds(config, hardware)
         found, refused = candidates(config, seconds)
         estimates = [estimate(config, one, seconds, transfer_ticks=ticks) for one in found]
     except ValueError as error:
@@ -133,7 +135,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             timeline(shown.candidate.schedule, **knobs), file=sys.stderr if arguments.json else None
         )
     if arguments.picture:
-        _draw(shown, arguments.picture, seconds, knobs)
+        costs = seconds.costs(shown.candidate.layers, shared_by=config.parallel.ends_shared_by)
+        _draw(shown, arguments.picture, costs, knobs)
     return 0
 
 
@@ -172,11 +175,11 @@ def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
     )
 
 
-def _draw(shown: Estimate, path: Path, seconds: OpSeconds, knobs: dict[str, Any]) -> None:
+def _draw(shown: Estimate, path: Path, costs: Costs, knobs: dict[str, Any]) -> None:
     picture(
         shown.candidate.schedule,
         path,
-        costs=seconds.costs(shown.candidate.layers, vocab_parallel=knobs["vocab_parallel"]),
+        costs=costs,
         clock="lockstep",
         **knobs,
     )

@@ -2,9 +2,9 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidates
-from jaxpipe.planning.chosen import layers_of, schedule_of
+from jaxpipe.planning.chosen import layers_of, op_seconds, schedule_of
 from jaxpipe.planning.estimate import Estimate, estimate
-from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
+from jaxpipe.planning.hardware import Hardware, LayerSeconds, OpSeconds, analytic
 from jaxpipe.planning.memory import RankBytes, rank_bytes
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Candidate",
     "Estimate",
     "Hardware",
+    "LayerSeconds",
     "OpSeconds",
     "RankBytes",
     "advise",
@@ -19,7 +20,7 @@ __all__ = [
     "candidates",
     "estimate",
     "layers_of",
+    "op_seconds",
     "rank_bytes",
-    "read_measured",
     "schedule_of",
 ]

@@ -51,7 +51,7 @@ def _candidate(
         parallel = msgspec.structs.replace(parallel, layer_split="even")
     layers = layers_of(msgspec.structs.replace(config, parallel=parallel), stages)
     if name in SEARCHED:
-        costs = seconds.costs(layers, vocab_parallel=parallel.vocab_parallel_pp)
+        costs = seconds.costs(layers, shared_by=parallel.ends_shared_by)
         options |= {"costs": costs, "effort": _SEARCH}
     schedule = build(name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options)
     return Candidate(label, schedule, layers, in_flight)

@@ -1,10 +1,11 @@
-"""What a configuration has chosen: its schedule, and the layers of every stage."""
+"""What a configuration has chosen: its schedule, the layers of every stage, what ops cost."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import Config
-from jaxpipe.planning.hardware import Hardware, analytic
+from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
 from jaxpipe.schedule import Schedule, assign_layers, build
 
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
@@ -24,8 +25,9 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
 def schedule_of(config: Config) -> Schedule:
     """The schedule that a configuration names, searched once where its builder searches.
 
-    A search takes the costs of the configuration's own stages on an H100, and pays what the scan
-    pays if it is told to by `parallel.objective`. Raises `ScheduleError` where there is none.
+    A search takes the costs of the configuration's own stages, measured (`parallel.costs`) or those
+    of an H100, and pays what the scan pays if it is told to by `parallel.objective`. Raises
+    `ScheduleError` where there is none.
     """
     parallel = config.parallel
     name = parallel.schedule.lower()
@@ -37,13 +39,18 @@ def schedule_of(config: Config) -> Schedule:
         options["path"] = parallel.schedule_file
     if name in SEARCHED:
         layers = layers_of(config, parallel.pp * (2 if name in V_SHAPED else 1))
-        options["costs"] = analytic(config, Hardware()).costs(
-            layers, vocab_parallel=parallel.vocab_parallel_pp
-        )
+        options["costs"] = op_seconds(config).costs(layers, shared_by=parallel.ends_shared_by)
         options["objective"] = parallel.objective
         if parallel.objective == "lockstep":
             options["transfer_ticks"] = parallel.transfer_ticks or 2
     return _built(name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+
+
+def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
+    """Measured seconds where the configuration names a file of them, else from the data sheet."""
+    if config.parallel.costs:
+        return read_measured(Path(config.parallel.costs))
+    return analytic(config, hardware or Hardware())
 
 
 @cache

@@ -35,13 +35,12 @@ def estimate(
 ) -> Estimate:
     """Simulate a candidate of a configuration."""
     train, schedule = config.train, candidate.schedule
-    vocab_parallel = config.parallel.vocab_parallel_pp
     knobs = {
         "transfer_ticks": transfer_ticks,
         "in_flight": candidate.in_flight,
-        "vocab_parallel": vocab_parallel,
+        "vocab_parallel": config.parallel.vocab_parallel_pp,
     }
-    costs = seconds.costs(candidate.layers, vocab_parallel=vocab_parallel)
+    costs = seconds.costs(candidate.layers, shared_by=config.parallel.ends_shared_by)
     report = simulate(schedule, costs, **knobs)
     tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}

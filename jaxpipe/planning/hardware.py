@@ -34,35 +34,57 @@ class Hardware:
         return DEVICES[self.device].flops * self.efficiency
 
 
-class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch on one device: of one layer, of the head, of one message."""
+class OpSeconds(msgspec.Struct, frozen=True):
+    """Seconds of one microbatch on one device: of one layer, of both ends, of one message.
+
+    A message goes to each of the two neighbours at once, as every tick sends them.
+    """
 
     layer: "LayerSeconds"
     head: float  # loss, its gradient and the gradients of its weights
     transfer: float
+    embed: float = 0.0
+    embed_gradient: float = 0.0  # the embedding's share of B
 
-    def costs(self, layers: tuple[int, ...], *, vocab_parallel: bool = False) -> Costs:
-        """Costs of stages with so many layers; the head runs with the last stage's F.
+    def costs(self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True) -> Costs:
+        """Costs of stages with so many layers: the head in the last F, the embedding in the first.
 
-        With `vocab_parallel` all ranks share it equally, which here the F's of all stages pay for.
+        Where B and W are not `split`, each is half of BW. Where so many ranks share both ends, they
+        do so equally, which here the F's of all stages pay for, and each takes part in four sums of
+        a microbatch, every one counted as a message.
         """
-        ends = (*(0.0 for _ in layers[1:]), self.head)
-        if vocab_parallel:
-            ends = (self.head / len(layers),) * len(layers)
+        rest = (0.0,) * (len(layers) - 1)
+        entered, left, returned = (
+            (self.embed, *rest),
+            (*rest, self.head),
+            (self.embed_gradient, *rest),
+        )
+        if shared_by:
+            ends = self.embed + self.head + self.embed_gradient + 4 * shared_by * self.transfer
+            entered = (ends / len(layers),) * len(layers)
+            left = returned = (0.0,) * len(layers)
+        layer = self.layer
+        b, w = (layer.B, layer.W) if split else (layer.whole_backward / 2,) * 2
         return Costs(
-            F=tuple(n * self.layer.F + end for n, end in zip(layers, ends)),
-            B=tuple(n * self.layer.B for n in layers),
-            W=tuple(n * self.layer.W for n in layers),
+            F=tuple(n * layer.F + e + h for n, e, h in zip(layers, entered, left)),
+            B=tuple(n * b + e for n, e in zip(layers, returned)),
+            W=tuple(n * w for n in layers),
             transfer=self.transfer,
         )
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of F, B and W of one layer."""
+    """Seconds of F, B and W of one layer, and of BW where it was measured."""
 
     F: float
     B: float
     W: float
+    BW: float = 0.0
+
+    @property
+    def whole_backward(self) -> float:
+        """Seconds of BW."""
+        return self.BW or self.B + self.W
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
@@ -80,16 +102,19 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 
 
 def read_measured(path: Path) -> OpSeconds:
-    """Measured seconds from `{"layer": {"F": s, "B": s, "W": s}, "head": s, "transfer": s}`.
+    """Measured seconds, from what `python -m jaxpipe.bench ops` writes, or written by hand:
+    `{"seconds": {"layer": {"F": s, "B": s, "W": s}, "head": s, "transfer": s}}`.
 
     Raises `ConfigError` where the file cannot be read or is not of this form.
     """
     try:
-        return msgspec.convert(json.loads(path.read_text()), OpSeconds)
-    except (OSError, ValueError) as error:
+        return msgspec.convert(json.loads(path.read_text())["seconds"], OpSeconds)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cannot read op seconds from {path} ({error}): give a JSON object like "
-            '{"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": 1e-4}.'
+            f"cannot read op seconds from {path} ({error}): give what "
+            "`python -m jaxpipe.bench ops` writes, or a JSON object like "
+            '{"seconds": {"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": '
+            "1e-4}}."
         ) from error
 
 

@@ -94,9 +94,10 @@ def test_a_shared_vocabulary_makes_stages_equal():
     _, _, apart = estimates_of(*sizes, ticks=2)
     config, _, together = estimates_of(*sizes, "parallel.vocab_parallel_pp=true", ticks=2)
     seconds = analytic(config, Hardware())
-    costs = seconds.costs((4,) * 4, vocab_parallel=True)
+    costs = seconds.costs((4,) * 4, shared_by=4)
     assert len(set(costs.F)) == 1
-    assert sum(costs.F) == pytest.approx(sum(seconds.costs((4,) * 4).F))
+    whole = sum(seconds.costs((4,) * 4).F) + 4 * 4 * seconds.transfer
+    assert sum(costs.F) == pytest.approx(whole)
     for label in ("1f1b", "zb_h1", "dualpipe"):
         one, all_of_them = apart[label], together[label]
         assert all_of_them.report.lockstep_makespan < one.report.lockstep_makespan
@@ -189,7 +190,7 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
 
 def test_measured_seconds_replace_the_computed(capsys, tmp_path):
     costs = tmp_path / "ops.json"
-    costs.write_text('{"layer": {"F": 1, "B": 1, "W": 1}, "head": 0, "transfer": 0}')
+    costs.write_text('{"seconds": {"layer": {"F": 1, "B": 1, "W": 1}, "head": 0, "transfer": 0}}')
     small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "model.n_layers=2",
              "train.grad_accum_steps=4", "parallel.layer_split=even", "--json"]  # fmt: skip
     assert main([*small, "--costs", str(costs)]) == 0
