@@ -1,4 +1,4 @@
-"""How fast and how well: FLOPs, peaks of devices, and the log that a run leaves."""
+"""How fast and how well: peaks of devices, and the log that a run leaves."""
 
 import json
 import math
@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
-from jaxpipe.config import ModelConfig
 from jaxpipe.presets import DEVICES
 
 
@@ -19,19 +18,6 @@ def peak_flops(device_kind: str) -> float | None:
     (989000000000000.0, None)
     """
     return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
-
-
-def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs a token: 6 per matrix parameter and 12 L H K S of attention.
-
-    Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
-    counted, the embedding look-up free.
-    """
-    embedding = model.vocab_size * model.d_model
-    vectors = (2 * model.n_layers + 1) * model.d_model
-    vectors += 2 * model.n_layers * model.head_size * model.qk_norm
-    matrices = model.parameter_count() - vectors - (0 if model.tie_embeddings else embedding)
-    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
 
 
 def memory_peak() -> int | None:

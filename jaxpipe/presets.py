@@ -27,6 +27,7 @@ PRESETS: dict[str, dict[str, int | float | bool]] = {
     "llama3_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672),
     "llama3_1_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336) | {"rope_factor": 8.0},
     "llama3_1_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672) | {"rope_factor": 8.0},
+    "llama3_1_405b": _LLAMA3 | _sizes(126, 16384, 128, 8, 53248) | {"rope_factor": 8.0},
     "llama3_2_1b": _LLAMA3 | _sizes(16, 2048, 32, 8, 8192) | _LLAMA3_2,
     "qwen3_0_6b": _QWEN3 | _sizes(28, 1024, 16, 8, 3072) | {"tie_embeddings": True},
     "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import compiler
 from jaxpipe import optimizer as optimizers
+from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
-from jaxpipe.metrics import flops_per_token, memory_peak, peak_flops
+from jaxpipe.metrics import memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import (
     DP,
@@ -152,8 +153,12 @@ class Trainer:
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these parameters, in stage form; they are given up to it."""
-        made = jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)
+        made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
+
+    def unplaced(self, params: Tree) -> State:
+        """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
+        return State(params, self.optimizer.init(params), jnp.int32(0))
 
     @cached_property
     def train_step(self) -> Any:
@@ -165,15 +170,7 @@ class Trainer:
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
             losses, gradients = self.pipeline.losses_and_gradients(state.params, batch)
-            loss, norm = losses.sum(), optimizers.global_norm(gradients)
-            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            gradients = optimizers.clip_by_global_norm(
-                gradients, norm, self.config.optimizer.clip_norm
-            )
-            updates, moments = self.optimizer.update(gradients, state.optimizer, state.params)
-            new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
-            state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-            return state, {"loss": loss, "grad_norm": norm}
+            return self.update(state, losses.sum(), gradients)
 
         return jax.jit(
             step,
@@ -182,6 +179,21 @@ class Trainer:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
+
+    def update(
+        self, state: State, loss: jax.Array, gradients: Tree
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """The state after an update, unless loss or gradient norm is not finite; and the metrics.
+
+        Pure, for use within compiled functions.
+        """
+        norm = optimizers.global_norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
+        updates, moments = self.optimizer.update(gradients, state.optimizer, state.params)
+        new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+        return state, {"loss": loss, "grad_norm": norm}
 
     @cached_property
     def eval_step(self) -> Any:
@@ -242,12 +254,9 @@ class Trainer:
         """The whole state on one device; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
         layers = [self.decoder.init_layer(key, i) for i in range(self.layout.layers)]
-        return self._fresh(
+        return self.unplaced(
             {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
         )
-
-    def _fresh(self, params: Tree) -> State:
-        return State(params, self.optimizer.init(params), jnp.int32(0))
 
     def _init_on_rank(self) -> Tree:
         """This device's parts of the parameters: it draws whole layers and keeps its part."""

@@ -19,7 +19,7 @@ ROWS = [
     {"checkpoint", "compiler", "optimizer", "data", "metrics", "progress"},
     {"trainer", "summary", "start", "run"},
     {"gpu"},
-    {"train", "plan", "bench"},
+    {"train", "plan", "bench", "profile"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 SIBLINGS = {
@@ -30,6 +30,7 @@ SIBLINGS = {
     "summary": {"trainer"},
     "start": {"trainer"},
     "run": {"start", "trainer"},
+    "profile": {"bench"},
 }
 # `pipeline` takes stage functions as arguments: it must not know the model.
 FORBIDDEN = {

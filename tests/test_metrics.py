@@ -6,8 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
+from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import LogConfig, ModelConfig
-from jaxpipe.metrics import MetricsLog, flops_per_token, memory_peak, peak_flops
+from jaxpipe.metrics import MetricsLog, memory_peak, peak_flops
 from jaxpipe.presets import PRESETS
 from jaxpipe.progress import Progress
 

@@ -4,6 +4,7 @@ from jaxpipe.analysis.bubbles import BUBBLES, OpTimes, bubble, held_activations
 from jaxpipe.analysis.decoder import (
     LayerBytes,
     end_leaves,
+    flops_per_token,
     head_flops,
     hidden_bytes,
     layer_bytes,
@@ -24,6 +25,7 @@ __all__ = [
     "VanillaSizes",
     "bubble",
     "end_leaves",
+    "flops_per_token",
     "head_flops",
     "held_activations",
     "hidden_bytes",

@@ -83,6 +83,19 @@ def head_flops(model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1) -> 
     return OpFlops.of_weight(2.0 * batch * seq_len * _vocabulary_matrix(model, tp))
 
 
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """Training FLOPs a token: 6 per matrix parameter and 12 L H K S of attention.
+
+    Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
+    counted, the embedding look-up free.
+    """
+    embedding = model.vocab_size * model.d_model
+    vectors = (2 * model.n_layers + 1) * model.d_model
+    vectors += 2 * model.n_layers * model.head_size * model.qk_norm
+    matrices = model.parameter_count() - vectors - (0 if model.tie_embeddings else embedding)
+    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
+
+
 def layer_bytes(
     model: ModelConfig,
     *,

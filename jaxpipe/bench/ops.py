@@ -6,21 +6,23 @@ write another slot every turn, so that nothing of a turn can be moved out of its
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import StageFunctions, buffers
 from jaxpipe.pipeline.chunk import Chunk, Kept
-from jaxpipe.pipeline.split import Residuals, split_layer
+from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
 from jaxpipe.schedule import Op
+from jaxpipe.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2
+_OF_LAYER = ("F", "B", "W", "BW")
 _ROW = ("for_b_write", "for_w_write", "for_b_read", "for_w_read", "stash_write", "stash_read")
 
 
@@ -33,26 +35,49 @@ class OpTimer:
         shared: Tree,
         layers: tuple[Tree, ...],
         microbatch: Tree,
+        *,
+        policy: Policy = POLICIES["none"],
         turns: int = 2,
     ):
         self._layers, self._turns = len(layers), turns
         self._loops = {
             name: (jax.jit(loop, donate_argnums=0), state, constants)
             for name, (loop, state, constants) in _loops(
-                functions, shared, layers, microbatch, turns
+                functions, shared, layers, microbatch, policy, turns
             ).items()
         }
         for name in self._loops:
             self._run(name)
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each op, of one layer where it is a layer's."""
-        found = {}
+    @classmethod
+    def of(cls, trainer: Trainer, *, layers: int, turns: int = 2) -> Self:
+        """The ops of a run on one device: its microbatch, compute dtype and remat."""
+        key, functions = jax.random.key(0), trainer.pipeline.functions
+        dtype = trainer.execution.compute_dtype
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+        layer = jax.jit(lambda index: cast(trainer.decoder.init_layer(key, index)))
+        train = trainer.config.train
+        tokens = jnp.zeros((train.microbatch_size, train.seq_len), jnp.int32)
+        return cls(
+            functions,
+            jax.jit(lambda: cast(trainer.decoder.init_ends(key)))(),
+            tuple(layer(index) for index in range(layers)),
+            {"inputs": tokens, "targets": tokens},
+            policy=POLICIES[train.remat],
+            turns=turns,
+        )
+
+    def seconds(self) -> dict[str, Any]:
+        """Seconds of each op as `OpSeconds` has them: those of `layer` are of one layer."""
+        found: dict[str, Any] = {"layer": {}}
         for name in self._loops:
             begin = time.perf_counter()
             self._run(name)
             each = (time.perf_counter() - begin) / self._turns
-            found[name] = each / (self._layers if name in ("F", "B", "W", "BW") else 1)
+            if name in _OF_LAYER:
+                found["layer"][name] = each / self._layers
+            else:
+                found[name] = each
         return found
 
     def _run(self, name: str) -> None:
@@ -61,18 +86,25 @@ class OpTimer:
 
 
 def _loops(
-    functions: StageFunctions, shared: Tree, layers: tuple[Tree, ...], microbatch: Tree, turns: int
+    functions: StageFunctions,
+    shared: Tree,
+    layers: tuple[Tree, ...],
+    microbatch: Tree,
+    policy: Policy,
+    turns: int,
 ) -> dict[str, tuple[Callable[..., Tree], Tree, Tree]]:
     """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
     x = jax.jit(functions.embed)(shared, microbatch)
-    split = split_layer(functions.layer, layers[0], x, microbatch)
+    split = split_layer(functions.layer, layers[0], x, microbatch, policy)
 
     def ring(like: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
 
     rings = tuple(Residuals(*map(ring, split.residuals)) for _ in layers)
     stashes = tuple(ring(split.stash) for _ in layers)
-    zeros = jax.tree.map(jnp.zeros_like, {"shared": shared, "layers": layers})
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
+    )
     inputs = jnp.stack([x] * _SLOTS)
 
     def forward(state: Tree, given: Tree, row: Tree) -> Tree:
@@ -138,8 +170,13 @@ def _loops(
 class TransferTimer:
     """Ticks that only exchange a message with each neighbour on the ring."""
 
-    def __init__(self, mesh: Mesh, message: jax.ShapeDtypeStruct, ticks: int = 30):
+    def __init__(self, trainer: Trainer, ticks: int = 30):
+        mesh, train = trainer.mesh, trainer.config.train
         size = mesh.shape[PP]
+        message = jax.ShapeDtypeStruct(
+            (train.microbatch_size, train.seq_len, trainer.config.model.d_model),
+            trainer.execution.compute_dtype,
+        )
 
         def exchange(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[Tree, None]:
             moved = tuple(
@@ -165,3 +202,35 @@ class TransferTimer:
         begin = time.perf_counter()
         jax.block_until_ready(self._run())
         return (time.perf_counter() - begin) / self._ticks
+
+
+class UpdateTimer:
+    """The optimizer on what one rank has: so many layers, and its part of the two ends."""
+
+    def __init__(self, trainer: Trainer, layers: int):
+        ranks = trainer.mesh.shape[PP]
+        key = jax.random.key(0)
+
+        def start() -> State:
+            held = [
+                jax.tree.map(lambda leaf: leaf[None], trainer.decoder.init_layer(key, index))
+                for index in range(layers)
+            ]
+            ends = jax.tree.map(
+                lambda leaf: leaf[: len(leaf) // ranks], trainer.decoder.init_ends(key)
+            )
+            return trainer.unplaced({"shared": ends, "layers": tuple(held)})
+
+        def update(state: State) -> State:
+            gradients = jax.tree.map(lambda leaf: 0.5 * leaf, state.params)
+            return trainer.update(state, jnp.float32(0), gradients)[0]
+
+        self._state = jax.block_until_ready(jax.jit(start)())
+        self._run = jax.jit(update, donate_argnums=0)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Seconds of one update."""
+        begin = time.perf_counter()
+        self._state = jax.block_until_ready(self._run(self._state))
+        return time.perf_counter() - begin

@@ -12,10 +12,8 @@ _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc cou
 # Freed memory stays with its process: a virtual machine may give it to others between two steps,
 # and to get it back takes up to a fifth of a step. Steps that follow each other do not pay that.
 _KEEP_MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1")
-_ENVIRONMENT = {
-    **{name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")},
-    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _KEEP_MEMORY),
-}
+_ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+_TUNED = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _KEEP_MEMORY)}
 
 
 class BenchError(RuntimeError):
@@ -26,21 +24,23 @@ class Group:
     """The ranks of one program, rank r on core r; leaving the context ends them.
 
     `program` is the command line; each process gets one more argument, a JSON object with `rank`,
-    `size`, `port` and `how`.
+    `size` and `port`. They keep freed memory, unless it is the memory that is measured.
     """
 
-    def __init__(self, name: str, program: Sequence[str], size: int, **how: Any):
+    def __init__(
+        self, name: str, program: Sequence[str], size: int, *, measures_memory: bool = False
+    ):
         self.name = name
         port = _free_port()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
-                [*program, json.dumps({"rank": rank, "size": size, "port": port, **how})],
+                [*program, json.dumps({"rank": rank, "size": size, "port": port})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | _ONE_THREAD | ({} if measures_memory else _TUNED),
                 preexec_fn=lambda rank=rank: os.sched_setaffinity(0, {rank}),
             )
             for rank in range(size)
@@ -55,10 +55,6 @@ class Group:
             except OSError as error:
                 raise BenchError(f"a process of {self.name} is gone ({error}).") from error
         return self._answers()
-
-    def step(self, name: str) -> tuple[float, float]:
-        """Seconds of a step, from the first rank's begin to the last rank's end, and its loss."""
-        return seconds_and_loss(self.ask("step", name=name))
 
     def cpu_seconds(self) -> float:
         """Processor time that the processes have used so far."""
@@ -87,10 +83,14 @@ class Group:
         return [json.loads(line) for line in lines]
 
 
-def seconds_and_loss(answers: list[dict[str, Any]]) -> tuple[float, float]:
-    """Of one step, from every rank's answer; the loss is the largest any rank knows."""
-    seconds = max(a["end"] for a in answers) - min(a["begin"] for a in answers)
-    return seconds, max(a["loss"] for a in answers)
+def seconds_of(answers: list[dict[str, Any]]) -> float:
+    """Of one step, from the first rank's begin to the last rank's end."""
+    return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
+
+
+def loss_of(answers: list[dict[str, Any]], name: str) -> list[float]:
+    """Losses of some steps, from the rank that knows them: of others they are 0."""
+    return max(a[name] for a in answers)
 
 
 def _free_port() -> int:

@@ -1,13 +1,15 @@
 """One rank of a measurement, a process of its own: reads commands as JSON lines, answers in kind.
 
-`{"do": "build", "name": key, "microbatches": M, ...}` compiles and runs a step once, `"step"` runs
-it, `"ops"` times the ops. Times are of the machine's monotonic clock, which processes share.
+`{"do": "build", "name": key, "kind": ..., "config": ...}` compiles a step and runs it twice,
+`"step"` runs it, `"ops"` times the ops, `"peak"` gives the memory of a step. Times are of the
+machine's monotonic clock, which processes share.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,126 +17,122 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe.bench.ops import OpTimer, TransferTimer
-from jaxpipe.bench.workload import VARIANTS, OpTimes, Workload
-from jaxpipe.model import Decoder
-from jaxpipe.parallel import StageLayout, VocabularyParallel, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
+from jaxpipe.bench import memory
+from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
+from jaxpipe.config import Config
 from jaxpipe.runtime import use_cpu_devices
-from jaxpipe.tensor import ONE_DEVICE
+from jaxpipe.trainer import State, Trainer
 
 Tree = Any
 
 
 class Worker:
-    """What one process knows: the model's values, and its compiled steps by name."""
+    """What one process knows: its compiled steps by name, each with its state and its batch."""
 
-    def __init__(self, workload: Workload, pp: int):
-        self.workload, self.pp = workload, pp
-        self.mesh = make_mesh(pp)
-        decoder = Decoder(workload.model)
-        self.functions = _functions(decoder)
-        key = jax.random.key(0)
-        on_host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
-        self.shared = on_host(jax.jit(decoder.init_ends)(key))
-        one = jax.jit(decoder.init_layer)
-        self.layers = [on_host(one(key, i)) for i in range(workload.model.n_layers)]
-        self.steps: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.steps: dict[str, tuple[Any, State, Tree]] = {}
         self.timers: Any = None
 
-    def build(self, name: str, microbatches: int, **how: Any) -> dict[str, Any]:
-        """Compile a step and run it once; the answer has its loss."""
-        make = self._single if how.get("variant") is None else self._pipelined
-        self.steps[name] = make(self._batch(microbatches), **how)
-        return self.step(name)
+    def build(self, name: str, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Compile a step and run it twice; the answer has both losses and the compiler's seconds.
+
+        The `kind` is "trained", as every run of this configuration does it, or "accumulated": no
+        pipeline, gradients summed over a scan.
+        """
+        trainer = trainer_of(config)
+        step = {"trained": trainer.train_step, "accumulated": accumulated(trainer)}[kind]
+        state, batch = trainer.init(), trainer.put(_batch(trainer))
+        begin = time.monotonic()
+        compiled = step.lower(state, batch).compile()
+        seconds = time.monotonic() - begin
+        self.steps[name] = compiled, state, batch
+        first, second = self.step(name), self.step(name)
+        return second | {"losses": [first["loss"], second["loss"]], "compile": seconds}
 
     def step(self, name: str) -> dict[str, Any]:
         """Run a step: loss, begin and end."""
-        run, arguments = self.steps[name]
-        begin, cpu = time.monotonic(), time.process_time()
-        losses, _ = jax.block_until_ready(run(*arguments))
-        end, cpu = time.monotonic(), time.process_time() - cpu
-        return {"begin": begin, "end": end, "cpu": cpu, "loss": float(np.sum(losses))}
+        compiled, state, batch = self.steps.pop(name)
+        begin = time.monotonic()
+        state, metrics = compiled(state, batch)
+        loss = float(metrics["loss"])
+        jax.block_until_ready(state)
+        end = time.monotonic()
+        self.steps[name] = compiled, state, batch
+        return {"begin": begin, "end": end, "loss": loss}
 
     def drop(self, name: str) -> dict[str, Any]:
-        """Forget a step and its arguments."""
+        """Forget a step and its state."""
         self.steps.pop(name, None)
         return {}
 
-    def ops(self) -> dict[str, Any]:
-        """Seconds of every op and of a tick's exchange."""
+    def peak(self, name: str) -> dict[str, Any]:
+        """Most bytes that this process has during a step, and what of them it has between steps."""
+        return memory.peak(lambda: self.step(name))
+
+    def ops(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of every op, of a tick's exchange and of a rank's update."""
         if self.timers is None:
-            batch = self._batch(1)
-            put = lambda tree: jax.tree.map(jnp.asarray, tree)  # noqa: E731
-            microbatch = put(jax.tree.map(lambda leaf: leaf[0], batch))
-            held = put(tuple(self.layers[: self.workload.model.n_layers // self.pp]))
-            shared = put(self.shared)
-            message = jax.eval_shape(self.functions.embed, shared, microbatch)
+            trainer = trainer_of(config)
+            layers = trainer.config.model.n_layers // trainer.mesh.size
             self.timers = (
-                OpTimer(self.functions, shared, held, microbatch),
-                TransferTimer(self.mesh, message),
+                OpTimer.of(trainer, layers=layers),
+                TransferTimer(trainer),
+                UpdateTimer(trainer, layers),
             )
-        ops, transfer = self.timers
-        return ops.seconds() | {"transfer": transfer.seconds()}
+        ops, transfer, update = self.timers
+        return {**ops.seconds(), "transfer": transfer.seconds(), "update": update.seconds()}
 
-    def _batch(self, microbatches: int) -> dict[str, np.ndarray]:
-        w = self.workload
-        shape = microbatches, w.microbatch_size, w.seq_len + 1
-        tokens = np.random.default_rng(0).integers(0, w.model.vocab_size, shape, np.int32)
-        return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+    def export(self, path: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Write the initial values and the batch of a configuration on one device, for PyTorch."""
+        trainer = trainer_of(config)
+        state, batch = trainer.init(), _batch(trainer)
+        named = {
+            "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in where): leaf
+            for where, leaf in jax.tree.leaves_with_path(state.params)
+        }
+        np.savez(Path(path), **named, **batch)
+        return {}
 
-    def _pipelined(
-        self, batch: Tree, *, variant: str, times: dict[str, float] | None = None
-    ) -> tuple[Any, Tree]:
-        chosen = VARIANTS[variant]
-        layers = chosen.layers(self.workload.model.n_layers, self.pp)
-        model, costs = self.workload.model, None
-        if times:
-            costs = chosen.costs(OpTimes(**times), model.n_layers, self.pp, split=True)
-        schedule = chosen.build(self.pp, len(batch["inputs"]), costs)
-        ends = VocabularyParallel.of(ONE_DEVICE, self.pp) if chosen.vocab_parallel else None
-        functions = _functions(Decoder(model, end_devices=ends))
-        execution = Execution(in_flight=chosen.in_flight, vocab_parallel=chosen.vocab_parallel)
-        pipeline = Pipeline(functions, schedule, self.mesh, layers, execution)
-        slots = StageLayout(layers, schedule.placement).stack(self.layers)
-        params = {"shared": self.shared, "layers": slots}
-        specs = pipeline.sharding.specs(params)
-        arguments = (
-            jax.tree.map(self._put, params, specs),
-            jax.tree.map(lambda leaf: self._put(leaf, PartitionSpec()), batch),
-        )
-        return jax.jit(pipeline.losses_and_gradients), arguments
 
-    def _put(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
-        leaf, sharding = np.asarray(leaf), NamedSharding(self.mesh, spec)
-        return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+def accumulated(trainer: Trainer) -> Any:
+    """The same step on one device without a pipeline: `jax.grad`, summed over a scan."""
+    functions = trainer.pipeline.functions
 
-    def _single(self, batch: Tree) -> tuple[Any, Tree]:
-        """The same step on one device: no pipeline, gradients summed over a scan."""
-        functions, count = self.functions, batch["targets"].size
+    def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        count = functions.count(batch)
 
         def share(params: Tree, microbatch: Tree) -> jax.Array:
             x = functions.embed(params["shared"], microbatch)
-            for layer in params["layers"]:
-                x = functions.layer(layer, x, microbatch)
+            for slot in params["layers"]:
+                x = functions.layer(jax.tree.map(lambda leaf: leaf[0], slot), x, microbatch)
             return functions.head(params["shared"], x, microbatch) / count
 
-        def step(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-            def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
-                loss, gradients = jax.value_and_grad(share)(params, microbatch)
-                return jax.tree.map(jnp.add, total, gradients), loss
+        def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
+            loss, gradients = jax.value_and_grad(share)(state.params, microbatch)
+            return jax.tree.map(jnp.add, total, gradients), loss
 
-            total, losses = lax.scan(one, jax.tree.map(jnp.zeros_like, params), batch)
-            return losses, total
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        gradients, losses = lax.scan(one, zeros, batch)
+        return trainer.update(state, losses.sum(), gradients)
 
-        params = {"shared": self.shared, "layers": self.layers}
-        return jax.jit(step), jax.tree.map(jnp.asarray, (params, batch))
+    return jax.jit(step, donate_argnums=0)
 
 
-def _functions(decoder: Decoder) -> StageFunctions:
-    return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts)
+def trainer_of(config: dict[str, Any]) -> Trainer:
+    """The trainer of a configuration in plain values, on the first devices it needs."""
+    converted = msgspec.convert(config, Config)
+    parallel = converted.parallel
+    return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+
+
+def _batch(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Random tokens `[M, B, L]`, in the same order however they are dealt to replicas."""
+    model, train = trainer.config.model, trainer.config.train
+    sizes = trainer.batch_shape
+    shape = sizes["microbatches"], sizes["batch_size"], train.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
+    return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
 def main() -> None:
@@ -146,7 +144,7 @@ def main() -> None:
     if how["size"] > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{how['port']}", how["size"], how["rank"])
-    worker = Worker(msgspec.convert(how["workload"], Workload), how["size"])
+    worker = Worker()
     print(json.dumps({"ready": jax.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -94,9 +94,10 @@ class RankWork:
 
     def tick(self, carry: Carry, row: Row) -> Carry:
         """Run one row of the tables."""
-        arriving, inbox, row = self._transfers.receive(
-            carry.y, carry.dx, carry.arriving, carry.inbox, row
-        )
+        with jax.named_scope("exchange"):
+            arriving, inbox, row = self._transfers.receive(
+                carry.y, carry.dx, carry.arriving, carry.inbox, row
+            )
         carry = carry._replace(arriving=arriving, inbox=inbox)
         carry = self.ends.after_receiving(carry, row)
         if self.poison:
@@ -104,12 +105,15 @@ class RankWork:
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
         read = {op: self._read(carry, row, op) for op in {pair.op for pair in self.tables.pairs}}
         for index, pair in enumerate(self.tables.pairs):
-            carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
+            with jax.named_scope(f"F_chunk{pair.forward}+{pair.op.name}_chunk{pair.gradient}"):
+                carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
         for chunk in self.tables.forwards:
-            carry = self._forward(carry, row, row["F"] == chunk + 1, chunk)
+            with jax.named_scope(f"F_chunk{chunk}"):
+                carry = self._forward(carry, row, row["F"] == chunk + 1, chunk)
         carry = self.ends.after_forward(carry, row)
         for op, chunk in self.tables.gradients:
-            carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
+            with jax.named_scope(f"{op.name}_chunk{chunk}"):
+                carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
         carry = self.ends.after_gradient(carry, row)
         return self._spoil(carry, row) if self.poison else carry
 

@@ -6,8 +6,8 @@ from jaxpipe.analysis import hidden_bytes
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, OpSeconds
-from jaxpipe.planning.memory import RankBytes, rank_bytes
-from jaxpipe.schedule import Report, lower, simulate
+from jaxpipe.planning.memory import RankBytes, mirrored_bytes, rank_bytes
+from jaxpipe.schedule import Op, Report, Tables, lower, simulate
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,26 @@ class Estimate:
 
     candidate: Candidate
     report: Report  # seconds
+    tables: Tables
     bytes: RankBytes  # of a device
-    sent: int  # bytes that a device sends to its neighbours in a step: every lane, every tick
+    sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
+    mirroring: float  # seconds of that copy, if the schedule is bidirectional
     tokens: int  # of a step
-    held: int  # most (microbatch, stage) pairs on any rank
+
+    @property
+    def held(self) -> int:
+        """Most (microbatch, stage) pairs on any rank."""
+        return self.tables.slots.for_w
+
+    @property
+    def seconds(self) -> float:
+        """Of a step by the lockstep, which is what the scan takes."""
+        return self.report.lockstep_makespan + self.mirroring
 
     @property
     def tokens_per_second(self) -> float:
-        """By the lockstep, which is what the scan takes."""
-        return self.tokens / self.report.lockstep_makespan
+        """Over all replicas."""
+        return self.tokens / self.seconds
 
 
 def estimate(
@@ -40,7 +51,12 @@ def estimate(
         "in_flight": candidate.in_flight,
         "vocab_parallel": config.parallel.vocab_parallel_pp,
     }
-    costs = seconds.costs(candidate.layers, shared_by=config.parallel.ends_shared_by)
+    actions = (action for order in schedule.ranks for cell in order for action in cell.actions)
+    costs = seconds.costs(
+        candidate.layers,
+        shared_by=config.parallel.ends_shared_by,
+        split=any(action.op is Op.B for action in actions),
+    )
     report = simulate(schedule, costs, **knobs)
     tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}
@@ -48,12 +64,14 @@ def estimate(
         config.model, itemsize=ITEMSIZE[train.compute_dtype],
         sequence_parallel=config.parallel.sequence_parallel, **sizes,
     )  # fmt: skip
+    mirrored = mirrored_bytes(config, schedule, candidate.layers)
     samples = train.grad_accum_steps * train.microbatch_size * config.parallel.dp
     return Estimate(
         candidate,
         report,
+        tables,
         rank_bytes(config, candidate, tables),
-        tables.ticks * len(tables.lanes) * message,
+        tables.ticks * len(tables.lanes) * message + mirrored,
+        mirrored * seconds.transfer / message,
         samples * train.seq_len,
-        tables.slots.for_w,
     )

@@ -7,7 +7,7 @@ from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE
-from jaxpipe.schedule import Tables
+from jaxpipe.schedule import Schedule, Tables
 from jaxpipe.storage import cutting, part_size
 
 _FLOAT32 = 4
@@ -83,6 +83,19 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
         activations=slots * rings + (messages + waits) * hidden + held.head * logits * item,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
     )
+
+
+def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) -> int:
+    """Bytes that a rank of a bidirectional schedule sends a step for its second copy of a stage.
+
+    The parameters go out in the compute dtype, the sums of gradients come home in float32.
+    """
+    if schedule.placement.mirrored_from is None:
+        return 0
+    layer = _values(config, of_layer=True)
+    values = layer.part if config.parallel.reshard_after_forward else layer.whole
+    slots = max(layers) * (schedule.stages // config.parallel.pp)
+    return slots * values * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
 
 
 class _Values(NamedTuple):

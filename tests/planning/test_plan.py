@@ -87,6 +87,18 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage, vocab):
     assert predicted.optimizer == 2 * predicted.parameters
 
 
+def test_a_second_copy_of_the_stages_costs_its_messages():
+    """DualPipe: each rank's layers go out, and their gradients come home, once a step."""
+    sizes = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=4", "train.grad_accum_steps=8",
+             "train.compute_dtype=bfloat16")  # fmt: skip
+    _, _, found = estimates_of(*sizes)
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    one, other = found["dualpipe"], found["1f1b"]
+    assert one.mirroring == pytest.approx(2 * layer * (2 + 4) / 1e15)
+    assert one.seconds == one.report.lockstep_makespan + one.mirroring
+    assert other.mirroring == 0
+
+
 def test_a_shared_vocabulary_makes_stages_equal():
     """No stage costs more than another, the step is shorter, and no device holds more."""
     sizes = ("model.vocab_size=4096", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",

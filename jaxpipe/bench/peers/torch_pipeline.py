@@ -1,21 +1,26 @@
 """The same decoder under torch.distributed.pipelining: one rank, one thread, gloo.
 
-Imports nothing of jaxpipe and runs under any Python that has torch. Reads commands as JSON lines
-and answers in kind: `{"do": "build", "name": key, "microbatches": M, "schedule": class or null}`
-prepares a step and runs it twice, `"step"` runs it. A step is forward and backward of all
-microbatches; there is no optimizer in it.
+Imports nothing that needs jax and runs under any Python that has torch and numpy. Reads commands as
+JSON lines and answers in kind: `{"do": "build", "name": key, "schedule": class or null, "config":
+..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"peak"` gives its
+memory. The file has the initial values by name, and the batch. A step ends with AdamW.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
+
+sys.path.append(str(Path(__file__).parents[1]))
+import memory
 
 
 class Layer(nn.Module):
@@ -61,20 +66,39 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """Some of the layers, with the embedding before the first and the head after the last."""
 
-    def __init__(self, m, stage, stages):
+    def __init__(self, m, stage, stages, values):
         super().__init__()
-        torch.manual_seed(stage)
-        first, last = stage == 0, stage == stages - 1
-        self.embed = nn.Embedding(m["vocab_size"], m["d_model"]) if first else nn.Identity()
-        self.layers = nn.Sequential(*[Layer(m) for _ in range(m["n_layers"] // stages)])
+        self.first, self.last = stage == 0, stage == stages - 1
+        each = m["n_layers"] // stages
+        self.embed = nn.Embedding(m["vocab_size"], m["d_model"]) if self.first else nn.Identity()
+        self.layers = nn.Sequential(*[Layer(m) for _ in range(each)])
         ends = (
             nn.RMSNorm(m["d_model"], m["norm_eps"]),
             nn.Linear(m["d_model"], m["vocab_size"], bias=False),
         )
-        self.head = nn.Sequential(*ends) if last else nn.Identity()
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+        self.head = nn.Sequential(*ends) if self.last else nn.Identity()
+        with torch.no_grad():
+            self.fill(values, stage * each)
+
+    def fill(self, values, first_layer):
+        """Take the initial values; matrices there map from the left, `x @ w`."""
+
+        def put(parameter, value, matrix=False):
+            parameter.copy_(torch.from_numpy(value.T.copy() if matrix else value.copy()))
+
+        if self.first:
+            put(self.embed.weight, values["shared/embed"])
+        if self.last:
+            put(self.head[0].weight, values["shared/final_norm/scale"])
+            put(self.head[1].weight, values["shared/head"], matrix=True)
+        for number, layer in enumerate(self.layers, first_layer):
+            of = lambda name, number=number: values[f"layers/{number}/{name}"][0]  # noqa: E731
+            put(layer.attn_norm.weight, of("attn_norm/scale"))
+            put(layer.mlp_norm.weight, of("mlp_norm/scale"))
+            for name in ("wq", "wk", "wv", "wo"):
+                put(getattr(layer, name).weight, of(f"attn/{name}"), matrix=True)
+            for name in ("gate", "up", "down"):
+                put(getattr(layer, name).weight, of(f"mlp/w_{name}"), matrix=True)
 
     def forward(self, x):
         """Tokens or activations to activations or logits."""
@@ -86,20 +110,20 @@ class Worker:
 
     def __init__(self, how):
         self.rank, self.size = how["rank"], how["size"]
-        self.sizes = how["workload"]["model"] | {"seq_len": how["workload"]["seq_len"]}
-        self.examples = how["workload"]["microbatch_size"]
         self.steps = {}
 
-    def build(self, name, microbatches, schedule=None):
-        """Prepare a step and run it twice."""
-        generator = torch.Generator().manual_seed(0)
-        shape = microbatches * self.examples, self.sizes["seq_len"] + 1
-        tokens = torch.randint(self.sizes["vocab_size"], shape, generator=generator)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def build(self, name, schedule, config, values):
+        """Prepare a step and run it twice; the answer has both losses."""
+        self.model = config["model"] | {"seq_len": config["train"]["seq_len"]}
+        self.optimizer = config["optimizer"]
+        with np.load(values) as file:
+            self.values = dict(file)
+        tokens = [torch.from_numpy(self.values[name]).long() for name in ("inputs", "targets")]
+        inputs, targets = (t.flatten(0, 1).contiguous() for t in tokens)
         prepare = self.single if schedule is None else self.pipelined
-        self.steps[name] = prepare(inputs, targets, microbatches, schedule)
-        self.step(name)
-        return self.step(name)
+        self.steps[name] = prepare(inputs, targets, len(tokens[0]), schedule)
+        first, second = self.step(name), self.step(name)
+        return second | {"losses": [first["loss"], second["loss"]]}
 
     def step(self, name):
         """Run a step: loss, begin and end."""
@@ -107,10 +131,25 @@ class Worker:
         loss = self.steps[name]()
         return {"begin": begin, "end": time.monotonic(), "loss": loss}
 
+    def peak(self, name):
+        """Most bytes that this process has during a step, and what of them between steps."""
+        return memory.peak(lambda: self.step(name))
+
     def drop(self, name):
         """Forget a step."""
         self.steps.pop(name, None)
         return {}
+
+    def adamw(self, modules):
+        """PyTorch's fused AdamW; norm gains do not decay."""
+        o = self.optimizer
+        all_of_them = [p for module in modules for p in module.parameters()]
+        groups = [
+            {"params": [p for p in all_of_them if p.dim() > 1], "weight_decay": o["weight_decay"]},
+            {"params": [p for p in all_of_them if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        betas = (o["beta1"], o["beta2"])
+        return torch.optim.AdamW(groups, o["lr"], betas, o["eps"], fused=True)
 
     def loss_of(self, count):
         """Summed cross-entropy over the number of the step's targets."""
@@ -123,16 +162,18 @@ class Worker:
 
     def single(self, inputs, targets, microbatches, _):
         """Microbatch after microbatch on one process."""
-        model, loss_of = Stage(self.sizes, 0, 1), self.loss_of(targets.numel())
+        model, loss_of = Stage(self.model, 0, 1, self.values), self.loss_of(targets.numel())
+        optimizer = self.adamw([model])
         pairs = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches)))
 
         def step():
-            model.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             total = 0.0
             for x, y in pairs:
                 loss = loss_of(model(x), y)
                 loss.backward()
                 total += loss.item()
+            optimizer.step()
             return total
 
         return step
@@ -140,13 +181,13 @@ class Worker:
     def pipelined(self, inputs, targets, microbatches, schedule):
         """A stage or two of the pipeline under one of PyTorch's schedules."""
         kind = getattr(pipelining, schedule)
-        several = schedule != "Schedule1F1B"
+        several = schedule not in ("ScheduleGPipe", "Schedule1F1B")
         stages = self.size * (2 if several else 1)
         v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
         own = [self.rank]
         if several:
             own.append(stages - 1 - self.rank if v_shaped else self.rank + self.size)
-        modules = [Stage(self.sizes, stage, stages) for stage in own]
+        modules = [Stage(self.model, stage, stages, self.values) for stage in own]
         pieces = [
             pipelining.PipelineStage(module, stage, stages, torch.device("cpu"))
             for module, stage in zip(modules, own)
@@ -155,12 +196,13 @@ class Worker:
         runner = kind(pieces if several else pieces[0], microbatches, **options)
         arguments = (inputs,) if 0 in own else ()
         last = stages - 1 in own
+        optimizer = self.adamw(modules)
 
         def step():
-            for module in modules:
-                module.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             losses = []
             runner.step(*arguments, target=targets if last else None, losses=losses)
+            optimizer.step()
             return float(sum(losses))
 
         return step

@@ -1,0 +1,63 @@
+"""`python -m jaxpipe.bench WHAT ...`: measure, beside what the simulator says and what others do.
+
+  ops CONFIG     seconds, FLOPs and rates of every op on the present device
+  train CONFIG   training steps on the present devices
+  step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
+  torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
+  scale CONFIG   weak and strong scaling by simulation
+  show           tables and pictures of the kept results, into the README
+
+Exit codes: 0 done; 1 a measurement failed; 2 bad input.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxpipe.bench import costs, scale, show, step, train
+from jaxpipe.bench.processes import BenchError
+from jaxpipe.config import ConfigError
+from jaxpipe.schedule import ScheduleError
+
+_COMMANDS = {
+    "ops": costs,
+    "train": train,
+    "step": step,
+    "torch": step,
+    "scale": scale,
+    "show": show,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpipe.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in _COMMANDS.items():
+        module.add_arguments(
+            commands.add_parser(
+                name,
+                description=module.__doc__,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
+    arguments = parser.parse_args(argv)
+    if arguments.command == "torch":
+        arguments.torch = arguments.torch or sys.executable
+    try:
+        _COMMANDS[arguments.command].run(arguments)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""`bench ops`: seconds of every op of a configuration on the present device, each alone in a loop.
+
+F, B, W and BW are of one layer and one microbatch, in the compute dtype and with the remat of
+`[train]`; `head` is the loss with its gradients. Beside each stand its matrix products' FLOPs by
+the planner's account, the rate they ran at, and that rate as a share of the device's peak. With
+`parallel.tp` the sizes are those of one device; its collectives are not in the times. The file
+is what `plan --costs` and `parallel.costs` read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe import config as configs
+from jaxpipe.analysis import head_flops, hidden_bytes, layer_flops
+from jaxpipe.checks import validate
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning import ITEMSIZE
+from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add("--layers", type=int, default=2, help="layers in a loop's turn (2)")
+    add("--repeats", type=int, default=5, help="loops, of which the median counts (5)")
+    add("--link", type=float, default=50e9, help="bytes/s to a neighbour, if there is none (50e9)")
+    add("--out", type=Path, metavar="FILE.json", help="where to write them")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the table and write the file."""
+    config = configs.load(arguments.config, arguments.overrides)
+    validate(config)
+    _check(arguments, config)
+    if config.runtime.cpu_devices:
+        use_cpu_devices(config.runtime.cpu_devices)
+    use_gpu_memory()
+    found = measure(config, arguments.layers, arguments.repeats, arguments.link)
+    found["command"] = " ".join(
+        ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
+    )
+    _print(found)
+    if arguments.out:
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
+    """Seconds and FLOPs by op, with the device and versions."""
+    import jax
+
+    from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
+    from jaxpipe.metrics import peak_flops
+    from jaxpipe.trainer import Trainer
+
+    device = jax.devices()[0]
+    part = of_one_device(config)
+    one = Trainer(part, (device,))
+    turns = 2 if device.platform == "cpu" else 8
+    ops = OpTimer.of(one, layers=layers, turns=turns)
+    rounds = [ops.seconds() for _ in range(repeats)]
+    seconds = {name: median(each[name] for each in rounds) for name in rounds[0] if name != "layer"}
+    seconds["layer"] = {
+        name: median(each["layer"][name] for each in rounds) for name in rounds[0]["layer"]
+    }
+    train, sizes = config.train, {"batch": config.train.microbatch_size,
+                                  "seq_len": config.train.seq_len}  # fmt: skip
+    if len(jax.devices()) > 1:
+        parallel = msgspec.structs.replace(part.parallel, pp=2)
+        pair = Trainer(msgspec.structs.replace(part, parallel=parallel), tuple(jax.devices()[:2]))
+        transfer = TransferTimer(pair)
+        seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
+    else:
+        message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
+        seconds["transfer"] = message / link
+    update = UpdateTimer(one, layers)
+    layer, head = layer_flops(part.model, remat=train.remat, **sizes), head_flops(
+        part.model, **sizes
+    )  # fmt: skip
+    return {
+        "date": date.today().isoformat(),
+        "device": device.device_kind,
+        "peak": peak_flops(device.device_kind),
+        "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
+        "seconds": seconds,
+        "update": median(update.seconds() for _ in range(repeats)) / layers,
+        "flops": {
+            "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
+            "head": head.F + head.B + head.W,
+        },
+        "transfer_measured": len(jax.devices()) > 1,
+    }  # fmt: skip
+
+
+def of_one_device(config: Config) -> Config:
+    """The model that one device of the tp group computes, on a mesh of one device."""
+    model, tp = config.model, config.parallel.tp
+    model = msgspec.structs.replace(
+        model, head_dim=model.head_size, n_heads=model.n_heads // tp, d_ff=model.d_ff // tp,
+        n_kv_heads=max(model.n_kv_heads // tp, 1), vocab_size=model.vocab_size // tp,
+    )  # fmt: skip
+    parallel = configs.ParallelConfig(schedule="1f1b")
+    train = msgspec.structs.replace(config.train, grad_accum_steps=1)
+    return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)
+
+
+def _print(found: dict[str, Any]) -> None:
+    title = f"{found['device']}, {', '.join(' '.join(v) for v in found['versions'].items())}"
+    table = Table("op", "ms", "GFLOP", "TFLOP/s", "of the peak", title=title)
+    seconds, peak = found["seconds"], found["peak"]
+    rows = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
+    for name, each in {**rows, "update, a layer": found["update"]}.items():
+        flops = found["flops"].get(name)
+        rate = ["", "", ""]
+        if flops:
+            share = f"{flops / each / peak:.1%}" if peak else ""
+            rate = [f"{flops / 1e9:,.1f}", f"{flops / each / 1e12:,.2f}", share]
+        table.add_row(name, f"{each * 1e3:,.3f}", *rate)
+    Console(highlight=False).print(table)
+    if not found["transfer_measured"]:
+        print("transfer: computed from --link, there is one device")
+
+
+def _check(arguments: argparse.Namespace, config: Config) -> None:
+    counts: Sequence[tuple[str, int]] = [
+        ("--layers", arguments.layers), ("--repeats", arguments.repeats)
+    ]  # fmt: skip
+    for name, count in counts:
+        if count < 1:
+            raise ConfigError(f"{name} {count} must be at least 1.")
+    if arguments.layers > config.model.n_layers:
+        raise ConfigError(
+            f"--layers {arguments.layers}: the model has {config.model.n_layers}, give fewer."
+        )
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise ConfigError(f"--out {arguments.out} cannot be written: its folder is missing.")

@@ -1,0 +1,138 @@
+"""What a measurement of steps leaves: a JSON file, from which every table is made."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from jaxpipe.bench.variants import PP, VARIANTS
+
+
+class Peak(msgspec.Struct):
+    """Bytes of memory of the rank that has most: during a step, and before it."""
+
+    peak: int
+    before: int
+
+
+class Steps(msgspec.Struct):
+    """Steps of so many microbatches. Names are "jaxpipe single", "torch Schedule1F1B" and so on.
+
+    A round has the seconds of each step in it, and `predicted` those of the simulator, from the
+    ops of that round. Steps that others disturbed are missing, and `tried` counts all.
+    """
+
+    microbatches: int
+    rounds: list[dict[str, float]]
+    predicted: list[dict[str, float]]
+    tried: dict[str, int]
+    losses: dict[str, list[float]]  # of the first two steps
+    compile: dict[str, float]  # seconds
+    memory: dict[str, Peak]
+
+    def seconds(self, name: str) -> list[float]:
+        """All clean steps of that name."""
+        return [found[name] for found in self.rounds if name in found]
+
+    def efficiency(self, of: str, name: str) -> list[float]:
+        """Of each round: half of the single device's step over that step."""
+        single = f"{of} single"
+        return [
+            found[single] / PP / found[f"{of} {name}"]
+            for found in self.rounds
+            if single in found and f"{of} {name}" in found
+        ]
+
+    def predicted_efficiency(self, variant: str) -> list[float]:
+        """The same with the simulator's seconds of the pipeline."""
+        return [
+            found["jaxpipe single"] / PP / said[variant]
+            for found, said in zip(self.rounds, self.predicted)
+            if "jaxpipe single" in found and variant in said
+        ]
+
+    def promise_kept(self, variant: str) -> list[float]:
+        """Of each round: the simulator's seconds over the measured."""
+        return [
+            said[variant] / found[f"jaxpipe {variant}"]
+            for found, said in zip(self.rounds, self.predicted)
+            if f"jaxpipe {variant}" in found and variant in said
+        ]
+
+
+class Result(msgspec.Struct):
+    """One run of the bench."""
+
+    date: str
+    command: str
+    versions: dict[str, str]
+    machine: str
+    tokens: int  # of a microbatch
+    ops: list[dict[str, object]]  # `OpSeconds` and `update`, of every round
+    steps: list[Steps]
+
+    @classmethod
+    def read(cls, path: Path) -> "Result":
+        """From a file that `write` made."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+    def variants(self) -> list[str]:
+        """Names of our schedules, in the order they were measured."""
+        names = dict.fromkeys(name for steps in self.steps for name in steps.tried)
+        return [v for name in names if (v := name.removeprefix("jaxpipe ")) in VARIANTS]
+
+
+_COLUMNS = (
+    "schedule", "M", "step, s", "tokens/s", "efficiency", "predicted", "predicted / measured",
+    "memory, MiB", "compiled in, s", "PyTorch's step, s", "its efficiency", "its memory, MiB",
+)  # fmt: skip
+
+
+def table(result: Result, *, spread: bool = True) -> str:
+    """All in markdown: medians over the rounds, with the least and the largest if wanted."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    for steps in result.steps:
+        for name in ("single", "data parallel", *result.variants()):
+            if steps.seconds(f"jaxpipe {name}"):
+                cells = _ours(steps, name, steps.microbatches * result.tokens)
+                cells += _theirs(steps, VARIANTS[name].peer if name in VARIANTS else name)
+                shown = [cell if spread else cell.partition(" (")[0] for cell in cells]
+                lines.append("| " + " | ".join([name, str(steps.microbatches), *shown]) + " |")
+    return "\n".join(lines)
+
+
+def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
+    seconds = steps.seconds(f"jaxpipe {name}")
+    compiled = steps.compile.get(f"jaxpipe {name}")
+    return [
+        _spread(seconds, 2),
+        f"{tokens / median(seconds):,.0f}",
+        "" if name == "single" else _spread(steps.efficiency("jaxpipe", name), 3),
+        _spread(steps.predicted_efficiency(name), 3),
+        _spread(steps.promise_kept(name), 3),
+        _mebibytes(steps.memory.get(f"jaxpipe {name}")),
+        "" if compiled is None else f"{compiled:.1f}",
+    ]
+
+
+def _theirs(steps: Steps, peer: str) -> list[str]:
+    seconds = steps.seconds(f"torch {peer}")
+    efficiency = [] if peer == "single" else steps.efficiency("torch", peer)
+    memory = _mebibytes(steps.memory.get(f"torch {peer}"))
+    return [_spread(seconds, 2), _spread(efficiency, 3), memory]
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return ""
+    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, median, max))
+    return f"{middle} ({low}-{high})"
+
+
+def _mebibytes(peak: Peak | None) -> str:
+    return "" if peak is None else f"{peak.peak / 2**20:,.0f}"

@@ -1,0 +1,279 @@
+"""`bench step`: whole training steps of every schedule, beside predictions, one device and PyTorch.
+
+Two processes of one thread, each pinned to its own core, train as any run does: forward, backward
+and AdamW. Beside every schedule stand the simulator's step, from op times measured with both cores
+busy; the step of one device, gradients summed over a scan; data parallelism on the same two; and
+PyTorch's schedule of that family, with the same initial values and tokens, whose losses must agree.
+
+  efficiency = (single-device step / 2) / step, of steps of one round; then the median over rounds.
+
+All take turns in rounds, and a step in which other processes used over 6 % of a core is made again.
+Memory is measured last, every schedule in fresh processes.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxpipe import config as configs
+from jaxpipe.bench.processes import BenchError, Group, loss_of, seconds_of
+from jaxpipe.bench.results import Peak, Result, Steps, table
+from jaxpipe.bench.rounds import Rounds, Runner
+from jaxpipe.bench.variants import (
+    DEFAULT,
+    PP,
+    VARIANTS,
+    data_parallel_config,
+    predicted,
+    single_config,
+)
+from jaxpipe.checks import validate
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning import OpSeconds
+
+_PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
+_AGREE = 1e-4  # losses of both frameworks, relative
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step that takes part: by which processes, and what they are to build."""
+
+    name: str
+    group: str
+    build: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("config", help="a TOML file, such as configs/bench_s.toml")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add("--schedules", nargs="+", default=list(DEFAULT), metavar="NAME", help=", ".join(VARIANTS))
+    add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M", help="of a step")
+    add("--rounds", type=int, default=3, help="how often every step is made (3)")
+    add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
+    add("--memory", type=int, nargs="*", default=[], metavar="M", help="measure memory at these M")
+    add("--out", type=Path, metavar="FILE.json", help="where to write all that was measured")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the table and write the file."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = configs.load(arguments.config, arguments.overrides)
+    _check(arguments, config)
+    result = _Bench(arguments, config).result()
+    print(table(result))
+    if arguments.out:
+        result.write(arguments.out)
+
+
+class _Bench:
+    """One run of the command, in a directory for what the processes share."""
+
+    def __init__(self, arguments: argparse.Namespace, config: Config):
+        self.arguments, self.config = arguments, config
+        self.programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.worker"]}
+        if arguments.torch:
+            self.programs["torch"] = [arguments.torch, str(_PEER)]
+        self.ops: list[dict[str, Any]] = []
+
+    def result(self) -> Result:
+        """Measure everything."""
+        with ExitStack() as stack:
+            self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            groups = {}
+            for program in self.programs:
+                for kind, size in ((f"{program} single", 1), (program, PP)):
+                    groups[kind] = stack.enter_context(Group(kind, self.programs[program], size))
+            versions = {name: groups[name].versions[0]["ready"] for name in self.programs}
+            steps = [self._steps(groups, m) for m in self.arguments.microbatches]
+            self._measure_memory(steps)
+        train = self.config.train
+        return Result(
+            date=date.today().isoformat(),
+            command=self._command(),
+            versions={"Python": platform.python_version()} | _named(versions),
+            machine=f"{PP} cores of {_processor()}, one thread a rank",
+            tokens=train.microbatch_size * train.seq_len,
+            ops=self.ops,
+            steps=steps,
+        )
+
+    def _steps(self, groups: Mapping[str, Group], microbatches: int) -> Steps:
+        """Build every step, then take turns in rounds."""
+        first = self._op_seconds(groups["jaxpipe"])
+        costs = self.directory / "costs.json"
+        costs.write_text(_as_json({"seconds": first}))
+        entries = self._entries(microbatches, costs)
+        losses, compiled = {}, {}
+        for entry in entries:
+            answers = groups[entry.group].ask("build", name=entry.name, **entry.build)
+            losses[entry.name] = loss_of(answers, "losses")
+            if "compile" in answers[0]:
+                compiled[entry.name] = max(answer["compile"] for answer in answers)
+            _check_losses(entry.name, losses[entry.name], losses["jaxpipe single"])
+        turns: dict[str, Callable[[], Any]] = {
+            "ops": lambda: self._op_seconds(groups["jaxpipe"]),
+            **{entry.name: _turn(groups[entry.group], entry.name) for entry in entries},
+        }
+        runner, rounds = Runner(tuple(groups.values())), Rounds()
+        for number in range(self.arguments.rounds):
+            runner.round(turns, rounds)
+            print(f"round {number + 1} of M={microbatches} done", file=sys.stderr, flush=True)
+        for entry in entries:
+            groups[entry.group].ask("drop", name=entry.name)
+        self.ops += rounds.kept("ops")
+        return Steps(
+            microbatches,
+            [{k: v for k, v in found.items() if k != "ops"} for found in rounds.rounds],
+            [self._predicted(found.get("ops"), microbatches, costs) for found in rounds.rounds],
+            dict(rounds.tried),
+            losses,
+            compiled,
+            {},
+        )
+
+    def _entries(self, microbatches: int, costs: Path) -> list[Entry]:
+        """All that take turns, our single device first: its losses are what others' must be."""
+        single = _builtins(single_config(self.config, microbatches))
+        double = _builtins(data_parallel_config(self.config, microbatches))
+        entries = [
+            Entry("jaxpipe single", "jaxpipe single", {"kind": "accumulated", "config": single}),
+            Entry("jaxpipe data parallel", "jaxpipe", {"kind": "trained", "config": double}),
+        ]
+        for name in self.arguments.schedules:
+            config = _builtins(VARIANTS[name].config(self.config, microbatches, costs))
+            entries.append(
+                Entry(f"jaxpipe {name}", "jaxpipe", {"kind": "trained", "config": config})
+            )
+        if "torch" not in self.programs:
+            return entries
+        values = self.directory / f"values-{microbatches}.npz"
+        with Group("values", self.programs["jaxpipe"], 1) as group:
+            group.ask("export", path=str(values), config=single)
+        build = {"config": single, "values": str(values)}
+        entries.append(Entry("torch single", "torch single", {"schedule": None, **build}))
+        for peer in dict.fromkeys(VARIANTS[name].peer for name in self.arguments.schedules):
+            entries.append(Entry(f"torch {peer}", "torch", {"schedule": peer, **build}))
+        return entries
+
+    def _predicted(
+        self, ops: dict[str, Any] | None, microbatches: int, costs: Path
+    ) -> dict[str, float]:
+        """The simulator's seconds of every schedule's step, with the update."""
+        if ops is None:
+            return {}
+        seconds = msgspec.convert(ops, OpSeconds)
+        return {
+            name: ops["update"]
+            + predicted(VARIANTS[name].config(self.config, microbatches, costs), seconds)
+            for name in self.arguments.schedules
+        }
+
+    def _op_seconds(self, group: Group) -> dict[str, Any]:
+        """Of the ops, the mean over the ranks, which run them at the same time."""
+        config = VARIANTS["1f1b"].config(self.config, self.arguments.microbatches[0])
+        return _mean(group.ask("ops", config=_builtins(config)))
+
+    def _measure_memory(self, steps: Sequence[Steps]) -> None:
+        """Of every step in processes that have done nothing else."""
+        for one in steps:
+            if one.microbatches not in self.arguments.memory:
+                continue
+            for entry in self._entries(one.microbatches, self.directory / "costs.json"):
+                program = self.programs[entry.group.split()[0]]
+                size = 1 if entry.group.endswith("single") else PP
+                with Group(entry.name, program, size, measures_memory=True) as group:
+                    group.ask("build", name=entry.name, **entry.build)
+                    answers = group.ask("peak", name=entry.name)
+                most = max(answers, key=lambda answer: answer["peak"])
+                one.memory[entry.name] = Peak(most["peak"], most["before"])
+
+    def _command(self) -> str:
+        a = self.arguments
+        words = ["python -m jaxpipe.bench step", a.config, *a.overrides, "--schedules"]
+        words += [*a.schedules, "--microbatches", *map(str, a.microbatches)]
+        words += ["--rounds", str(a.rounds), *(["--torch PYTHON"] if a.torch else [])]
+        words += ["--memory", *map(str, a.memory)] if a.memory else []
+        return " ".join(words)
+
+
+def _turn(group: Group, name: str) -> Callable[[], float]:
+    return lambda: seconds_of(group.ask("step", name=name))
+
+
+def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -> None:
+    for found, wanted in zip(losses, single):
+        if not abs(found - wanted) < _AGREE * wanted:
+            raise BenchError(f"{name}: its losses {losses} are not those of one device, {single}.")
+
+
+def _mean(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: _mean([answer[name] for answer in answers])
+        if isinstance(value, dict)
+        else sum(answer[name] for answer in answers) / len(answers)
+        for name, value in answers[0].items()
+    }
+
+
+def _builtins(config: Config) -> dict[str, Any]:
+    return msgspec.to_builtins(config)
+
+
+def _as_json(found: dict[str, Any]) -> str:
+    return msgspec.json.encode(found).decode()
+
+
+def _named(versions: dict[str, str]) -> dict[str, str]:
+    return {"jax" if name == "jaxpipe" else name: number for name, number in versions.items()}
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _has_torch() -> bool:
+    try:
+        return find_spec("torch") is not None
+    except ValueError:  # it was made impossible to import
+        return False
+
+
+def _check(arguments: argparse.Namespace, config: Config) -> None:
+    """Raise what says why the request cannot be met."""
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
+        raise ConfigError(f"this needs Linux and {PP} processor cores.")
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds {arguments.rounds} must be at least 1.")
+    if arguments.torch == sys.executable and not _has_torch():
+        raise ConfigError(
+            "this Python has no torch: pip install 'jaxpipe[bench]', or give another by --torch."
+        )
+    if arguments.torch and not shutil.which(arguments.torch):
+        raise ConfigError(f"--torch {arguments.torch} cannot be started: give a Python with torch.")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise ConfigError(f"--out {arguments.out} cannot be written: its folder is missing.")
+    for name in arguments.schedules:
+        if name not in VARIANTS:
+            raise ConfigError(f"unknown schedule {name!r}: choose of {', '.join(VARIANTS)}.")
+        for microbatches in arguments.microbatches:
+            if microbatches % PP:
+                raise ConfigError(f"--microbatches {microbatches} must be even, for two replicas.")
+            validate(VARIANTS[name].config(config, microbatches))

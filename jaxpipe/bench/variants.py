@@ -1,0 +1,80 @@
+"""What competes: schedules of ours as they are run on CPUs, beside PyTorch's of the same family."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxpipe.config import Config
+from jaxpipe.planning import Candidate, OpSeconds, estimate, layers_of, schedule_of
+
+PP = 2  # ranks of a pipeline
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Keys of `[parallel]`, and PyTorch's class that does the same ("": it has none)."""
+
+    peer: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
+        """The configuration with this schedule on two ranks, searched for the lockstep it runs."""
+        parallel = msgspec.structs.replace(
+            config.parallel, pp=PP, dp=1, tp=1, objective="lockstep", transfer_ticks=1,
+            costs=str(costs or ""), **self.parallel,
+        )  # fmt: skip
+        return _with(config, microbatches, parallel)
+
+
+_INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+_SHARED = {"vocab_parallel_pp": True}
+VARIANTS = {
+    "gpipe": Variant("ScheduleGPipe", {"schedule": "gpipe"}),
+    "1f1b": Variant("Schedule1F1B", {"schedule": "1f1b"}),
+    "1f1b:in_flight=3": Variant("Schedule1F1B", {"schedule": "1f1b", "in_flight": 3}),
+    "interleaved_1f1b:v=2": Variant("ScheduleInterleaved1F1B", _INTERLEAVED),
+    "interleaved_1f1b:v=2,in_flight=5": Variant(
+        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 5}
+    ),
+    "zb_h1": Variant("ScheduleInterleavedZeroBubble", {"schedule": "zb_h1"}),
+    "zbv": Variant("ScheduleZBVZeroBubble", {"schedule": "zbv"}),
+    "dualpipe": Variant("ScheduleDualPipeV", {"schedule": "dualpipe"}),
+    "dualpipev": Variant("ScheduleDualPipeV", {"schedule": "dualpipev"}),
+    "1f1b:in_flight=4,vocab_parallel": Variant(
+        "Schedule1F1B", {"schedule": "1f1b", "in_flight": 4, **_SHARED}
+    ),
+    "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": Variant(
+        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 6, **_SHARED}
+    ),
+    "zbv:vocab_parallel": Variant("ScheduleZBVZeroBubble", {"schedule": "zbv", **_SHARED}),
+}
+DEFAULT = (
+    "gpipe", "1f1b:in_flight=3", "interleaved_1f1b:v=2,in_flight=5", "zb_h1", "zbv", "dualpipe",
+    "dualpipev",
+)  # fmt: skip
+
+
+def single_config(config: Config, microbatches: int) -> Config:
+    """The configuration on one device."""
+    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=1, tp=1, schedule="1f1b")
+    return _with(config, microbatches, parallel)
+
+
+def data_parallel_config(config: Config, microbatches: int) -> Config:
+    """The same global batch on two replicas, each with half of the microbatches."""
+    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=PP, tp=1, schedule="1f1b")
+    return _with(config, microbatches // PP, parallel)
+
+
+def predicted(config: Config, seconds: OpSeconds) -> float:
+    """The planner's seconds of a step of a configuration, without the update."""
+    schedule, in_flight = schedule_of(config), config.parallel.in_flight or None
+    one = Candidate(schedule.name, schedule, layers_of(config, schedule.stages), in_flight)
+    return estimate(config, one, seconds, transfer_ticks=1).seconds
+
+
+def _with(config: Config, microbatches: int, parallel: Any) -> Config:
+    train = msgspec.structs.replace(config.train, grad_accum_steps=microbatches)
+    return msgspec.structs.replace(config, parallel=parallel, train=train)

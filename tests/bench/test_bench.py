@@ -1,0 +1,228 @@
+"""The measurement itself: predictions from known costs, ratios, what it refuses, tiny timers."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from jaxpipe import config as configs
+from jaxpipe.bench import __main__ as bench
+from jaxpipe.bench import costs, memory, scale, show, step, worker
+from jaxpipe.bench.ops import OpTimer, UpdateTimer
+from jaxpipe.bench.results import Peak, Result, Steps, table
+from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
+from jaxpipe.planning import Hardware, LayerSeconds, OpSeconds, candidate, estimate, op_seconds
+from jaxpipe.trainer import Trainer
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+SECONDS = OpSeconds(
+    LayerSeconds(F=1, B=1, W=1, BW=2), head=0.5, embed=0.25, embed_gradient=0.125, transfer=0.0625
+)
+
+
+def small(*overrides):
+    plain = ["parallel.pp=1", "parallel.dp=1", "optimizer.clip_norm=0", "optimizer.warmup_steps=0"]
+    return configs.load(SMALL, [*plain, *overrides])
+
+
+def test_known_costs_give_the_seconds_computed_by_hand():
+    """1F1B, P = 2, M = 2, a layer a stage; a tick is as long as its slowest cell.
+
+    rank 0: F0    F1    .   B0     .    B1       F: 1 + embed, B: 2 + embed_gradient
+    rank 1: .     F0    B0  F1     B1   .        F: 1 + head,  B: 2
+    """
+    config = VARIANTS["1f1b"].config(small("model.n_layers=2"), 2)
+    ticks = 1.25 + 1.5 + 2 + 2.125 + 2 + 2.125
+    assert predicted(config, SECONDS) == ticks + 5 * 0.0625
+
+
+def test_the_unsplit_backward_is_the_measured_one():
+    found = SECONDS.costs((3, 3), split=False)
+    assert [b + w for b, w in zip(found.B, found.W)] == [6.125, 6]
+    assert list(found.F) == [3.25, 3.5]
+    without = OpSeconds(LayerSeconds(F=1, B=1, W=2), head=0, transfer=0).costs((1,), split=False)
+    assert without.B[0] + without.W[0] == 3
+
+
+def test_ranks_that_share_the_ends_pay_alike():
+    """The ends and four exchanges of each microbatch on each of two ranks, with two stages each."""
+    found = SECONDS.costs((2, 2, 2, 2), shared_by=2)
+    assert set(found.F) == {2 + ((0.5 + 0.25 + 0.125) / 2 + 4 * 0.0625) / 2}
+    assert (set(found.B), set(found.W)) == ({2}, {2})
+
+
+def result():
+    rounds = [
+        {"jaxpipe single": 10.0, "jaxpipe 1f1b": 8.0},
+        {"jaxpipe single": 20.0, "jaxpipe 1f1b": 10.0, "torch single": 3.0},
+        {"jaxpipe 1f1b": 1.0, "torch Schedule1F1B": 1.0},
+    ]
+    steps = Steps(
+        microbatches=2, rounds=rounds, predicted=[{"1f1b": 4.0}, {}, {}],
+        tried={"jaxpipe single": 3, "jaxpipe 1f1b": 3}, losses={}, compile={"jaxpipe 1f1b": 1.5},
+        memory={"jaxpipe 1f1b": Peak(2**21, 2**20)},
+    )  # fmt: skip
+    return Result("2026-01-01", "bench", {"jax": "1"}, "a machine", 100, [], [steps])
+
+
+def test_ratios_are_within_a_round():
+    steps = result().steps[0]
+    assert steps.efficiency("jaxpipe", "1f1b") == [0.625, 1.0]
+    assert steps.predicted_efficiency("1f1b") == [10 / 2 / 4]
+    assert steps.promise_kept("1f1b") == [0.5]
+    assert steps.efficiency("torch", "Schedule1F1B") == []
+    cells = "| 1f1b | 2 | 8.00 (1.00-10.00) | 25 | 0.812 (0.625-1.000) | 1.250 (1.250-1.250) |"
+    assert cells in table(result())
+
+
+def test_the_readme_is_filled_from_the_kept_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(show, "RESULTS", tmp_path)
+    result().write(tmp_path / "one.json")
+    assert Result.read(tmp_path / "one.json") == result()
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results one -->\nold\n<!-- end -->\nafter <!-- end -->\n")
+    assert bench.main(["show", "--readme", str(readme)]) == 0
+    once = readme.read_text()
+    assert "| 1f1b | 2 | 8.00 | 25 | 0.812 |" in once
+    assert "old" not in once
+    assert once.startswith("before\n") and once.endswith("after <!-- end -->\n")  # noqa: PT018
+    assert show.filled(once) == once
+    assert (tmp_path / "one.svg").read_text().startswith("<?xml")
+    readme.write_text("<!-- results two -->\n<!-- end -->\n")
+    assert bench.main(["show", "--readme", str(readme)]) == 2
+    assert "there is no two.json" in capsys.readouterr().err
+
+
+def test_the_readme_shows_the_results_that_are_kept():
+    readme = (SMALL.parents[2] / "README.md").read_text()
+    assert show.filled(readme) == readme
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_schedule_can_be_built(variant):
+    config = VARIANTS[variant].config(small("model.n_layers=8"), 8)
+    assert predicted(config, SECONDS) > 8 * 8 * 3 / 2
+
+
+def test_timers_give_every_op_a_positive_time():
+    trainer = Trainer(small(), tuple(jax.devices()[:1]))
+    seconds = OpTimer.of(trainer, layers=2).seconds()
+    complete = msgspec.convert(seconds | {"transfer": 1.0}, OpSeconds)
+    assert min(seconds["layer"].values()) > 0
+    assert min(complete.head, complete.embed, complete.embed_gradient, complete.layer.BW) > 0
+    assert UpdateTimer(trainer, 2).seconds() > 0
+
+
+@pytest.mark.parametrize("kind", ["trained", "accumulated"])
+def test_a_worker_trains_as_the_trainer_does(kind):
+    """Both of its steps, pipelined or not, and the batch dealt to replicas, give equal losses."""
+    mine = worker.Worker()
+    found = mine.build("one", kind, msgspec.to_builtins(single_config(small(), 4)))["losses"]
+    double = msgspec.to_builtins(data_parallel_config(small(), 4))
+    np.testing.assert_allclose(mine.build("two", "trained", double)["losses"], found, rtol=1e-6)
+    assert found[1] < found[0]
+    assert mine.step("one")["loss"] < found[1]
+    mine.drop("one")
+    assert list(mine.steps) == ["two"]
+
+
+def test_exported_values_are_the_trainers(tmp_path):
+    config = single_config(small(), 4)
+    worker.Worker().export(str(tmp_path / "values.npz"), msgspec.to_builtins(config))
+    values = np.load(tmp_path / "values.npz")
+    params = Trainer(config, tuple(jax.devices()[:1])).init().params
+    np.testing.assert_array_equal(values["layers/1/attn/wq"], params["layers"][1]["attn"]["wq"])
+    np.testing.assert_array_equal(values["shared/head"], params["shared"]["head"])
+    assert values["inputs"].shape == (4, 1, 32)
+
+
+def test_losses_of_another_model_stop_the_bench():
+    step._check_losses("torch", [5.0, 4.0], [5.0001, 4.0001])
+    with pytest.raises(step.BenchError, match="torch: its losses"):
+        step._check_losses("torch", [5.0, 4.0], [5.0, 4.001])
+
+
+def test_memory_counts_what_was_used_for_a_moment():
+    size = 64 * 2**20
+    found = memory.peak(lambda: bytearray(b"x" * size))
+    assert 0.9 * size < found["peak"] - found["before"] < 3 * size
+
+
+def test_ops_write_what_plans_read(tmp_path, capsys):
+    out = tmp_path / "ops.json"
+    overrides = ["parallel.pp=2", "parallel.dp=1", "parallel.tp=2"]
+    assert bench.main(["ops", str(SMALL), *overrides, "--repeats", "1", "--out", str(out)]) == 0
+    assert "of the peak" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    read = op_seconds(configs.load(SMALL, [f"parallel.costs={out}"]))
+    assert read.layer.F == found["seconds"]["layer"]["F"] > 0
+    assert found["flops"]["BW"] == found["flops"]["B"] + found["flops"]["W"]
+    assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
+
+
+def test_a_device_of_a_tp_group_has_its_part_of_the_model():
+    part = costs.of_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
+    assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)
+    assert (part.model.d_ff, part.model.vocab_size, part.parallel.tp) == (32, 128, 1)
+
+
+def test_scaling_is_the_planners_step_with_the_replicas_sums():
+    config = configs.load(SMALL, ["model.n_layers=8", "train.grad_accum_steps=16", "parallel.dp=4"])
+    given = scale.Assumptions(Hardware(), network=1e9, memory=80e9)
+    found = {(p.scaling, p.config.parallel.pp, p.config.parallel.dp): p
+             for p in scale.points(config, given)}  # fmt: skip
+    one, four = found["weak", 2, 1], found["weak", 2, 4]
+    assert one.sums == 0
+    seconds = op_seconds(one.config)
+    planned = estimate(
+        one.config, candidate(one.config, seconds, one.schedule), seconds, transfer_ticks=2
+    )
+    assert one.seconds == planned.seconds
+    parameters = planned.bytes.parameters
+    assert four.seconds - one.seconds == pytest.approx(2 * 3 / 4 * parameters / 1e9)
+    assert four.sums == pytest.approx(1 - one.seconds / four.seconds)
+    strong = found["strong", 2, 16]
+    assert strong.config.train.grad_accum_steps == 4
+    assert ("strong", 2, 256) not in found
+    weak = found["weak", 2, 16]
+    assert strong.bubble / (1 - strong.sums) > weak.bubble / (1 - weak.sums)  # of the pipeline
+
+
+def test_the_published_comparison_of_schedules_is_reproduced():
+    """torchtitan, December 2024, table 5: 128 tokens/s under interleaved 1F1B, 100 under 1F1B."""
+    config = configs.load(SMALL.parents[2] / "configs" / "llama3_1_405b_512gpu.toml")
+    seconds = op_seconds(config)
+    plain, interleaved = (
+        estimate(config, candidate(config, seconds, label), seconds, transfer_ticks=1)
+        for label in ("1f1b", "interleaved_1f1b v=2")
+    )
+    assert plain.report.makespan / interleaved.report.makespan == pytest.approx(1.28, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--schedules", "zbx"], "unknown schedule 'zbx'"),
+        (["--schedules", "dualpipe", "--microbatches", "2"], "dualpipe needs"),
+        (["--microbatches", "3"], "--microbatches 3 must be even"),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--torch", "/nowhere/python"], "cannot be started"),
+        (["--out", "/nowhere/results.json"], "cannot be written"),
+    ],
+)
+def test_bad_input_to_the_bench_is_one_sentence(arguments, sentence, capsys):
+    assert bench.main(["step", str(SMALL), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_torch_that_is_not_here_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert bench.main(["torch", str(SMALL)]) == 2
+    assert "pip install 'jaxpipe[bench]'" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""A recorded step: ticks found between exchanges, bubbles, and the command on virtual devices."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpipe import profile
+from jaxpipe.bench.ticks import Event, ProfileError, bubbles, op_seconds, ticks_of
+from jaxpipe.schedule import Op, build
+from jaxpipe.schedule.cells import place
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+
+
+def recorded(ticks, work=2.0, exchange=1.0):
+    """Events of devices 7 and 5 that meet at two permutes, then work so long, all alike."""
+    events, now = [], 0.0
+    for _ in range(ticks):
+        middle, works = now + exchange / 2, now + exchange
+        for device in (7, 5):
+            events.append(Event(device, "ppermute.1", now, middle))
+            events.append(Event(device, "ppermute.2", middle, works))
+            events.append(Event(device, "fusion.4", works, works + work / 2))
+            events.append(Event(device, "conditional.5", works + work / 4, works + work))
+        now = works + work
+    once = [("ppermute.9", -1.0, 0.0), ("fusion.8", now, now + 5)]  # outside the loop
+    return events + [Event(device, *each) for device in (7, 5) for each in once]
+
+
+def test_ticks_are_what_lies_between_exchanges():
+    grid = place(build("1f1b", pp=2, microbatches=2))
+    ranks = ticks_of(recorded(len(grid)), grid, {7: 0, 5: 1})
+    assert [tick.label for tick in ranks[0]] == ["F0@0", "F1@0", "idle", "BW0@0", "idle", "BW1@0"]
+    assert {(tick.works - tick.begin, tick.end - tick.works) for tick in ranks[1]} == {(1.0, 2.0)}
+    assert bubbles(ranks) == {rank: pytest.approx(1 - 4 * 2 / 18) for rank in (0, 1)}
+    assert op_seconds(ranks) == {(op, s): 2.0 for op in (Op.F, Op.BW) for s in (0, 1)}
+
+
+def test_a_recording_without_ticks_is_refused():
+    grid = place(build("1f1b", pp=2, microbatches=2))
+    with pytest.raises(ProfileError, match="no exchange that runs once in each of 6 ticks"):
+        ticks_of(recorded(5), grid, {7: 0, 5: 1})
+    with pytest.raises(ProfileError, match="lacks some of the devices"):
+        ticks_of(recorded(6), grid, {7: 0, 5: 1, 3: 2})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_the_command_records_a_step(tmp_path, capsys, schedule):
+    overrides = [f"parallel.schedule={schedule}", "parallel.pp=2", "train.grad_accum_steps=8"]
+    assert profile.main([str(SMALL), *overrides, "parallel.dp=4", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "bubble" in said
+    events = json.loads((tmp_path / "ticks.json").read_text())["traceEvents"]
+    boxes = [event for event in events if event["ph"] == "X" and event["name"] != "exchange"]
+    names = [name for event in boxes for name in event["name"].split("+")]
+    assert min(event["dur"] for event in boxes) > 0
+    each = 2 if schedule == "dualpipe" else 4 if schedule == "zbv" else 2
+    assert sum(name.startswith("F") for name in names) == 8 * each
+
+
+def test_one_rank_is_refused(capsys):
+    assert profile.main([str(SMALL), "parallel.pp=1", "parallel.dp=8"]) == 2
+    assert "parallel.pp=1 has no ticks" in capsys.readouterr().err
