@@ -4,6 +4,7 @@
   train CONFIG   training steps on the present devices
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
+  overhead       what a tick costs beside its work, on virtual CPU devices
   scale CONFIG   weak and strong scaling by simulation
   show           tables and pictures of the kept results, into the README
 
@@ -14,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, scale, show, step, train
+from jaxpipe.bench import costs, overhead, scale, show, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleError
@@ -24,6 +25,7 @@ _COMMANDS = {
     "train": train,
     "step": step,
     "torch": step,
+    "overhead": overhead,
     "scale": scale,
     "show": show,
 }

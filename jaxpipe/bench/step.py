@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = configs.load(arguments.config, arguments.overrides)
     _check(arguments, config)
-    result = _Bench(arguments, config).result()
+    with tempfile.TemporaryDirectory() as directory:
+        result = _Bench(arguments, config, Path(directory)).result()
     print(table(result))
     if arguments.out:
         result.write(arguments.out)
@@ -84,8 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
 class _Bench:
     """One run of the command, in a directory for what the processes share."""
 
-    def __init__(self, arguments: argparse.Namespace, config: Config):
-        self.arguments, self.config = arguments, config
+    def __init__(self, arguments: argparse.Namespace, config: Config, directory: Path):
+        self.arguments, self.config, self.directory = arguments, config, directory
         self.programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.worker"]}
         if arguments.torch:
             self.programs["torch"] = [arguments.torch, str(_PEER)]
@@ -94,14 +95,13 @@ class _Bench:
     def result(self) -> Result:
         """Measure everything."""
         with ExitStack() as stack:
-            self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             groups = {}
             for program in self.programs:
                 for kind, size in ((f"{program} single", 1), (program, PP)):
                     groups[kind] = stack.enter_context(Group(kind, self.programs[program], size))
             versions = {name: groups[name].versions[0]["ready"] for name in self.programs}
             steps = [self._steps(groups, m) for m in self.arguments.microbatches]
-            self._measure_memory(steps)
+        self._measure_memory(steps)
         train = self.config.train
         return Result(
             date=date.today().isoformat(),

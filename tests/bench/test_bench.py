@@ -164,6 +164,13 @@ def test_ops_write_what_plans_read(tmp_path, capsys):
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
 
 
+def test_a_tick_costs_something(capsys):
+    assert bench.main(["overhead", "--ranks", "8", "--schedule", "zb_h1", "--steps", "3"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("zb_h1, 8 ranks: ")
+    assert 1 < float(said.split()[-4]) < 1e5
+
+
 def test_a_device_of_a_tp_group_has_its_part_of_the_model():
     part = costs.of_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
     assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)
