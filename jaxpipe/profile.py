@@ -76,9 +76,11 @@ def profile(config: Config, out: Path) -> Ranks:
     trainer, worker = trainer_of(plain), Worker()
     validate(config, devices=jax.device_count())
     worker.build("step", "trained", plain)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the step is one call
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with jax.profiler.trace(str(out)):
+        with jax.profiler.trace(str(out), profiler_options=options):
             worker.step("step")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error

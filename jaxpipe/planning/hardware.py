@@ -34,7 +34,7 @@ class Hardware:
         return DEVICES[self.device].flops * self.efficiency
 
 
-class OpSeconds(msgspec.Struct, frozen=True):
+class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of one microbatch on one device: of one layer, of both ends, of one message.
 
     A message goes to each of the two neighbours at once, as every tick sends them.
