@@ -33,7 +33,6 @@ from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
-from jaxpipe.schedule.cells import Grid, place
 
 if TYPE_CHECKING:
     from jaxpipe.trainer import Trainer
@@ -70,7 +69,7 @@ def profile(config: Config, out: Path) -> Ranks:
     use_gpu_memory()
     import jax
 
-    from jaxpipe.bench.worker import Worker, trainer_of
+    from jaxpipe.bench.worker import Worker, grid_of, trainer_of
 
     plain = msgspec.to_builtins(config)
     trainer, worker = trainer_of(plain), Worker()
@@ -85,7 +84,7 @@ def profile(config: Config, out: Path) -> Ranks:
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error
     newest = max(out.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    ranks = ticks_of(events_of(newest), _grid(trainer), _ranks(trainer))
+    ranks = ticks_of(events_of(newest), grid_of(trainer), _ranks(trainer))
     write_trace(ranks, out / "ticks.json")
     return ranks
 
@@ -108,16 +107,6 @@ def _device(process: str) -> int | None:
     """The device that a process of the recording stands for, named as `/device:GPU:0`."""
     kind, _, number = process.rpartition(":")
     return int(number) if "/device:" in kind and number.isdecimal() else None
-
-
-def _grid(trainer: "Trainer") -> Grid:
-    execution = trainer.execution
-    return place(
-        trainer.schedule,
-        transfer_ticks=execution.transfer_ticks,
-        in_flight=execution.in_flight,
-        vocab_parallel=execution.vocab_parallel,
-    )
 
 
 def _ranks(trainer: "Trainer") -> dict[int, int]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# With a GPU: its tests, op times and training steps at Llama-3 8B's layer sizes, in a few minutes.
+# With a GPU: its tests, op times and training steps at Llama-3 8B's layer sizes. Not yet run on one.
 #   ./launch/gpu_report.sh [DIRECTORY]    where the JSON files go (default: jaxpipe/bench/results)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

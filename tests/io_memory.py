@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxpipe import config as configs
 from jaxpipe import processes
+from jaxpipe.bench import memory
 from jaxpipe.runtime import use_cpu_devices
 
 SIZES = {"n_layers": 8, "d_model": 1536, "d_ff": 1536, "n_heads": 24, "n_kv_heads": 24,
@@ -33,22 +34,21 @@ def main(mode, directory, pp):
     with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
         state = jax.block_until_ready(trainer.init()) if mode == "save" else None
         gc.collect()
-        before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
-        if mode == "save":
+        held = [state]
+
+        def save():
             checkpoints.save(1, state._asdict(), {})
-        else:
-            state, _ = checkpoints.restore(trainer.state_shapes._asdict(), print)
-            jax.block_until_ready(state)
-        share = sum(s.data.nbytes for leaf in jax.tree.leaves(state) for s in
+
+        def restore():
+            held[0], _ = checkpoints.restore(trainer.state_shapes._asdict(), print)
+            jax.block_until_ready(held[0])
+
+        found = memory.peak(save if mode == "save" else restore)
+        share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
                     leaf.addressable_shards)  # fmt: skip
-        sys.stdout.write(json.dumps({"share": share, "extra": memory("VmHWM") - before}) + "\n")
-
-
-def memory(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line for line in lines if line.startswith(field))
-    return 1024 * int(found.split()[1])
+        sys.stdout.write(
+            json.dumps({"share": share, "extra": found["peak"] - found["before"]}) + "\n"
+        )
 
 
 if __name__ == "__main__":

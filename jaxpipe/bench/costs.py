@@ -9,9 +9,7 @@ is what `plan --costs` and `parallel.costs` read.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,38 +19,31 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.analysis import head_flops, hidden_bytes, layer_flops
-from jaxpipe.checks import validate
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
+from jaxpipe.config import Config
 from jaxpipe.planning import ITEMSIZE
-from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
-    add("overrides", nargs="*", metavar="section.key=value")
+    add_config(parser, "configs/llama3_8b_pp4.toml")
     add("--layers", type=int, default=2, help="layers in a loop's turn (2)")
     add("--repeats", type=int, default=5, help="loops, of which the median counts (5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour, if there is none (50e9)")
-    add("--out", type=Path, metavar="FILE.json", help="where to write them")
+    add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    config = configs.load(arguments.config, arguments.overrides)
-    validate(config)
-    _check(arguments, config)
-    if config.runtime.cpu_devices:
-        use_cpu_devices(config.runtime.cpu_devices)
-    use_gpu_memory()
+    at_least_one(layers=arguments.layers, repeats=arguments.repeats)
+    config = load_for_devices(arguments)
     found = measure(config, arguments.layers, arguments.repeats, arguments.link)
     found["command"] = " ".join(
         ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
     )
     _print(found)
-    if arguments.out:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write(found, arguments.out)
 
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
@@ -129,18 +120,3 @@ def _print(found: dict[str, Any]) -> None:
     Console(highlight=False).print(table)
     if not found["transfer_measured"]:
         print("transfer: computed from --link, there is one device")
-
-
-def _check(arguments: argparse.Namespace, config: Config) -> None:
-    counts: Sequence[tuple[str, int]] = [
-        ("--layers", arguments.layers), ("--repeats", arguments.repeats)
-    ]  # fmt: skip
-    for name, count in counts:
-        if count < 1:
-            raise ConfigError(f"{name} {count} must be at least 1.")
-    if arguments.layers > config.model.n_layers:
-        raise ConfigError(
-            f"--layers {arguments.layers}: the model has {config.model.n_layers}, give fewer."
-        )
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out {arguments.out} cannot be written: its folder is missing.")

@@ -10,8 +10,8 @@ from statistics import median
 
 import msgspec
 
+from jaxpipe.bench.options import at_least_one
 from jaxpipe.bench.processes import seconds_of
-from jaxpipe.bench.variants import lockstep_grid
 from jaxpipe.config import Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from jaxpipe.runtime import use_cpu_devices
 
@@ -27,11 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
     ranks = arguments.ranks
-    if ranks < 2 or arguments.steps < 1:
-        raise ConfigError(f"--ranks {ranks} must be at least 2, --steps {arguments.steps} 1.")
+    at_least_one(steps=arguments.steps)
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks} must be at least 2.")
     use_cpu_devices(ranks)
     few, many = (_config(arguments.schedule, ranks, count * ranks) for count in (2, 8))
-    ticks = [len(lockstep_grid(config)) for config in (few, many)]
+    from jaxpipe.bench.worker import grid_of, trainer_of
+
+    ticks = [len(grid_of(trainer_of(msgspec.to_builtins(config)))) for config in (few, many)]
     seconds = [_seconds(config, arguments.steps) for config in (few, many)]
     each = (seconds[1] - seconds[0]) / (ticks[1] - ticks[0])
     print(

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.analysis import flops_per_token
+from jaxpipe.bench.options import add_config
 from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
@@ -167,8 +168,7 @@ def _labels(pp: int, layers: int) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
-    add("overrides", nargs="*", metavar="section.key=value")
+    add_config(parser, "configs/llama3_8b_pp4.toml")
     add("--device", default="H100", choices=DEVICES, help="its memory and peak (default H100)")
     add("--efficiency", type=float, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour in the pipeline (50e9)")
@@ -201,7 +201,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{point.bytes / 2**30:.1f}{over}", f"{point.tokens_per_device:,.0f}",
             f"{row['mfu']:.1%}",
         )  # fmt: skip
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(118, Console().width))
     console.print(table)
     console.print("Assumed: " + __doc__.partition("Assumed: ")[2].strip())
 

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from jaxpipe import config as configs
+from jaxpipe.bench.options import add_config, add_out, at_least_one, check_out
 from jaxpipe.bench.processes import BenchError, Group, loss_of, seconds_of
 from jaxpipe.bench.results import Peak, Result, Steps, table
 from jaxpipe.bench.rounds import Rounds, Runner
@@ -60,14 +61,13 @@ class Entry:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("config", help="a TOML file, such as configs/bench_s.toml")
-    add("overrides", nargs="*", metavar="section.key=value")
+    add_config(parser, "configs/bench_s.toml")
     add("--schedules", nargs="+", default=list(DEFAULT), metavar="NAME", help=", ".join(VARIANTS))
     add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M", help="of a step")
     add("--rounds", type=int, default=3, help="how often every step is made (3)")
     add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
     add("--memory", type=int, nargs="*", default=[], metavar="M", help="measure memory at these M")
-    add("--out", type=Path, metavar="FILE.json", help="where to write all that was measured")
+    add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -262,16 +262,14 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     """Raise what says why the request cannot be met."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
         raise ConfigError(f"this needs Linux and {PP} processor cores.")
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds {arguments.rounds} must be at least 1.")
+    at_least_one(rounds=arguments.rounds)
     if arguments.torch == sys.executable and not _has_torch():
         raise ConfigError(
             "this Python has no torch: pip install 'jaxpipe[bench]', or give another by --torch."
         )
     if arguments.torch and not shutil.which(arguments.torch):
         raise ConfigError(f"--torch {arguments.torch} cannot be started: give a Python with torch.")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out {arguments.out} cannot be written: its folder is missing.")
+    check_out(arguments.out)
     for name in arguments.schedules:
         if name not in VARIANTS:
             raise ConfigError(f"unknown schedule {name!r}: choose of {', '.join(VARIANTS)}.")

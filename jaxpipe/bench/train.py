@@ -8,7 +8,6 @@ device says, its peak memory.
 import argparse
 import sys
 from datetime import date
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,33 +15,23 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe import config as configs
 from jaxpipe.analysis import flops_per_token
+from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
 from jaxpipe.checks import validate
-from jaxpipe.config import Config, ConfigError
-from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+from jaxpipe.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add = parser.add_argument
-    add("config", help="a TOML file, such as configs/llama3_8b_layers_1gpu.toml")
-    add("overrides", nargs="*", metavar="section.key=value")
-    add("--steps", type=int, default=10, help="steps that are measured, after two others (10)")
-    add("--out", type=Path, metavar="FILE.json", help="where to write them")
+    add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
+    parser.add_argument("--steps", type=int, default=10, help="measured, after two others (10)")
+    add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    config = configs.load(arguments.config, arguments.overrides)
-    validate(config)
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps} must be at least 1.")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out {arguments.out} cannot be written: its folder is missing.")
-    if config.runtime.cpu_devices:
-        use_cpu_devices(config.runtime.cpu_devices)
-    use_gpu_memory()
+    at_least_one(steps=arguments.steps)
+    config = load_for_devices(arguments)
     found = measure(config, arguments.steps)
     words = ["python -m jaxpipe.bench train", arguments.config, *arguments.overrides]
     found["command"] = " ".join([*words, "--steps", str(arguments.steps)])
@@ -53,8 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         table.add_row(name, f"{shown:,.4g}" if isinstance(shown, float) else str(shown))
     Console(highlight=False).print(table)
-    if arguments.out:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write(found, arguments.out)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:

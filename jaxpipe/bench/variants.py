@@ -8,7 +8,6 @@ import msgspec
 
 from jaxpipe.config import Config
 from jaxpipe.planning import Candidate, OpSeconds, estimate, layers_of, schedule_of
-from jaxpipe.schedule.cells import Grid, place
 
 PP = 2  # ranks of a pipeline
 
@@ -74,16 +73,6 @@ def predicted(config: Config, seconds: OpSeconds) -> float:
     schedule, in_flight = schedule_of(config), config.parallel.in_flight or None
     one = Candidate(schedule.name, schedule, layers_of(config, schedule.stages), in_flight)
     return estimate(config, one, seconds, transfer_ticks=1).seconds
-
-
-def lockstep_grid(config: Config) -> Grid:
-    """The ticks of a configuration's step, `[tick][rank]`, where transfers take one."""
-    parallel = config.parallel
-    return place(
-        schedule_of(config),
-        in_flight=parallel.in_flight or None,
-        vocab_parallel=parallel.vocab_parallel_pp,
-    )
 
 
 def _with(config: Config, microbatches: int, parallel: Any) -> Config:

@@ -22,6 +22,7 @@ from jaxpipe.bench import memory
 from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import Config
 from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.trainer import State, Trainer
 
 Tree = Any
@@ -124,6 +125,17 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
     converted = msgspec.convert(config, Config)
     parallel = converted.parallel
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+
+
+def grid_of(trainer: Trainer) -> Grid:
+    """The ticks of its step, `[tick][rank]`."""
+    execution = trainer.execution
+    return place(
+        trainer.schedule,
+        transfer_ticks=execution.transfer_ticks,
+        in_flight=execution.in_flight,
+        vocab_parallel=execution.vocab_parallel,
+    )
 
 
 def _batch(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ def freed_at_once() -> Iterator[None]:
     """In the body what is freed goes back to the system, in blocks of 64 KiB and more.
 
     By default glibc keeps freed blocks of up to 32 MiB for later. Restoring reads many such blocks
-    in many threads and needs each once, so those that are kept add up to half of what is restored.
+    in many threads and needs each once, so those that are kept add up to as much as is restored.
     Does nothing under another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

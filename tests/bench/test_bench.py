@@ -164,6 +164,30 @@ def test_ops_write_what_plans_read(tmp_path, capsys):
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
 
 
+def test_steps_on_the_present_devices(tmp_path, capsys):
+    out = tmp_path / "steps.json"
+    assert bench.main(["train", str(SMALL), "--steps", "2", "--out", str(out)]) == 0
+    assert "tokens_per_second_per_device" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert (found["devices"], found["command"].split()[-1]) == (8, "2")
+    assert found["least_seconds"] <= found["step_seconds"] <= found["most_seconds"]
+    rate = 4 * 2 * 32 / found["step_seconds"] / 8
+    assert found["tokens_per_second_per_device"] == pytest.approx(rate)
+
+
+def test_scaling_is_printed_with_its_assumptions(capsys):
+    sizes = ["model.n_layers=4", "train.grad_accum_steps=8", "parallel.dp=4"]
+    assert bench.main(["scale", str(SMALL), *sizes]) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s/device" in said
+    assert "Assumed: the seconds of ops are" in said
+    assert bench.main(["scale", str(SMALL), *sizes, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["pp"] for row in rows} == {2, 4}
+    assert bench.main(["scale", str(SMALL), "--efficiency", "2"]) == 2
+    assert "--efficiency 2.0 must be above 0" in capsys.readouterr().err
+
+
 def test_a_tick_costs_something(capsys):
     assert bench.main(["overhead", "--ranks", "8", "--schedule", "zb_h1", "--steps", "3"]) == 0
     said = capsys.readouterr().out

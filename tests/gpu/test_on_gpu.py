@@ -1,5 +1,7 @@
 """What only a GPU shows: run as `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ SIZES = [
     "model.d_model=256", "model.n_heads=4", "model.n_kv_heads=2", "model.d_ff=512",
     "parallel.pp=1", "parallel.dp=1", "train.seq_len=256", "train.microbatch_size=2",
 ]  # fmt: skip
-SMALL = "tests/data/small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

@@ -1,0 +1,53 @@
+"""What the commands of the bench share: their arguments, what is checked first, their files."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxpipe import config as configs
+from jaxpipe.checks import validate
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+
+
+def add_config(parser: argparse.ArgumentParser, example: str) -> None:
+    """The configuration and its overrides."""
+    parser.add_argument("config", help=f"a TOML file, such as {example}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The file that is written."""
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the results")
+
+
+def check_out(path: Path | None) -> None:
+    """Raise `ConfigError` where the results could not be written in the end."""
+    if path and not path.parent.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: its folder is missing.")
+
+
+def at_least_one(**counts: int) -> None:
+    """Raise `ConfigError` for the first option that is below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"--{name} {count} must be at least 1.")
+
+
+def load_for_devices(arguments: argparse.Namespace) -> Config:
+    """The checked configuration, with jax told which devices to use; before its first use."""
+    config = configs.load(arguments.config, arguments.overrides)
+    validate(config)
+    check_out(arguments.out)
+    if config.runtime.cpu_devices:
+        use_cpu_devices(config.runtime.cpu_devices)
+    use_gpu_memory()
+    return config
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    """As JSON, if a file was asked for."""
+    if path:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
