@@ -2,7 +2,8 @@
 
 Steps of a model that has next to nothing to compute, with few and with many microbatches: the
 difference of their times over the difference of their ticks. That counts the exchanges, the conds
-and the scan of a tick, and how threads wait for each other, without what a step costs once.
+and the scan of a tick, and how threads wait for each other, without what a step costs once. Beside
+it stands what the two exchanges take in a scan of nothing else.
 """
 
 import argparse
@@ -32,14 +33,19 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks {ranks} must be at least 2.")
     use_cpu_devices(ranks)
     few, many = (_config(arguments.schedule, ranks, count * ranks) for count in (2, 8))
+    from jaxpipe.bench.ops import TransferTimer
     from jaxpipe.bench.worker import grid_of, trainer_of
 
-    ticks = [len(grid_of(trainer_of(msgspec.to_builtins(config)))) for config in (few, many)]
+    trainers = [trainer_of(msgspec.to_builtins(config)) for config in (few, many)]
+    ticks = [len(grid_of(trainer)) for trainer in trainers]
+    exchange = TransferTimer(trainers[0], ticks=300)
     seconds = [_seconds(config, arguments.steps) for config in (few, many)]
     each = (seconds[1] - seconds[0]) / (ticks[1] - ticks[0])
+    alone = median(exchange.seconds() for _ in range(arguments.steps))
     print(
         f"{arguments.schedule}, {ranks} ranks: {ticks[0]} ticks in {1e3 * seconds[0]:.2f} ms, "
-        f"{ticks[1]} in {1e3 * seconds[1]:.2f} ms: {1e6 * each:.0f} us a tick"
+        f"{ticks[1]} in {1e3 * seconds[1]:.2f} ms: {1e6 * each:.0f} us a tick; "
+        f"two exchanges alone: {1e6 * alone:.0f} us"
     )
 
 
