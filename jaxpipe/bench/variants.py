@@ -48,11 +48,14 @@ VARIANTS = {
     "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": Variant(
         "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 6, **_SHARED}
     ),
+    "interleaved_1f1b:v=4,in_flight=10,vocab_parallel": Variant(
+        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "virtual_stages": 4, "in_flight": 10, **_SHARED}
+    ),
     "zbv:vocab_parallel": Variant("ScheduleZBVZeroBubble", {"schedule": "zbv", **_SHARED}),
 }
 DEFAULT = (
     "gpipe", "1f1b:in_flight=3", "interleaved_1f1b:v=2,in_flight=5", "zb_h1", "zbv", "dualpipe",
-    "dualpipev",
+    "dualpipev", "interleaved_1f1b:v=4,in_flight=10,vocab_parallel",
 )  # fmt: skip
 
 
