@@ -17,6 +17,7 @@ from jaxpipe.parallel import PP
 from jaxpipe.pipeline import StageFunctions, buffers
 from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
+from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.schedule import Op
 from jaxpipe.trainer import State, Trainer
 
@@ -96,6 +97,9 @@ def _loops(
     """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
     x = jax.jit(functions.embed)(shared, microbatch)
     split = split_layer(functions.layer, layers[0], x, microbatch, policy)
+    embed = SharedPart.trace(functions.embed, shared, microbatch)
+    head = SharedPart.trace(functions.head, shared, x, microbatch)
+    head_split = head.split(shared, x, microbatch)
 
     def ring(like: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
@@ -123,14 +127,11 @@ def _loops(
 
         return run
 
-    def ends(state: Tree, given: Tree, row: Tree) -> Tree:
-        loss, pull = jax.vjp(
-            lambda shared, x: functions.head(shared, x, given["microbatch"]),
-            given["shared"],
-            buffers.read(given["inputs"], row["for_b_read"]),
-        )
-        gradients, dy = pull(jnp.ones_like(loss))
-        return loss, dy, jax.tree.map(jnp.add, state[2], gradients)
+    def leave(state: Tree, given: Tree, row: Tree) -> Tree:
+        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row["for_b_read"])
+        loss, kept = head_split.forward(params, y, given["microbatch"])
+        dy, used = head_split.backward(params, given["microbatch"], kept, jnp.ones_like(loss))
+        return loss, dy, head.add(state[2], used)
 
     def enter(state: Tree, given: Tree, row: Tree) -> Tree:
         tokens = jax.tree.map(
@@ -138,10 +139,9 @@ def _loops(
         )
         return functions.embed(given["shared"], tokens)
 
-    def leave(state: Tree, given: Tree, row: Tree) -> Tree:
-        _, pull = jax.vjp(lambda s: functions.embed(s, given["microbatch"]), given["shared"])
-        (gradients,) = pull(buffers.read(given["inputs"], row["for_b_read"]))
-        return jax.tree.map(jnp.add, state, gradients)
+    def enter_gradient(state: Tree, given: Tree, row: Tree) -> Tree:
+        dx = buffers.read(given["inputs"], row["for_b_read"])
+        return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
     def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
         def loop(state: Tree, given: Tree) -> Tree:
@@ -160,9 +160,9 @@ def _loops(
         "B": (gradient(Op.B), (x, stashes, zeros["layers"])),
         "W": (gradient(Op.W), (x, stashes, zeros["layers"])),
         "BW": (gradient(Op.BW), (x, stashes, zeros["layers"])),
-        "head": (ends, (jnp.float32(0), x, zeros["shared"])),
+        "head": (leave, (jnp.float32(0), x, zeros["shared"])),
         "embed": (enter, x),
-        "embed_gradient": (leave, zeros["shared"]),
+        "embed_gradient": (enter_gradient, zeros["shared"]),
     }
     return {name: (repeated(run), copies(state), given) for name, (run, state) in states.items()}
 
@@ -221,16 +221,16 @@ class UpdateTimer:
             )
             return trainer.unplaced({"shared": ends, "layers": tuple(held)})
 
-        def update(state: State) -> State:
-            gradients = jax.tree.map(lambda leaf: 0.5 * leaf, state.params)
+        def update(state: State, gradients: Tree) -> State:
             return trainer.update(state, jnp.float32(0), gradients)[0]
 
-        self._state = jax.block_until_ready(jax.jit(start)())
+        self._state = jax.jit(start)()
+        self._gradients = jax.tree.map(jnp.copy, self._state.params)
         self._run = jax.jit(update, donate_argnums=0)
         self.seconds()
 
     def seconds(self) -> float:
         """Seconds of one update."""
         begin = time.perf_counter()
-        self._state = jax.block_until_ready(self._run(self._state))
+        self._state = jax.block_until_ready(self._run(self._state, self._gradients))
         return time.perf_counter() - begin
