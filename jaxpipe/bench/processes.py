@@ -11,8 +11,7 @@ from typing import Any, Self
 _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc counts in these
 # Freed memory stays with its process: a virtual machine may give it to others between two steps,
 # and to get it back takes up to a fifth of a step. Steps that follow each other do not pay that.
-# Huge pages (hugetlb=1) make what is touched for the first time cheap as well.
-_KEEP_MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1", "hugetlb=1")
+_KEEP_MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1")
 _ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 _TUNED = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _KEEP_MEMORY)}
 

@@ -18,7 +18,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = configs.load(arguments.config, arguments.overrides)
     _check(arguments, config)
     with tempfile.TemporaryDirectory() as directory:
-        result = _Bench(arguments, config, Path(directory)).result()
+        for result in _Bench(arguments, config, Path(directory)).results():
+            if arguments.out:
+                result.write(arguments.out)
     print(table(result))
-    if arguments.out:
-        result.write(arguments.out)
 
 
 class _Bench:
@@ -92,16 +92,22 @@ class _Bench:
             self.programs["torch"] = [arguments.torch, str(_PEER)]
         self.ops: list[dict[str, Any]] = []
 
-    def result(self) -> Result:
-        """Measure everything."""
+    def results(self) -> Iterator[Result]:
+        """What has been measured so far, after each number of microbatches and at the end."""
+        steps: list[Steps] = []
         with ExitStack() as stack:
             groups = {}
             for program in self.programs:
                 for kind, size in ((f"{program} single", 1), (program, PP)):
                     groups[kind] = stack.enter_context(Group(kind, self.programs[program], size))
             versions = {name: groups[name].versions[0]["ready"] for name in self.programs}
-            steps = [self._steps(groups, m) for m in self.arguments.microbatches]
+            for microbatches in self.arguments.microbatches:
+                steps.append(self._steps(groups, microbatches))
+                yield self._result(versions, steps)
         self._measure_memory(steps)
+        yield self._result(versions, steps)
+
+    def _result(self, versions: dict[str, str], steps: list[Steps]) -> Result:
         train = self.config.train
         return Result(
             date=date.today().isoformat(),

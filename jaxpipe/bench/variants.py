@@ -55,7 +55,7 @@ VARIANTS = {
 }
 DEFAULT = (
     "gpipe", "1f1b:in_flight=3", "interleaved_1f1b:v=2,in_flight=5", "zb_h1", "zbv", "dualpipe",
-    "dualpipev", "interleaved_1f1b:v=4,in_flight=10,vocab_parallel",
+    "dualpipev",
 )  # fmt: skip
 
 
