@@ -1,4 +1,9 @@
-"""Steps of several competitors in turn, kept only where nothing else was using the machine."""
+"""Steps of several competitors in turn, kept only where nothing else was using the machine.
+
+A process that ran other steps meanwhile may have its memory in pieces, and take new memory for a
+step that needs much; a training run, which makes the same step again and again, does not. So a step
+that touched much new memory is not kept either.
+"""
 
 import logging
 import time
@@ -11,6 +16,7 @@ from jaxpipe.bench.processes import Group, machine_busy_seconds
 
 logger = logging.getLogger(__name__)
 CLEAN = 0.06  # of a core that others may use during a step that is kept
+FRESH = 2**28  # bytes of new memory that it may touch, all processes together: 0.1 s of them
 
 
 @dataclass
@@ -44,20 +50,24 @@ class Runner:
         for name, turn in turns.items():
             for _ in range(self.tries):
                 into.tried[name] += 1
-                answer, own, others = self._watched(turn)
-                logger.info("%s: %s, %.2f s of processor, others %.3f", name, answer, own, others)
-                if others < CLEAN:
+                answer, own, others, fresh = self._watched(turn)
+                logger.info(
+                    "%s: %s, %.2f s of processor, others %.3f, %.0f MiB of new memory",
+                    name, answer, own, others, fresh / 2**20,
+                )  # fmt: skip
+                if others < CLEAN and fresh < FRESH:
                     found[name] = answer
                     break
         into.rounds.append(found)
 
-    def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float, float]:
-        """A turn's answer, its processor seconds, and others' use of a core meanwhile (1: all)."""
+    def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float, float, int]:
+        """A turn's answer; its processor seconds, others' use of a core (1: all), new memory."""
         self._wait()
-        begin, own, others = time.monotonic(), self._own(), self._others()
+        begin, own, others, fresh = time.monotonic(), self._own(), self._others(), self._fresh()
         answer = turn()
         seconds = time.monotonic() - begin
-        return answer, self._own() - own, (self._others() - others) / seconds
+        others, fresh = self._others() - others, self._fresh() - fresh
+        return answer, self._own() - own, others / seconds, fresh
 
     def _wait(self) -> None:
         """Until others use little for half a second, or patience ends."""
@@ -70,6 +80,9 @@ class Runner:
 
     def _own(self) -> float:
         return time.process_time() + sum(group.cpu_seconds() for group in self.groups)
+
+    def _fresh(self) -> int:
+        return sum(group.fresh_bytes() for group in self.groups)
 
     def _others(self) -> float:
         return machine_busy_seconds() - self._own()

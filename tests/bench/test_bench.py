@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
-from jaxpipe.bench import costs, memory, scale, show, step, worker
+from jaxpipe.bench import costs, memory, rounds, scale, show, step, worker
 from jaxpipe.bench.ops import OpTimer, UpdateTimer
 from jaxpipe.bench.results import Peak, Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
@@ -56,13 +57,13 @@ def test_ranks_that_share_the_ends_pay_alike():
 
 
 def result():
-    rounds = [
+    seconds = [
         {"jaxpipe single": 10.0, "jaxpipe 1f1b": 8.0},
         {"jaxpipe single": 20.0, "jaxpipe 1f1b": 10.0, "torch single": 3.0},
         {"jaxpipe 1f1b": 1.0, "torch Schedule1F1B": 1.0},
     ]
     steps = Steps(
-        microbatches=2, rounds=rounds, predicted=[{"1f1b": 4.0}, {}, {}],
+        microbatches=2, rounds=seconds, predicted=[{"1f1b": 4.0}, {}, {}],
         tried={"jaxpipe single": 3, "jaxpipe 1f1b": 3}, losses={}, compile={"jaxpipe 1f1b": 1.5},
         memory={"jaxpipe 1f1b": Peak(2**21, 2**20)},
     )  # fmt: skip
@@ -186,6 +187,33 @@ def test_scaling_is_printed_with_its_assumptions(capsys):
     assert {row["pp"] for row in rows} == {2, 4}
     assert bench.main(["scale", str(SMALL), "--efficiency", "2"]) == 2
     assert "--efficiency 2.0 must be above 0" in capsys.readouterr().err
+
+
+class Processes:
+    """Stands for a group: what `/proc` says of it."""
+
+    touched = 0
+
+    def cpu_seconds(self):
+        return 0.0
+
+    def fresh_bytes(self):
+        return self.touched
+
+
+def test_a_step_that_touches_new_memory_is_made_again(monkeypatch):
+    monkeypatch.setattr(rounds, "machine_busy_seconds", time.process_time)
+    group, found = Processes(), rounds.Rounds()
+    takes = iter([2**30, 2**20, 2**30, 2**30, 2**30])
+
+    def turn():
+        group.touched += next(takes)
+        return group.touched
+
+    runner = rounds.Runner([group])
+    runner.round({"soon": turn, "never": turn}, found)
+    assert found.rounds == [{"soon": 2**30 + 2**20}]
+    assert found.tried == {"soon": 2, "never": 3}
 
 
 def test_a_tick_costs_something(capsys):
