@@ -122,7 +122,7 @@ def test_a_step_does_not_recompile_or_move_the_state():
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="the XLA of jax 0.10 copies the moments all the same"
+    jax.__version_info__ < (0, 12), reason="seen with jax 0.10: its XLA copies the moments"
 )
 def test_an_update_overwrites_the_state_and_copies_none_of_it():
     trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])

@@ -16,7 +16,7 @@ from jaxpipe.bench.processes import Group, machine_busy_seconds
 
 logger = logging.getLogger(__name__)
 CLEAN = 0.06  # of a core that others may use during a step that is kept
-FRESH = 2**28  # bytes of new memory that it may touch, all processes together: 0.1 s of them
+FRESH = 2**28  # bytes of new memory that it may touch, all processes together
 
 
 @dataclass
