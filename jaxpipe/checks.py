@@ -1,5 +1,7 @@
 """What no single field of a configuration shows: the rules across fields."""
 
+from math import prod
+
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import layers_of, schedule_of
 from jaxpipe.schedule import NAMES, ScheduleError, lower
@@ -30,15 +32,14 @@ def validate(
 
 
 def _check_mesh(config: Config) -> None:
-    model, parallel, train = config.model, config.parallel, config.train
+    model, parallel = config.model, config.parallel
     tp = parallel.tp
+    _check_sequences(config)
     divided = {
         "model.n_heads": model.n_heads,
         "model.d_ff": model.d_ff,
         "model.vocab_size": model.vocab_size,
     }
-    if parallel.sequence_parallel:
-        divided["train.seq_len"] = train.seq_len
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
     for name, size in divided.items():
@@ -62,6 +63,26 @@ def _check_mesh(config: Config) -> None:
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
             f"{parallel.zero_stage}: below 3 parameters are whole within a step."
         )
+
+
+def _check_sequences(config: Config) -> None:
+    """Sequences are cut into equal stretches over sdp, these over tp or into chunks of the loss."""
+    parallel, train = config.parallel, config.train
+    if parallel.dp % parallel.sdp:
+        raise ConfigError(
+            f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
+            f"replicas share every sequence; change one of them."
+        )
+    parts = {"parallel.sdp": parallel.sdp}
+    if parallel.sequence_parallel:
+        parts["parallel.tp"] = parallel.tp
+    for more in (parts, {"parallel.sdp": parallel.sdp, "train.loss_chunks": train.loss_chunks}):
+        if train.seq_len % prod(more.values()):
+            product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
+            raise ConfigError(
+                f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
+                f"equal parts; change one of them."
+            )
 
 
 def _check_vocab_parallel(config: Config) -> None:
@@ -150,11 +171,6 @@ def _check_pipeline(config: Config) -> None:
 
 def _check_rest(config: Config) -> None:
     train = config.train
-    if train.seq_len % train.loss_chunks:
-        raise ConfigError(
-            f"train.seq_len={train.seq_len} must be a multiple of train.loss_chunks="
-            f"{train.loss_chunks}: chunks of the sequence are equal; change one of them."
-        )
     if train.loss_chunks > 1 and config.parallel.defer_ends:
         raise ConfigError(
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "

@@ -84,6 +84,7 @@ class ParallelConfig(_Section, kw_only=True):
 
     pp: Positive = 1  # pipeline ranks
     dp: Positive = 1  # data-parallel replicas of every rank
+    sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too
@@ -107,6 +108,12 @@ class ParallelConfig(_Section, kw_only=True):
     in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
 
     @property
+    def mesh(self) -> str:
+        """Its sizes, to print."""
+        shared = f" sdp={self.sdp}" if self.sdp > 1 else ""
+        return f"pp={self.pp} dp={self.dp}{shared} tp={self.tp}"
+
+    @property
     def ends_shared_by(self) -> int:
         """Pipeline ranks that share embedding and head; 0: they do not."""
         return self.pp if self.vocab_parallel_pp else 0
@@ -117,7 +124,7 @@ class TrainConfig(_Section, kw_only=True):
 
     steps: Positive  # updates in the whole run
     grad_accum_steps: Positive  # microbatches of a step (M)
-    microbatch_size: Positive  # sequences in a microbatch, on each dp rank
+    microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
     seq_len: Positive  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters and sums stay float32
@@ -194,6 +201,18 @@ class Config(_Section, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        """M and B of a step over all devices, as the data's readers take them."""
+        parallel, train = self.parallel, self.train
+        sequences = train.microbatch_size * parallel.dp // parallel.sdp
+        return {"microbatches": train.grad_accum_steps, "batch_size": sequences}
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all devices."""
+        return math.prod(self.batch_shape.values()) * self.train.seq_len
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

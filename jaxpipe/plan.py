@@ -197,8 +197,8 @@ def _print(
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
     console.print(
-        f"{config.model.parameter_count():,} parameters, pp={parallel.pp} dp={parallel.dp} "
-        f"tp={parallel.tp}, {train.grad_accum_steps} microbatches of {train.microbatch_size} x "
+        f"{config.model.parameter_count():,} parameters, {parallel.mesh}, "
+        f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
         f"{train.seq_len} tokens, remat {train.remat}, transfers take {ticks} ticks"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1))

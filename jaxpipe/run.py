@@ -34,7 +34,7 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(position, **trainer.batch_shape)
+        batches = self.data.train.batches(position, **trainer.config.batch_shape)
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):
                 start = time.perf_counter()
@@ -74,7 +74,7 @@ class Run:
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
         trainer = self.trainer
-        batches = self.data.heldout.batches(0, **trainer.batch_shape)
+        batches = self.data.heldout.batches(0, **trainer.config.batch_shape)
         with contextlib.closing(batches):
             losses = [
                 float(trainer.eval_step(state.params, trainer.put(batch)))

@@ -48,7 +48,7 @@ def describe(trainer: Trainer, data: Data, position: int) -> dict[str, Any]:
     return {
         "position": position,
         "data": data.train.fingerprint,
-        "layout": f"pp={parallel.pp} dp={parallel.dp} tp={parallel.tp} {parallel.schedule}",
+        "layout": f"{parallel.mesh} {parallel.schedule}",
         "config": configs.to_toml(trainer.config),
     }
 

@@ -21,6 +21,7 @@ from jaxpipe.parallel import (
     DP,
     PP,
     TP,
+    SequenceDataParallel,
     Sharding,
     StageLayout,
     TensorParallel,
@@ -32,6 +33,7 @@ from jaxpipe.parallel import (
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.planning import layers_of, schedule_of
 from jaxpipe.schedule import Schedule
+from jaxpipe.sequence import WHOLE_SEQUENCE
 from jaxpipe.tensor import ONE_DEVICE
 
 Tree = Any
@@ -98,10 +100,9 @@ class Trainer:
         devices = ONE_DEVICE
         if parallel.tp > 1:
             devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-        if not parallel.vocab_parallel_pp:
-            return Decoder(self.config.model, devices, loss_chunks)
-        ends = VocabularyParallel.of(devices, parallel.pp)
-        return Decoder(self.config.model, devices, loss_chunks, ends)
+        sequence = SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE
+        ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
+        return Decoder(self.config.model, devices, loss_chunks, ends, sequence)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -219,23 +220,22 @@ class Trainer:
         """A host batch, which every process has whole, on the devices."""
         return {
             name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
-            for name, ids in batch.items()
+            for name, ids in ((name, self.deal(whole)) for name, whole in batch.items())
         }
 
-    @property
-    def batch_shape(self) -> dict[str, int]:
-        """M and B of a step, as the data's readers take them."""
-        train, dp = self.config.train, self.config.parallel.dp
-        return {"microbatches": train.grad_accum_steps, "batch_size": train.microbatch_size * dp}
+    def deal(self, values: Any) -> Any:
+        """`[M, B, L]` in the order of its devices, which may have stretches of sequences."""
+        parallel = self.config.parallel
+        return SequenceDataParallel(parallel.sdp).deal(values, parallel.dp)
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences that one step trains on, over all dp ranks."""
-        return math.prod(self.batch_shape.values())
+        """Sequences that one step trains on, over all devices."""
+        return math.prod(self.config.batch_shape.values())
 
     def rates(self, step: int, seconds: float) -> dict[str, float]:
         """What else is logged of a step that took so long: rates, and memory where known."""
-        tokens = self.samples_per_step * self.config.train.seq_len / seconds
+        tokens = self.config.tokens_per_step / seconds
         values = {
             "lr": float(self._learning_rate(step - 1)),
             "tokens_per_second": tokens,

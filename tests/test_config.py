@@ -129,6 +129,15 @@ def test_load_rejects(path, overrides, message):
             ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
+        (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
+        (
+            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.seq_len=31"],
+            "train.seq_len=31 must be a multiple of parallel.sdp=2: it is cut into equal parts",
+        ),
+        (
+            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.loss_chunks=32"],
+            "train.seq_len=32 must be a multiple of parallel.sdp=2 x train.loss_chunks=32",
+        ),
         (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
         (["parallel.pp=1", "parallel.vocab_parallel_pp=true"], "over parallel.pp, which is 1"),
         (

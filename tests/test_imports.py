@@ -11,7 +11,7 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "presets", "tensor"},
+    {"config", "presets", "sequence", "tensor"},
     {"storage", "schedule", "analysis", "runtime", "processes", "planning", "checks"},
     {"model"},
     {"parallel"},

@@ -15,6 +15,7 @@ from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import IGNORE, Decoder
 from jaxpipe.parallel import (
+    SequenceDataParallel,
     Sharding,
     StageLayout,
     TensorParallel,
@@ -30,6 +31,7 @@ from jaxpipe.pipeline import (
     split_layer,
 )
 from jaxpipe.schedule import build, lower
+from jaxpipe.sequence import WHOLE_SEQUENCE
 from jaxpipe.tensor import ONE_DEVICE, Cut
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
@@ -67,8 +69,9 @@ def wanted(model, dtype):
 
 
 def pipeline_of(
-    model, schedule, pp, dp, tp, *, sequence=False, loss_chunks=1, dtype=jnp.float32, **execution
-):
+    model, schedule, pp, dp, tp, *, sdp=1, sequence=False, loss_chunks=1, dtype=jnp.float32,
+    **execution,
+):  # fmt: skip
     """The pipeline on a mesh, its parameters and batch."""
     _, shared, layers, batch = problem(model, dtype)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES)
@@ -76,7 +79,10 @@ def pipeline_of(
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
     of_ends = VocabularyParallel.of(devices, pp) if execution.get("vocab_parallel") else None
-    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends)
+    replicas = SequenceDataParallel(sdp)
+    stretches = replicas if sdp > 1 else WHOLE_SEQUENCE
+    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches)
+    batch = jax.tree.map(lambda values: replicas.deal(values, dp), batch)
     pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
     return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
 
@@ -110,6 +116,23 @@ def test_schedules_on_meshes(schedule, mesh):
             *run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2),
         )
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize(("mesh", "sdp"), [((2, 2, 2), 2), ((2, 4, 1), 2), ((2, 4, 1), 4)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipe"])
+def test_replicas_that_share_sequences(schedule, mesh, sdp):
+    how = {"sequence": mesh[2] > 1, "zero_stage": 2 + (sdp == 4), "reshard_after_forward": sdp == 4}
+    with jax.enable_x64(True):
+        worst = jax.tree.map(
+            cal_diff, *run("one_kv", schedule, *mesh, sdp=sdp, dtype=jnp.float64, **how)
+        )
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("remat", ["elementwise", "selective", "full"])
+def test_keys_of_shared_sequences_are_gathered_again(remat):
+    assert_close(*run("normed", "zb_h1", 2, 2, 1, sdp=2, remat=remat))
+    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, vocab_parallel=True))
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
@@ -309,31 +332,40 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
         assert scatters == {False: cut["shared"] + cut["layers"], True: 0}
 
 
+SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what is given to others
+    "tp": ((1, 1, 2), {"devices": TensorParallel(2, sequence=True)}),
+    "sdp": ((1, 2, 1), {"sequence": SequenceDataParallel(2)}),
+}
+
+
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("model", ["grouped", "normed"])
-def test_sequence_parallelism_stores_a_part_of_everything(model, remat):
-    """What a device stores and sends is what the plan says: a tp-th of one device's."""
-    config, mesh = MODELS[model], make_mesh(1, 1, 2, devices=jax.devices()[:2])
-    decoder = Decoder(config, TensorParallel(2, sequence=True))
-    ids = jax.ShapeDtypeStruct((EXAMPLES, LENGTH), "int32")
+@pytest.mark.parametrize("shared", SHARING)
+def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared):
+    """What a device stores and sends is what the plan says: half of one device's."""
+    sizes_of_mesh, how = SHARING[shared]
+    config, mesh = MODELS[model], make_mesh(*sizes_of_mesh, devices=jax.devices()[:2])
+    decoder = Decoder(config, **how)
+    length = LENGTH // decoder.sequence.size
+    ids = jax.ShapeDtypeStruct((EXAMPLES, length), "int32")
     key, found = jax.random.key(0), []
     layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))
-    shared = jax.eval_shape(lambda: decoder.init_ends(key))
+    ends = jax.eval_shape(lambda: decoder.init_ends(key))
     stored = Sharding(mesh, decoder.cuts).stored(
         {
-            "shared": shared,
+            "shared": ends,
             "layers": (
                 jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), layer),
             ),
         }
     )
 
-    def look(shared, layer, microbatch):
-        x = jax.eval_shape(decoder.embed, shared, microbatch)
+    def look(ends, layer, microbatch):
+        x = jax.eval_shape(decoder.embed, ends, microbatch)
         split = split_layer(decoder.layer, layer, x, microbatch, POLICIES[remat])
         size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))  # noqa: E731
         kept = split.residuals
-        if remat == "none":  # B: dy of out and of down; W: these, and the inputs of the others
+        if remat == "none":
             args = layer, microbatch, kept, x
             of_b = jax.make_jaxpr(split.backward_input)(*args)
             of_w = jax.make_jaxpr(split.backward_weight)(layer, microbatch, kept.for_w, split.stash)
@@ -341,7 +373,9 @@ def test_sequence_parallelism_stores_a_part_of_everything(model, remat):
             gathers = lambda made: sum(  # noqa: E731
                 eqn.primitive.name == "all_gather" for eqn in made.jaxpr.eqns
             )
-            assert (gathers(of_b), gathers(of_w), gathers(of_both)) == (2, 4, 4)
+            # tp, B: dy of out and of down; W: these, and the inputs of the others. sdp, B: k and v.
+            wanted = (2, 4, 4) if shared == "tp" else (2, 0, 2)
+            assert (gathers(of_b), gathers(of_w), gathers(of_both)) == wanted
         found.append((LayerBytes(size(kept.for_b), size(kept.for_w), size(split.stash)), size(x)))
 
     specs = (
@@ -350,9 +384,9 @@ def test_sequence_parallelism_stores_a_part_of_everything(model, remat):
         PartitionSpec(),
     )
     run = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=None, check_vma=False)
-    jax.eval_shape(run, shared, layer, {"inputs": ids, "targets": ids})
+    jax.eval_shape(run, ends, layer, {"inputs": ids, "targets": ids})
     sizes = {"batch": EXAMPLES, "seq_len": LENGTH, "itemsize": 4}
-    cut = {"tp": 2, "sequence_parallel": True}
+    cut = {"tp": 2, "sequence_parallel": True} if shared == "tp" else {"sdp": 2}
     assert found[-1] == (
         layer_bytes(config, remat=remat, **sizes, **cut),
         hidden_bytes(config, **sizes, **cut),

@@ -2,9 +2,9 @@
 
 Names and twins are those of its `tests/utils/distributed_configs.py`: `df` and `bf` are
 microbatches depth first and breadth first, `ce` chunks of the loss, `z` the ZeRO stage, `stp`
-tensor with sequence parallelism, `pp2s1` two ranks with stages of one layer. What has no
-counterpart here is left out: float16 (`jax.nn.dot_product_attention` does not run in it on CPU),
-sequence-data parallelism (`sdp`), and microbatches split along the sequence (`ms`).
+tensor with sequence parallelism, `sdp` replicas that share sequences, `pp2s1` two ranks with stages
+of one layer. What has no counterpart here is left out: float16 (`jax.nn.dot_product_attention` does
+not run in it on CPU) and microbatches split along the sequence (`ms`).
 
 A comparison covers initial values (exact), losses, gradients, and parameters after two updates.
 """
@@ -48,6 +48,7 @@ def split(m, **parallel):
 TIED = {"model.tie_embeddings": True}
 BFS = {"schedule": "bfs"}
 TP, STP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
+SDP = {"dp": 2, "sdp": 2}
 S1, S2 = {"pp": 2, "virtual_stages": 2} | BFS, {"pp": 2} | BFS
 CHUNKS = {"train.loss_chunks": 4}
 # name: (its settings, its twin)
@@ -66,11 +67,14 @@ MATRIX = {
     "dp2_z2": (split(1, dp=2, zero_stage=2), "dp2"),
     "dp2_z3": (split(1, dp=2, zero_stage=3, reshard_after_forward=True), "dp2"),
     "dp2_z2_df4": (split(4, dp=2, zero_stage=2), "df8"),
+    "sdp2": (split(1, **SDP), "simple"),
     "tp2": (split(1, **TP), "simple"),
     "stp2": (split(1, **STP), "simple"),
     "tp2_df4": (split(4, **TP), "df4"),
     "stp2_ce4": (split(1, **STP) | CHUNKS, "simple"),
     "dp2_stp2": (split(1, dp=2, **STP), "dp2"),
+    "sdp2_stp2_bf4": (split(4, **SDP, **STP, **BFS), "df4"),
+    "sdp2_stp2": (split(1, **SDP, **STP), "simple"),
     "pp2s2_bf4": (split(4, **S2), "df4"),
     "pp2s1_bf4": (split(4, **S1) | TIED, "df4_tied"),
     "dp2_pp2s2_bf4": (split(4, dp=2, **S2), "dp2_z2_df4"),
@@ -93,8 +97,9 @@ def trained(base, name):
     """Initial values, losses, gradients, and parameters after two updates, keyed by layer."""
     settings, _ = MATRIX[name]
     settings = dict(settings)
-    per_rank = SEQUENCES // settings["train.grad_accum_steps"] // settings.get("parallel.dp", 1)
-    settings["train.microbatch_size"] = per_rank
+    shared = settings.get("parallel.sdp", 1)
+    sequences = SEQUENCES // settings["train.grad_accum_steps"]
+    settings["train.microbatch_size"] = sequences * shared // settings.get("parallel.dp", 1)
     if file := settings.get("parallel.schedule_file"):
         settings["parallel.schedule_file"] = str(base.with_name(file))
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731

@@ -22,7 +22,7 @@ BASE = ("model.n_layers=8", "train.seq_len=16", "train.grad_accum_steps=8",
 NAMED = [  # each restored into the next: pp 4, 2, 1, 3, 8, and schedules of every placement
     {"pp": 4, "dp": 2},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
-    {"pp": 1, "dp": 4, "zero_stage": 2},
+    {"pp": 1, "dp": 4, "sdp": 2, "zero_stage": 2},
     {"pp": 3, "layer_split": [1, 4, 3]},
     {"pp": 8, "zero_stage": 0},
     {"pp": 2, "schedule": "1f1b", "transfer_ticks": 2},
@@ -61,7 +61,8 @@ def random_layout(chance):
 def config_of(layout, tied):
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     overrides = [f"parallel.{name}={as_toml(value)}" for name, value in layout.items()]
-    overrides += [f"train.microbatch_size={EXAMPLES // layout.get('dp', 1)}"]
+    per_device = EXAMPLES * layout.get("sdp", 1) // layout.get("dp", 1)
+    overrides += [f"train.microbatch_size={per_device}"]
     return configs.load(SMALL, [*BASE, f"model.tie_embeddings={str(tied).lower()}", *overrides])
 
 

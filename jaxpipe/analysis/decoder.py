@@ -7,7 +7,9 @@ is for one microbatch on one device.
 
 Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, section 3); sequence
 parallelism splits the stream between them along the sequence, the matrices' inputs included, which
-are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2).
+are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Sequence-data
+parallelism gives each of `sdp` devices a stretch of every sequence; keys and values are stored
+where they are made, and gathered again.
 
 Letters: T tokens of a microbatch, D model, H query heads, G key/value heads, K head width, F
 hidden width of the MLP, L tokens of a sequence.
@@ -48,19 +50,21 @@ def layer_flops(
     seq_len: int,
     remat: str = "none",
     tp: int = 1,
+    sdp: int = 1,
     causal: bool = False,
 ) -> OpFlops:
     """FLOPs of the matrix products of one layer, on one device, with what B computes again.
 
     Attention counts as the full square, which `xla` computes; `causal` counts only the pairs that
-    the mask lets through. `cudnn` computes the scores once more in B (Dao et al. 2022, Algorithm
-    4); that is taken from the algorithm, not measured.
+    the mask lets through, on the average of `sdp` devices. `cudnn` computes the scores once more in
+    B (Dao et al. 2022, Algorithm 4); that is taken from the algorithm, not measured.
 
-    Raises `ValueError` for an unknown `remat`, or a `tp` that does not divide heads and `d_ff`.
+    Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or an
+    `sdp` that does not divide `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    tokens = batch * seq_len
+    tokens = batch * _stretch(seq_len, sdp)
     pairs = tokens * ((seq_len + 1) / 2 if causal else seq_len)
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
@@ -75,12 +79,15 @@ def layer_flops(
     return work + OpFlops(B=again)
 
 
-def head_flops(model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1) -> OpFlops:
+def head_flops(
+    model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1
+) -> OpFlops:
     """FLOPs of the product with the output head, on one device.
 
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`.
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or an `sdp` `seq_len`.
     """
-    return OpFlops.of_weight(2.0 * batch * seq_len * _vocabulary_matrix(model, tp))
+    tokens = batch * _stretch(seq_len, sdp)
+    return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
@@ -104,6 +111,7 @@ def layer_bytes(
     itemsize: int,
     remat: str = "none",
     tp: int = 1,
+    sdp: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
     """Bytes that one layer stores for one microbatch on one device.
@@ -113,13 +121,14 @@ def layer_bytes(
     part of the stash where B computes it again.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    with sequence parallelism `seq_len`.
+    with sequence parallelism a device's tokens of a sequence, or an `sdp` that does not divide it.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
     fused = model.attention == "cudnn"
-    tokens = batch * seq_len
-    rows = _stream_tokens(batch, seq_len, tp, sequence_parallel)
+    own = _stretch(seq_len, sdp)
+    tokens = batch * own
+    rows = _stream_tokens(batch, own, tp, sequence_parallel)
     stream = rows * model.d_model * itemsize
     q, kv, hidden = (tokens * w * itemsize for w in (widths.q, widths.kv, widths.hidden))
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
@@ -160,11 +169,13 @@ def hidden_bytes(
     seq_len: int,
     itemsize: int,
     tp: int = 1,
+    sdp: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
     """Bytes of one activation, or of its gradient, as a device sends it to another stage.
 
-    Raises `ValueError` for a `tp` that does not divide `seq_len` with sequence parallelism.
+    Raises `ValueError` for an `sdp` that does not divide `seq_len`, or a `tp` that does not divide
+    the rest with sequence parallelism.
 
     >>> model = ModelConfig(
     ...     n_layers=1, d_model=8, n_heads=2, n_kv_heads=1, d_ff=16, vocab_size=32
@@ -172,7 +183,8 @@ def hidden_bytes(
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
     64
     """
-    return _stream_tokens(batch, seq_len, tp, sequence_parallel) * model.d_model * itemsize
+    own = _stretch(seq_len, sdp)
+    return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
 def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, tuple[tuple[int, ...], Cut]]:
@@ -221,12 +233,18 @@ def _norm_bytes(values: int, rows: int, wide: int) -> int:
     return 2 * values + 2 * rows * wide
 
 
-def _stream_tokens(batch: int, seq_len: int, tp: int, sequence_parallel: bool) -> int:
-    """Tokens whose residual stream is on one device."""
+def _stretch(seq_len: int, sdp: int) -> int:
+    """Tokens of a sequence that one of the devices sharing it has."""
+    _check_divides(sdp, "seq_len", seq_len, by="sdp")
+    return seq_len // sdp
+
+
+def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> int:
+    """Tokens whose residual stream is on one device, which has `own` of a sequence."""
     if not sequence_parallel:
-        return batch * seq_len
-    _check_divides(tp, "seq_len", seq_len)
-    return batch * (seq_len // tp)
+        return batch * own
+    _check_divides(tp, "seq_len", own)
+    return batch * (own // tp)
 
 
 def _vocabulary_matrix(model: ModelConfig, tp: int) -> int:
@@ -234,9 +252,9 @@ def _vocabulary_matrix(model: ModelConfig, tp: int) -> int:
     return model.vocab_size // tp * model.d_model
 
 
-def _check_divides(tp: int, name: str, size: int) -> None:
-    if size % tp:
-        raise ValueError(f"tp={tp} must divide {name}={size}: devices hold equal parts.")
+def _check_divides(parts: int, name: str, size: int, by: str = "tp") -> None:
+    if size % parts:
+        raise ValueError(f"{by}={parts} must divide {name}={size}: devices hold equal parts.")
 
 
 def _check_remat(remat: str) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.analysis import head_flops, hidden_bytes, layer_flops
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import ITEMSIZE
 
 
@@ -48,6 +48,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
     """Seconds and FLOPs by op, with the device and versions."""
+    if config.parallel.sdp > 1:
+        raise ConfigError(
+            f"parallel.sdp={config.parallel.sdp}: ops are timed on one device, which cannot gather "
+            f"the keys of shared sequences; time them with parallel.sdp=1."
+        )
     import jax
 
     from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer

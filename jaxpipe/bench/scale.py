@@ -71,9 +71,7 @@ class Point:
     @property
     def tokens_per_device(self) -> float:
         """A second."""
-        train = self.config.train
-        samples = train.grad_accum_steps * train.microbatch_size * self.config.parallel.dp
-        return samples * train.seq_len / self.seconds / self.devices
+        return self.config.tokens_per_step / self.seconds / self.devices
 
 
 @dataclass(frozen=True)

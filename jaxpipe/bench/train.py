@@ -59,8 +59,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     worker = Worker()
     built = worker.build("step", "trained", msgspec.to_builtins(config))
     seconds = [seconds_of([worker.step("step")]) for _ in range(steps)]
-    samples = train.grad_accum_steps * train.microbatch_size * parallel.dp
-    rate = samples * train.seq_len / median(seconds) / devices
+    rate = config.tokens_per_step / median(seconds) / devices
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)
     return {

@@ -22,7 +22,7 @@ class Variant:
     def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
         """The configuration with this schedule on two ranks, searched for the lockstep it runs."""
         parallel = msgspec.structs.replace(
-            config.parallel, pp=PP, dp=1, tp=1, objective="lockstep", transfer_ticks=1,
+            config.parallel, pp=PP, dp=1, sdp=1, tp=1, objective="lockstep", transfer_ticks=1,
             costs=str(costs or ""), **self.parallel,
         )  # fmt: skip
         return _with(config, microbatches, parallel)
@@ -61,13 +61,13 @@ DEFAULT = (
 
 def single_config(config: Config, microbatches: int) -> Config:
     """The configuration on one device."""
-    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=1, tp=1, schedule="1f1b")
+    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=1, sdp=1, tp=1, schedule="1f1b")
     return _with(config, microbatches, parallel)
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
     """The same global batch on two replicas, each with half of the microbatches."""
-    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=PP, tp=1, schedule="1f1b")
+    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=PP, sdp=1, tp=1, schedule="1f1b")
     return _with(config, microbatches // PP, parallel)
 
 

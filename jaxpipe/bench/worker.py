@@ -1,8 +1,8 @@
 """One rank of a measurement, a process of its own: reads commands as JSON lines, answers in kind.
 
 `{"do": "build", "name": key, "kind": ..., "config": ...}` compiles a step and runs it twice,
-`"step"` runs it, `"ops"` times the ops, `"peak"` gives the memory of a step. Times are of the
-machine's monotonic clock, which processes share.
+`"step"` runs it, `"ops"` times the ops, `"peak"` gives the memory of a step, `"rest"` gives back
+free memory. Times are of the machine's monotonic clock, which processes share.
 """
 
 import json
@@ -65,6 +65,11 @@ class Worker:
     def drop(self, name: str) -> dict[str, Any]:
         """Forget a step and its state."""
         self.steps.pop(name, None)
+        return {}
+
+    def rest(self) -> dict[str, Any]:
+        """Give back memory that the steps do not need between them."""
+        memory.give_back()
         return {}
 
     def peak(self, name: str) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def grid_of(trainer: Trainer) -> Grid:
 def _batch(trainer: Trainer) -> dict[str, np.ndarray]:
     """Random tokens `[M, B, L]`, in the same order however they are dealt to replicas."""
     model, train = trainer.config.model, trainer.config.train
-    sizes = trainer.batch_shape
+    sizes = trainer.config.batch_shape
     shape = sizes["microbatches"], sizes["batch_size"], train.seq_len + 1
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}

@@ -118,8 +118,9 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
-    shape = (*trainer.batch_shape.values(), trainer.config.train.seq_len)
-    ids = jax.ShapeDtypeStruct(shape, "int32", sharding=trainer.batch_sharding)
+    shape = (*trainer.config.batch_shape.values(), trainer.config.train.seq_len)
+    dealt = jax.eval_shape(trainer.deal, jax.ShapeDtypeStruct(shape, "int32"))
+    ids = jax.ShapeDtypeStruct(dealt.shape, dealt.dtype, sharding=trainer.batch_sharding)
     try:
         traced = trainer.train_step.trace(state, {"inputs": ids, "targets": ids})
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)

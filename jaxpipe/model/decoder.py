@@ -1,5 +1,6 @@
 """A decoder as pure functions of plain parameter trees; it does not know that it is pipelined."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
-from jaxpipe.model.layers import DecoderLayer, Ends, init_from
+from jaxpipe.model.layers import DecoderLayer, Ends, Init, init_from
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.sequence import WHOLE_SEQUENCE, WholeSequence
 from jaxpipe.tensor import ONE_DEVICE, Cut, OneDevice
 
 Tree = Any
@@ -24,13 +26,14 @@ class Decoder:
     `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
     all functions but those that make parameters work on one device's parts; `end_devices` are those
     that share the ends, if these are others. The loss may be made in chunks of the sequence, of
-    which only one's logits are held.
+    which only one's logits are held. Of a shared `sequence` L is a device's stretch.
     """
 
     config: ModelConfig
     devices: OneDevice = ONE_DEVICE
     loss_chunks: int = 1
     end_devices: OneDevice | None = None
+    sequence: WholeSequence = WHOLE_SEQUENCE
 
     def init_ends(self, key: jax.Array) -> Tree:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
@@ -39,7 +42,7 @@ class Decoder:
     def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
         own = init_from(jax.random.fold_in(key, index))
-        return _values(DecoderLayer(self.config, self.devices, own))
+        return _values(DecoderLayer(self.config, self.devices, self.sequence, own))
 
     @cached_property
     def cuts(self) -> dict[str, Tree]:
@@ -50,7 +53,7 @@ class Decoder:
 
         return {
             "shared": _values(Ends(self.config, self._of_ends, cut)),
-            "layer": _values(DecoderLayer(self.config, self.devices, cut)),
+            "layer": _values(DecoderLayer(self.config, self.devices, self.sequence, cut)),
         }
 
     def embed(self, ends: Tree, microbatch: Tree) -> jax.Array:
@@ -62,7 +65,8 @@ class Decoder:
         positions = microbatch.get("positions")
         if positions is None:
             length = x.shape[1] * (self.devices.size if self.devices.sequence else 1)
-            positions = jnp.broadcast_to(jnp.arange(length), (x.shape[0], length))
+            own = self.sequence.start(length) + jnp.arange(length)
+            positions = jnp.broadcast_to(own, (x.shape[0], length))
         return nnx.merge(self._layer, params)(x, positions)
 
     def head(self, ends: Tree, x: jax.Array, microbatch: Tree) -> jax.Array:
@@ -83,17 +87,15 @@ class Decoder:
 
     @cached_property
     def _ends(self) -> nnx.GraphDef:
-        return self._graph(Ends, self._of_ends)
+        return _graph(lambda init: Ends(self.config, self._of_ends, init))
 
     @cached_property
     def _layer(self) -> nnx.GraphDef:
-        return self._graph(DecoderLayer, self.devices)
+        return _graph(lambda init: DecoderLayer(self.config, self.devices, self.sequence, init))
 
-    def _graph(self, module: type[nnx.Module], devices: OneDevice) -> nnx.GraphDef:
-        def make() -> nnx.Module:
-            return module(self.config, devices, init_from(jax.random.key(0)))
 
-        return nnx.graphdef(nnx.eval_shape(make))
+def _graph(module: Callable[[Init], nnx.Module]) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: module(init_from(jax.random.key(0)))))
 
 
 def _values(module: nnx.Module) -> Tree:

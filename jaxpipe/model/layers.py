@@ -3,9 +3,10 @@
 Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden, V
 vocabulary. Where devices share a layer, H, G, F and V are what this device has of them, and with
 sequence parallelism the stream `[B, L, D]` between sublayers has this device's part of L; weights
-come in the shapes that their `Cut`s give them. Parameters may be stored in any dtype; a layer
-computes in the dtype of its input, norms, rotary angles and the attention's softmax in float32 (or
-wider, if the input is).
+come in the shapes that their `Cut`s give them. Where replicas share a sequence, L is this device's
+stretch of it, and S all of it. Parameters may be stored in any dtype; a layer computes in the dtype
+of its input, norms, rotary angles and the attention's softmax in float32 (or wider, if the input
+is).
 """
 
 import zlib
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
+from jaxpipe.sequence import WholeSequence
 from jaxpipe.tensor import Cut, OneDevice
 
 # (name, shape, standard deviation or None for ones, how devices share it)
@@ -83,10 +85,13 @@ class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
     Devices that share it have whole heads. Where they are more than the key/value heads, each has
-    all weights of these and uses those of its own head.
+    all weights of these and uses those of its own head. Replicas that share the sequence gather the
+    keys and values of all its tokens.
     """
 
-    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+    def __init__(
+        self, config: ModelConfig, devices: OneDevice, sequence: WholeSequence, init: Init
+    ):
         d, k, shared = config.d_model, config.head_size, devices.size > 1
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.own_kv = config.n_kv_heads % devices.size == 0
@@ -98,10 +103,10 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm("attn/q_norm", k, config.norm_eps, init, summed=shared)
             self.k_norm = RMSNorm("attn/k_norm", k, config.norm_eps, init, summed=shared)
-        self.config, self.devices = config, devices
+        self.config, self.devices, self.sequence = config, devices, sequence
 
     def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all tokens."""
+        """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices = self.config, self.devices
         x_BLD = devices.enter(x_BLD)
 
@@ -115,11 +120,22 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
+        k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
+        mask_11LS = self._causal(x_BLD.shape[1])
         mixed_BLHK = jax.nn.dot_product_attention(
-            q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation=config.attention
-        )
+            q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
+            implementation=config.attention,
+        )  # fmt: skip
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype))
+
+    def _causal(self, length: int) -> jax.Array | None:
+        """Which of all tokens this device's L may see, `[1, 1, L, S]`; None where it has all."""
+        if self.sequence.size == 1:
+            return None
+        query_L = self.sequence.start(length) + jnp.arange(length)
+        token_S = jnp.arange(length * self.sequence.size)
+        return (query_L[:, None] >= token_S[None])[None, None]
 
     def _own(self, weight: jax.Array) -> jax.Array:
         """Of a key or value weight the heads that this device's query heads read."""
@@ -151,10 +167,12 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+    def __init__(
+        self, config: ModelConfig, devices: OneDevice, sequence: WholeSequence, init: Init
+    ):
         d, eps, summed = config.d_model, config.norm_eps, devices.sequence
         self.attn_norm = RMSNorm("attn_norm", d, eps, init, summed=summed)
-        self.attn = Attention(config, devices, init)
+        self.attn = Attention(config, devices, sequence, init)
         self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, summed=summed)
         self.mlp = MLP(config, devices, init)
 

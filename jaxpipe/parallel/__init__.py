@@ -2,6 +2,7 @@
 
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, PP, TP, make_mesh
+from jaxpipe.parallel.sequence import SequenceDataParallel
 from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
 from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
 
@@ -9,6 +10,7 @@ __all__ = [
     "DP",
     "PP",
     "TP",
+    "SequenceDataParallel",
     "Sharding",
     "StageLayout",
     "Stored",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxpipe.analysis import hidden_bytes
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.hardware import ITEMSIZE, OpSeconds
+from jaxpipe.planning.hardware import ITEMSIZE, OpSeconds, device_sizes
 from jaxpipe.planning.memory import RankBytes, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Op, Report, Tables, lower, simulate
 
@@ -59,13 +59,11 @@ def estimate(
     )
     report = simulate(schedule, costs, **knobs)
     tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
-    sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": config.parallel.tp}
     message = hidden_bytes(
         config.model, itemsize=ITEMSIZE[train.compute_dtype],
-        sequence_parallel=config.parallel.sequence_parallel, **sizes,
+        sequence_parallel=config.parallel.sequence_parallel, **device_sizes(config),
     )  # fmt: skip
     mirrored = mirrored_bytes(config, schedule, candidate.layers)
-    samples = train.grad_accum_steps * train.microbatch_size * config.parallel.dp
     return Estimate(
         candidate,
         report,
@@ -73,5 +71,5 @@ def estimate(
         rank_bytes(config, candidate, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
         mirrored * seconds.transfer / message,
-        samples * train.seq_len,
+        config.tokens_per_step,
     )

@@ -89,8 +89,7 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     """Seconds from FLOPs and bytes."""
-    train, tp = config.train, config.parallel.tp
-    sizes: dict[str, Any] = {"batch": train.microbatch_size, "seq_len": train.seq_len, "tp": tp}
+    train, sizes = config.train, device_sizes(config)
     layer = layer_flops(config.model, remat=train.remat, **sizes)
     head = head_flops(config.model, **sizes)
     message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
@@ -99,6 +98,17 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
         head=_total(head) / hardware.flops,
         transfer=message / hardware.link,
     )
+
+
+def device_sizes(config: Config) -> dict[str, Any]:
+    """A microbatch, and how devices share it and the layers, as `jaxpipe.analysis` takes them."""
+    train, parallel = config.train, config.parallel
+    return {
+        "batch": train.microbatch_size,
+        "seq_len": train.seq_len,
+        "tp": parallel.tp,
+        "sdp": parallel.sdp,
+    }
 
 
 def read_measured(path: Path) -> OpSeconds:

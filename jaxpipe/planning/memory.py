@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.hardware import ITEMSIZE
+from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
 from jaxpipe.schedule import Schedule, Tables
 from jaxpipe.storage import cutting, part_size
 
@@ -44,12 +44,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     schedule, layers = candidate.schedule, candidate.layers
     model, train, parallel = config.model, config.train, config.parallel
     item = ITEMSIZE[train.compute_dtype]
-    sizes = {
-        "batch": train.microbatch_size,
-        "seq_len": train.seq_len,
-        "tp": parallel.tp,
-        "sequence_parallel": parallel.sequence_parallel,
-    }
+    sizes = device_sizes(config) | {"sequence_parallel": parallel.sequence_parallel}
     slots = max(layers)  # every stage has room for as many
     held_slots = slots * (schedule.stages // parallel.pp)
     mirrored = schedule.placement.mirrored_from is not None
@@ -69,7 +64,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
-    rows = train.microbatch_size * train.seq_len // train.loss_chunks
+    rows = train.microbatch_size * train.seq_len // parallel.sdp // train.loss_chunks
     vocabulary = model.vocab_size // parallel.tp
     if parallel.vocab_parallel_pp:
         vocabulary //= parallel.pp

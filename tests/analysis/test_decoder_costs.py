@@ -201,8 +201,29 @@ def test_sequence_parallelism_splits_everything(remat):
     assert hidden_bytes(model, tp=2, sequence_parallel=True, **sizes) == BATCH * LENGTH * 24
 
 
+@pytest.mark.parametrize("remat", POLICIES)
+def test_devices_that_share_sequences_have_equal_parts_of_the_work(remat):
+    sizes = {"batch": BATCH, "seq_len": LENGTH, "sdp": 2}
+    model, whole = model_of(qk_norm=True), {"batch": BATCH, "seq_len": LENGTH}
+    part = layer_flops(model, remat=remat, **sizes)
+    assert part + part == layer_flops(model, remat=remat, **whole)
+    part = layer_flops(model, causal=True, **sizes)
+    assert part + part == layer_flops(model, causal=True, **whole)
+    part = head_flops(model, **sizes)
+    assert part + part == head_flops(model, **whole)
+    part, all_of_it = (layer_bytes(model, itemsize=2, remat=remat, **s) for s in (sizes, whole))
+    assert (2 * part.for_b, 2 * part.for_w, 2 * part.stash) == (
+        all_of_it.for_b,
+        all_of_it.for_w,
+        all_of_it.stash,
+    )
+    assert 2 * hidden_bytes(model, itemsize=2, **sizes) == hidden_bytes(model, itemsize=2, **whole)
+
+
 def test_what_cannot_be_is_refused():
     model, sizes = model_of(), {"batch": 1, "seq_len": 5}
+    with pytest.raises(ValueError, match="sdp=2 must divide seq_len=5"):
+        layer_flops(model, sdp=2, **sizes)
     with pytest.raises(ValueError, match="tp=3 must divide n_heads=4"):
         layer_flops(model, tp=3, **sizes)
     with pytest.raises(ValueError, match="tp=3 must divide vocab_size=64"):

@@ -1,0 +1,42 @@
+"""What replicas that share sequences do together, and how a batch is dealt to them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxpipe.parallel.mesh import DP
+from jaxpipe.sequence import WholeSequence
+
+
+@dataclass(frozen=True)
+class SequenceDataParallel(WholeSequence):
+    """`size` neighbours along the mesh's dp axis share every sequence, in the order of its tokens.
+
+    They are replicas like any others: parameters and gradients know of dp alone. The gradient of
+    what was gathered is summed and scattered, which is the transpose of the gather.
+    """
+
+    def start(self, own: int) -> jax.Array:
+        """Where in the sequence this device's stretch of `own` tokens begins."""
+        return lax.axis_index(DP) % self.size * own
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The `[B, L, ...]` of all tokens, from `[B, L / size, ...]`."""
+        replicas = range(lax.axis_size(DP))
+        groups = [list(replicas[i : i + self.size]) for i in replicas[:: self.size]]
+        return lax.all_gather(x, DP, axis=1, tiled=True, axis_index_groups=groups)
+
+    def deal(self, values: Any, dp: int) -> Any:
+        """A batch's `[M, B, L]` as `[M, B * size, L / size]`, of which dp cuts the second axis.
+
+        >>> import numpy as np
+        >>> SequenceDataParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
+        [[[1, 2], [5, 6], [3, 4], [7, 8]]]
+        """
+        m, b, length = values.shape
+        groups = dp // self.size
+        parts = values.reshape(m, groups, b // groups, self.size, length // self.size)
+        parts = parts.transpose(0, 1, 3, 2, 4)
+        return parts.reshape(m, b * self.size, length // self.size)

@@ -1,0 +1,28 @@
+"""Sequence-data parallelism as a model sees it: which tokens of a sequence a device has.
+
+Replicas along dp may share every sequence instead of having sequences of their own: each then has
+one stretch of its tokens, and attention alone looks beyond it (Fast-LLM's `sequence_data_parallel`;
+keys and values are gathered as in Grattafiori et al. 2024, section 3.3.2). This module has the case
+of whole sequences; `jaxpipe.parallel.SequenceDataParallel` is the other.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """A device that has all tokens of its sequences."""
+
+    size: int = 1
+
+    def start(self, own: int) -> Any:
+        """Where in the sequence this device's stretch of `own` tokens begins."""
+        return 0
+
+    def gather(self, x: Any) -> Any:
+        """The `[B, L, ...]` of all tokens, from those of this device's."""
+        return x
+
+
+WHOLE_SEQUENCE = WholeSequence()
