@@ -25,13 +25,14 @@ class Group:
     """The ranks of one program, rank r on core r; leaving the context ends them.
 
     `program` is the command line; each process gets one more argument, a JSON object with `rank`,
-    `size` and `port`. They keep freed memory, unless it is the memory that is measured.
+    `size` and `port`. They keep freed memory until they `rest`, unless it is the memory that is
+    measured.
     """
 
     def __init__(
         self, name: str, program: Sequence[str], size: int, *, measures_memory: bool = False
     ):
-        self.name = name
+        self.name, self._rests = name, True
         port = _free_port()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._processes = [
@@ -50,12 +51,19 @@ class Group:
 
     def ask(self, do: str, **command: Any) -> list[dict[str, Any]]:
         """Send all ranks one command and wait for their answers."""
+        self._rests = False
         for process in self._processes:
             try:
                 print(json.dumps({"do": do, **command}), file=process.stdin, flush=True)
             except OSError as error:
                 raise BenchError(f"a process of {self.name} is gone ({error}).") from error
         return self._answers()
+
+    def rest(self) -> None:
+        """Have them give freed memory back, if they have done anything since they last did."""
+        if not self._rests:
+            self.ask("rest")
+        self._rests = True
 
     def cpu_seconds(self) -> float:
         """Processor time that the processes have used so far."""

@@ -121,20 +121,20 @@ class _Bench:
 
     def _steps(self, groups: Mapping[str, Group], microbatches: int) -> Steps:
         """Build every step, then take turns in rounds."""
-        seconds, _ = _without_update(self._op_seconds(groups["jaxpipe"]))
+        seconds, _ = _without_update(self._op_seconds(groups))
         costs = self.directory / "costs.json"
         costs.write_bytes(msgspec.json.encode({"seconds": seconds}))
         entries = self._entries(microbatches, costs)
         losses, compiled = {}, {}
         for entry in entries:
-            answers = groups[entry.group].ask("build", name=entry.name, **entry.build)
+            answers = _ask(groups, entry.group, "build", name=entry.name, **entry.build)
             losses[entry.name] = loss_of(answers, "losses")
             if "compile" in answers[0]:
                 compiled[entry.name] = max(answer["compile"] for answer in answers)
             _check_losses(entry.name, losses[entry.name], losses["jaxpipe single"])
         turns: dict[str, Callable[[], Any]] = {
-            "ops": lambda: self._op_seconds(groups["jaxpipe"]),
-            **{entry.name: _turn(groups[entry.group], entry.name) for entry in entries},
+            "ops": lambda: self._op_seconds(groups),
+            **{entry.name: _turn(groups, entry) for entry in entries},
         }
         runner, rounds = Runner(tuple(groups.values())), Rounds()
         for number in range(self.arguments.rounds):
@@ -190,10 +190,10 @@ class _Bench:
             for name in self.arguments.schedules
         }
 
-    def _op_seconds(self, group: Group) -> dict[str, Any]:
+    def _op_seconds(self, groups: Mapping[str, Group]) -> dict[str, Any]:
         """Of the ops, the mean over the ranks, which run them at the same time."""
         config = VARIANTS["1f1b"].config(self.config, self.arguments.microbatches[0])
-        return _mean(group.ask("ops", config=_builtins(config)))
+        return _mean(_ask(groups, "jaxpipe", "ops", config=_builtins(config)))
 
     def _measure_memory(self, steps: Sequence[Steps]) -> None:
         """Of every step in processes that have done nothing else."""
@@ -218,8 +218,16 @@ class _Bench:
         return " ".join(words)
 
 
-def _turn(group: Group, name: str) -> Callable[[], float]:
-    return lambda: seconds_of(group.ask("step", name=name))
+def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], float]:
+    return lambda: seconds_of(_ask(groups, entry.group, "step", name=entry.name))
+
+
+def _ask(groups: Mapping[str, Group], name: str, do: str, **command: Any) -> list[dict[str, Any]]:
+    """One group's answers, while the others keep no free memory: all of it is too much for some."""
+    for other, group in groups.items():
+        if other != name:
+            group.rest()
+    return groups[name].ask(do, **command)
 
 
 def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -> None:

@@ -2,8 +2,9 @@
 
 Imports nothing that needs jax and runs under any Python that has torch and numpy. Reads commands as
 JSON lines and answers in kind: `{"do": "build", "name": key, "schedule": class or null, "config":
-..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"peak"` gives its
-memory. The file has the initial values by name, and the batch. A step ends with AdamW.
+..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"rest"` gives back free
+memory, `"peak"` gives a step's memory. The file has the initial values by name, and the batch. A
+step ends with AdamW.
 """
 
 import json
@@ -130,6 +131,11 @@ class Worker:
         begin = time.monotonic()
         loss = self.steps[name]()
         return {"begin": begin, "end": time.monotonic(), "loss": loss}
+
+    def rest(self):
+        """Give back memory that the steps do not need between them."""
+        memory.give_back()
+        return {}
 
     def peak(self, name):
         """Most bytes that this process has during a step, and what of them between steps."""
