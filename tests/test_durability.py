@@ -28,36 +28,47 @@ def spawn(directory, *overrides, under=()):
     return start([*under, *train_command(directory, *ONE_RANK, *overrides, devices=1)])
 
 
-@pytest.mark.parametrize(("asynchronous", "most"), [("true", 4), ("false", 2)])
-def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, asynchronous, most):
+LONG = ["train.seq_len=256", "train.grad_accum_steps=16"]  # steps that take longer than a save
+MOMENTS = {  # saved how; sizes of a step; seconds to the kill; steps of a life; most that are lost
+    "waited for": ("false", [], 0.4, 20, 2),
+    "in the background": ("true", [], 0.4, 20, 4),
+    "in the background of a long step": ("true", LONG, 1.0, 6, 2),
+}
+
+
+@pytest.mark.parametrize("how", MOMENTS)
+def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, how):
     """Saves every second step, kill -9 at random moments; the run ends as if nothing had been.
 
-    A save in the background is done when the next one begins, so it may cost a second interval.
+    No more is lost than the interval and, in the background, what is trained while a save is
+    written: nothing where that takes less than a step, and never more than another interval.
     """
+    asynchronous, sizes, latest, life, most = MOMENTS[how]
     cut, straight = tmp_path / "cut", tmp_path / "straight"
+    steps, last = [f"train.steps={life * KILLS}", *sizes], life * KILLS
     saves = f"checkpoint.asynchronous={asynchronous}"
-    steps, often = f"train.steps={20 * KILLS}", ["checkpoint.every=2", "checkpoint.keep=3", saves]
+    often = ["checkpoint.every=2", "checkpoint.keep=3", saves]
     chance, lost = random.Random(0), []
     for _ in range(KILLS):
         newest = max(complete(cut), default=0)
-        process = spawn(cut, *often, steps)
+        process = spawn(cut, *often, *steps)
         line = ""
         while not line.startswith("step "):
             line = process.stdout.readline()
             assert line, "it ended before it was killed"
             if "resumed from step" in line:
                 assert f"resumed from step {newest} " in line
-        time.sleep(chance.uniform(0, 0.4))
+        time.sleep(chance.uniform(0, latest))
         process.kill()
         process.communicate()
         lost.append(max(losses(cut)) - max(complete(cut), default=0))
     print("steps lost at each kill:", lost)  # noqa: T201 (shown by pytest -rP)
     assert max(lost) <= most
     for directory, every in ((cut, often), (straight, ["checkpoint.every=0"])):
-        output, _ = (process := spawn(directory, *every, steps)).communicate()
+        output, _ = (process := spawn(directory, *every, *steps)).communicate()
         assert process.returncode == 0, output
     assert [path.name for path in (cut / "checkpoints").iterdir() if "tmp" in path.name] == []
-    assert list(losses(cut)) == list(range(1, 20 * KILLS + 1))
+    assert list(losses(cut)) == list(range(1, last + 1))
     np.testing.assert_allclose(
         list(losses(cut).values()), list(losses(straight).values()), rtol=1e-6
     )

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedules", nargs="+", default=list(DEFAULT), metavar="NAME", help=", ".join(VARIANTS))
     add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M", help="of a step")
     add("--rounds", type=int, default=3, help="how often every step is made (3)")
+    add("--patience", type=float, default=30, help="longest wait for a quiet machine, seconds (30)")
     add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
     add("--memory", type=int, nargs="*", default=[], metavar="M", help="measure memory at these M")
     add_out(parser)
@@ -136,7 +137,8 @@ class _Bench:
             "ops": lambda: self._op_seconds(groups),
             **{entry.name: _turn(groups, entry) for entry in entries},
         }
-        runner, rounds = Runner(tuple(groups.values())), Rounds()
+        runner = Runner(tuple(groups.values()), patience=self.arguments.patience)
+        rounds = Rounds()
         for number in range(self.arguments.rounds):
             runner.round(turns, rounds)
             print(f"round {number + 1} of M={microbatches} done", file=sys.stderr, flush=True)
@@ -222,12 +224,12 @@ def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], float]:
     return lambda: seconds_of(_ask(groups, entry.group, "step", name=entry.name))
 
 
-def _ask(groups: Mapping[str, Group], name: str, do: str, **command: Any) -> list[dict[str, Any]]:
+def _ask(groups: Mapping[str, Group], which: str, do: str, **command: Any) -> list[dict[str, Any]]:
     """One group's answers, while the others keep no free memory: all of it is too much for some."""
-    for other, group in groups.items():
-        if other != name:
+    for name, group in groups.items():
+        if name != which:
             group.rest()
-    return groups[name].ask(do, **command)
+    return groups[which].ask(do, **command)
 
 
 def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -> None:

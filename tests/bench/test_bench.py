@@ -1,6 +1,7 @@
 """The measurement itself: predictions from known costs, ratios, what it refuses, tiny timers."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from commands import start
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
@@ -199,6 +201,21 @@ class Processes:
 
     def fresh_bytes(self):
         return self.touched
+
+
+@pytest.mark.skipif(os.cpu_count() < 2, reason="a rank is pinned to a core of its own")
+def test_steps_take_turns_and_are_written(tmp_path):
+    out, names = tmp_path / "steps.json", ["single", "data parallel", "gpipe"]
+    config = [str(SMALL), "model.n_layers=2", "parallel.pp=1", "parallel.dp=1"]
+    how = ["--schedules", "gpipe", "--microbatches", "2", "--rounds", "1", "--patience", "0"]
+    command = [sys.executable, "-m", "jaxpipe.bench", "step", *config, *how, "--out", str(out)]
+    output, _ = (process := start(command)).communicate()
+    assert process.returncode == 0, output
+    (steps,) = msgspec.json.decode(out.read_bytes(), type=Result).steps
+    assert list(steps.losses) == [f"jaxpipe {name}" for name in names]
+    assert all(first > second > 0 for first, second in steps.losses.values())
+    assert all(steps.tried[f"jaxpipe {name}"] >= 1 for name in names)
+    assert "round 1 of M=2 done" in output
 
 
 def test_a_step_that_touches_new_memory_is_made_again(monkeypatch):
