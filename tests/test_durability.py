@@ -45,9 +45,11 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, how):
     """
     asynchronous, sizes, latest, life, most = MOMENTS[how]
     cut, straight = tmp_path / "cut", tmp_path / "straight"
-    steps, last = [f"train.steps={life * KILLS}", *sizes], life * KILLS
-    saves = f"checkpoint.asynchronous={asynchronous}"
-    often = ["checkpoint.every=2", "checkpoint.keep=3", saves]
+    last, saves = life * KILLS, f"checkpoint.asynchronous={asynchronous}"
+    steps, often = (
+        [f"train.steps={last}", *sizes],
+        ["checkpoint.every=2", "checkpoint.keep=3", saves],
+    )
     chance, lost = random.Random(0), []
     for _ in range(KILLS):
         newest = max(complete(cut), default=0)

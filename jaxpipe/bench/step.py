@@ -215,7 +215,8 @@ class _Bench:
         a = self.arguments
         words = ["python -m jaxpipe.bench step", a.config, *a.overrides, "--schedules"]
         words += [*a.schedules, "--microbatches", *map(str, a.microbatches)]
-        words += ["--rounds", str(a.rounds), *(["--torch PYTHON"] if a.torch else [])]
+        words += ["--rounds", str(a.rounds), "--patience", f"{a.patience:g}"]
+        words += ["--torch PYTHON"] if a.torch else []
         words += ["--memory", *map(str, a.memory)] if a.memory else []
         return " ".join(words)
 

@@ -21,6 +21,7 @@ from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, si
 from jaxpipe.planning import Hardware, LayerSeconds, OpSeconds, candidate, estimate, op_seconds
 from jaxpipe.trainer import Trainer
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SECONDS = OpSeconds(
     LayerSeconds(F=1, B=1, W=1, BW=2), head=0.5, embed=0.25, embed_gradient=0.125, transfer=0.0625
@@ -167,6 +168,11 @@ def test_ops_write_what_plans_read(tmp_path, capsys):
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
 
 
+def test_ops_of_shared_sequences_are_refused():
+    with pytest.raises(configs.ConfigError, match="time them with parallel.sdp=1"):
+        costs.measure(small("parallel.dp=2", "parallel.sdp=2"), 1, 1, 1.0)
+
+
 def test_steps_on_the_present_devices(tmp_path, capsys):
     out = tmp_path / "steps.json"
     assert bench.main(["train", str(SMALL), "--steps", "2", "--out", str(out)]) == 0
@@ -203,7 +209,7 @@ class Processes:
         return self.touched
 
 
-@pytest.mark.skipif(os.cpu_count() < 2, reason="a rank is pinned to a core of its own")
+@pytest.mark.skipif(CORES < 2, reason="a rank is pinned to a core of its own, on Linux")
 def test_steps_take_turns_and_are_written(tmp_path):
     out, names = tmp_path / "steps.json", ["single", "data parallel", "gpipe"]
     config = [str(SMALL), "model.n_layers=2", "parallel.pp=1", "parallel.dp=1"]

@@ -1,0 +1,80 @@
+"""A small decoder on whole meshes, and what one device makes of the same parameters and batch."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.config import ModelConfig
+from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.parallel import (
+    SequenceDataParallel,
+    StageLayout,
+    TensorParallel,
+    VocabularyParallel,
+    make_mesh,
+)
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.schedule import build
+from jaxpipe.sequence import WHOLE_SEQUENCE
+from jaxpipe.tensor import ONE_DEVICE
+
+SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
+MODELS = {
+    "grouped": ModelConfig(**SIZES, n_kv_heads=2),
+    "normed": ModelConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
+    "tied": ModelConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
+    "one_kv": ModelConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
+    "deep": ModelConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
+}
+MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
+
+
+def functions_of(decoder):
+    return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts)
+
+
+def problem(model, dtype):
+    decoder, key = Decoder(MODELS[model]), jax.random.key(0)
+    cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+    shared = cast(decoder.init_ends(key))
+    layers = [cast(decoder.init_layer(key, i)) for i in range(decoder.config.n_layers)]
+    tokens = jax.random.randint(
+        jax.random.key(1), (MICROBATCHES, EXAMPLES, LENGTH + 1), 0, SIZES["vocab_size"]
+    )
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
+    return decoder, shared, layers, {"inputs": inputs, "targets": targets}
+
+
+@cache
+def wanted(model, dtype):
+    decoder, shared, layers, batch = problem(model, dtype)
+    return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
+
+
+def pipeline_of(
+    model, schedule, pp, dp, tp, *, sdp=1, sequence=False, loss_chunks=1, dtype=jnp.float32,
+    **execution,
+):  # fmt: skip
+    """The pipeline on a mesh, its parameters and batch."""
+    _, shared, layers, batch = problem(model, dtype)
+    built = build(schedule, pp=pp, microbatches=MICROBATCHES)
+    layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
+    devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
+    mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
+    of_ends = VocabularyParallel.of(devices, pp) if execution.get("vocab_parallel") else None
+    replicas = SequenceDataParallel(sdp)
+    stretches = replicas if sdp > 1 else WHOLE_SEQUENCE
+    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches)
+    batch = jax.tree.map(lambda values: replicas.deal(values, dp), batch)
+    pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
+    return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
+
+
+def run(model, *args, dtype=jnp.float32, **how):
+    """`(got, want)` of a whole step on a mesh and on one device."""
+    pipeline, layout, params, batch = pipeline_of(model, *args, dtype=dtype, **how)
+    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    losses, gradients = wanted(model, dtype)
+    return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
