@@ -66,17 +66,16 @@ def _check_mesh(config: Config) -> None:
 
 
 def _check_sequences(config: Config) -> None:
-    """Sequences are cut into equal stretches over sdp, these over tp or into chunks of the loss."""
+    """Sequences are cut into equal slices, these over sdp, and over tp or in chunks of the loss."""
     parallel, train = config.parallel, config.train
     if parallel.dp % parallel.sdp:
         raise ConfigError(
             f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
             f"replicas share every sequence; change one of them."
         )
-    parts = {"parallel.sdp": parallel.sdp}
-    if parallel.sequence_parallel:
-        parts["parallel.tp"] = parallel.tp
-    for more in (parts, {"parallel.sdp": parallel.sdp, "train.loss_chunks": train.loss_chunks}):
+    stretches = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp}
+    over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
+    for more in (stretches | over_tp, stretches | {"train.loss_chunks": train.loss_chunks}):
         if train.seq_len % prod(more.values()):
             product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
             raise ConfigError(
@@ -143,10 +142,12 @@ def _check_pipeline(config: Config) -> None:
             f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
         )
     filled = parallel.schedule.lower() in ("gpipe", "bfs", "custom") or parallel.allow_underfilled
-    if microbatches < parallel.pp and not filled:
+    slices = parallel.slices
+    if microbatches * slices < parallel.pp and not filled:
+        cut = f" of parallel.slices={slices}" if slices > 1 else ""
         raise ConfigError(
-            f"train.grad_accum_steps={microbatches} cannot fill parallel.pp={parallel.pp} under "
-            f"{parallel.schedule}: use at least {parallel.pp}, or set "
+            f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "
+            f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
         )
     if (parallel.schedule.lower() == "custom") != bool(parallel.schedule_file):

@@ -85,6 +85,7 @@ class ParallelConfig(_Section, kw_only=True):
     pp: Positive = 1  # pipeline ranks
     dp: Positive = 1  # data-parallel replicas of every rank
     sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
+    slices: Positive = 1  # of every sequence in time, which pass the pipeline one by one
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too

@@ -40,12 +40,13 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
     device = trainer.mesh.devices.flat[0]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shared = f" / sdp={parallel.sdp}" if parallel.sdp > 1 else ""
+    cut = f", in {parallel.slices} slices" if parallel.slices > 1 else ""
     for name, value in {
         "model": f"{model.parameter_count():,} parameters, {model.n_layers} layers",
         "mesh": f"{parallel.mesh} on {device.device_kind}",
         "batch": (
             f"{train.grad_accum_steps} microbatches x {train.microbatch_size} sequences x "
-            f"dp={parallel.dp}{shared} x {train.seq_len} tokens = {config.tokens_per_step:,}"
+            f"dp={parallel.dp}{shared} x {train.seq_len} tokens = {config.tokens_per_step:,}{cut}"
         ),
         "precision": f"{train.compute_dtype} compute, float32 parameters and sums",
         "schedule": (

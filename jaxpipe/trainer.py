@@ -27,6 +27,7 @@ from jaxpipe.parallel import (
     TensorParallel,
     VocabularyParallel,
     batch_spec,
+    deal_batch,
     is_stage_form,
     make_mesh,
 )
@@ -102,15 +103,16 @@ class Trainer:
             devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
         sequence = SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE
         ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
-        return Decoder(self.config.model, devices, loss_chunks, ends, sequence)
+        return Decoder(self.config.model, devices, loss_chunks, ends, sequence, parallel.slices)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The model on the mesh under the schedule."""
         decoder = self.decoder
         functions = StageFunctions(
-            decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts
-        )
+            decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts,
+            decoder.state if decoder.slices > 1 else None,
+        )  # fmt: skip
         return Pipeline(functions, self.schedule, self.mesh, self.layout.counts, self.execution)
 
     @property
@@ -220,13 +222,13 @@ class Trainer:
         """A host batch, which every process has whole, on the devices."""
         return {
             name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
-            for name, ids in ((name, self.deal(whole)) for name, whole in batch.items())
+            for name, ids in self.deal(batch).items()
         }
 
-    def deal(self, values: Any) -> Any:
-        """`[M, B, L]` in the order of its devices, which may have stretches of sequences."""
+    def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
         parallel = self.config.parallel
-        return SequenceDataParallel(parallel.sdp).deal(values, parallel.dp)
+        return deal_batch(batch, slices=parallel.slices, sdp=parallel.sdp, dp=parallel.dp)
 
     @property
     def samples_per_step(self) -> int:

@@ -12,6 +12,7 @@ from jaxpipe.parallel import (
     StageLayout,
     TensorParallel,
     VocabularyParallel,
+    deal_batch,
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
@@ -31,7 +32,10 @@ MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 
 
 def functions_of(decoder):
-    return StageFunctions(decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts)
+    state = decoder.state if decoder.slices > 1 else None
+    return StageFunctions(
+        decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts, state
+    )
 
 
 def problem(model, dtype):
@@ -54,20 +58,19 @@ def wanted(model, dtype):
 
 
 def pipeline_of(
-    model, schedule, pp, dp, tp, *, sdp=1, sequence=False, loss_chunks=1, dtype=jnp.float32,
-    **execution,
+    model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
+    dtype=jnp.float32, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters and batch."""
     _, shared, layers, batch = problem(model, dtype)
-    built = build(schedule, pp=pp, microbatches=MICROBATCHES)
+    built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
     of_ends = VocabularyParallel.of(devices, pp) if execution.get("vocab_parallel") else None
-    replicas = SequenceDataParallel(sdp)
-    stretches = replicas if sdp > 1 else WHOLE_SEQUENCE
-    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches)
-    batch = jax.tree.map(lambda values: replicas.deal(values, dp), batch)
+    stretches = SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE
+    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches, slices)
+    batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
     return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
 
@@ -75,6 +78,9 @@ def pipeline_of(
 def run(model, *args, dtype=jnp.float32, **how):
     """`(got, want)` of a whole step on a mesh and on one device."""
     pipeline, layout, params, batch = pipeline_of(model, *args, dtype=dtype, **how)
-    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
     losses, gradients = wanted(model, dtype)
-    return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
+    return (of_slices.reshape(MICROBATCHES, -1).sum(1), got), (
+        losses,
+        gradients | {"layers": layout.stack(gradients["layers"])},
+    )

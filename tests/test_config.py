@@ -138,6 +138,19 @@ def test_load_rejects(path, overrides, message):
             ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.loss_chunks=32"],
             "train.seq_len=32 must be a multiple of parallel.sdp=2 x train.loss_chunks=32",
         ),
+        (
+            ["parallel.slices=3"],
+            "train.seq_len=32 must be a multiple of parallel.slices=3: it is cut into equal parts",
+        ),
+        (
+            ["parallel.slices=2", "parallel.schedule=zbv"],
+            "zbv has no slices: leave slices=2 out, or use one of gpipe, 1f1b, interleaved_1f1b, ",
+        ),
+        (
+            ["parallel.pp=4", "parallel.slices=2", "train.grad_accum_steps=1"],
+            "grad_accum_steps=1 of parallel.slices=2 cannot fill parallel.pp=4 under 1f1b: use at "
+            "least 2",
+        ),
         (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
         (["parallel.pp=1", "parallel.vocab_parallel_pp=true"], "over parallel.pp, which is 1"),
         (

@@ -51,11 +51,13 @@ TP, STP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 SDP = {"dp": 2, "sdp": 2}
 S1, S2 = {"pp": 2, "virtual_stages": 2} | BFS, {"pp": 2} | BFS
 CHUNKS = {"train.loss_chunks": 4}
+MS4 = {"slices": 4}
 # name: (its settings, its twin)
 MATRIX = {
     "simple": (split(1), None),
     "bf16": (split(1) | {"train.compute_dtype": "bfloat16"}, "simple"),
     "ce4": (split(1) | CHUNKS, "simple"),
+    "ms4": (split(1, **MS4), "simple"),
     "df2": (split(2), "simple"),
     "df4": (split(4), "simple"),
     "df8": (split(8), "simple"),
@@ -76,10 +78,12 @@ MATRIX = {
     "sdp2_stp2_bf4": (split(4, **SDP, **STP, **BFS), "df4"),
     "sdp2_stp2": (split(1, **SDP, **STP), "simple"),
     "pp2s2_bf4": (split(4, **S2), "df4"),
+    "pp2s2_ms4": (split(1, **S2, **MS4), "ms4"),
     "pp2s1_bf4": (split(4, **S1) | TIED, "df4_tied"),
     "dp2_pp2s2_bf4": (split(4, dp=2, **S2), "dp2_z2_df4"),
     "stp2_pp2s1_bf4": (split(4, **STP, **S1), "df4"),
     "dp2_stp2_pp2s2_bf4": (split(4, dp=2, **STP, **S2), "df8"),
+    "sdp2_stp2_pp2s2_ms4": (split(1, **SDP, **STP, **S2, **MS4), "simple"),
     "dp2_tp2_pp2s1_bf4": (split(4, dp=2, **TP, **S1), "dp2_z2_df4"),
 }
 

@@ -25,6 +25,7 @@ FEWER = {  # other layouts of the same global batch
     "zero3": ["parallel.pp=1", "parallel.tp=4", "parallel.zero_stage=3"],
     "vocab": ["parallel.pp=2", "parallel.tp=2", "parallel.vocab_parallel_pp=true"],
     "sdp2": ["parallel.pp=2", "parallel.sdp=2", "train.microbatch_size=2"],
+    "slices": ["parallel.pp=2", "parallel.dp=1", "train.microbatch_size=2", "parallel.slices=4"],
     "zero0": ["parallel.pp=2", "parallel.zero_stage=0", "parallel.pipeline_first=true"],
 }
 

@@ -10,6 +10,7 @@ from jaxpipe.analysis.decoder import (
     layer_bytes,
     layer_flops,
     layer_leaves,
+    state_bytes,
 )
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.analysis.peaks import PEAKS, peak_held
@@ -33,6 +34,7 @@ __all__ = [
     "layer_flops",
     "layer_leaves",
     "peak_held",
+    "state_bytes",
     "vanilla_bytes",
     "vanilla_flops",
 ]

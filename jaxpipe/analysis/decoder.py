@@ -9,7 +9,8 @@ Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, 
 parallelism splits the stream between them along the sequence, the matrices' inputs included, which
 are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Sequence-data
 parallelism gives each of `sdp` devices a stretch of every sequence; keys and values are stored
-where they are made, and gathered again.
+where they are made, and gathered again. Of sequences cut into `slices` in time, everything is for
+one slice, except that all keys and values are held once a sequence: `state_bytes`.
 
 Letters: T tokens of a microbatch, D model, H query heads, G key/value heads, K head width, F
 hidden width of the MLP, L tokens of a sequence.
@@ -51,6 +52,7 @@ def layer_flops(
     remat: str = "none",
     tp: int = 1,
     sdp: int = 1,
+    slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
     """FLOPs of the matrix products of one layer, on one device, with what B computes again.
@@ -59,12 +61,12 @@ def layer_flops(
     the mask lets through, on the average of `sdp` devices. `cudnn` computes the scores once more in
     B (Dao et al. 2022, Algorithm 4); that is taken from the algorithm, not measured.
 
-    Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or an
-    `sdp` that does not divide `seq_len`.
+    Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
+    an `sdp` x `slices` that does not divide `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    tokens = batch * _stretch(seq_len, sdp)
+    tokens = batch * _stretch(seq_len, sdp, slices)
     pairs = tokens * ((seq_len + 1) / 2 if causal else seq_len)
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
@@ -74,19 +76,22 @@ def layer_flops(
     again = product if fused else 0.0
     if remat == "full":
         again += work.F - down
+        if slices > 1:  # keys and values are in the state; only norms need the keys' product
+            again -= 2.0 * tokens * model.d_model * widths.kv * (2 - model.qk_norm)
     elif remat == "selective" and not fused:
         again += 2 * product
     return work + OpFlops(B=again)
 
 
 def head_flops(
-    model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1
+    model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1, slices: int = 1
 ) -> OpFlops:
     """FLOPs of the product with the output head, on one device.
 
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or an `sdp` `seq_len`.
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or an `sdp` x `slices` that
+    does not divide `seq_len`.
     """
-    tokens = batch * _stretch(seq_len, sdp)
+    tokens = batch * _stretch(seq_len, sdp, slices)
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
@@ -112,6 +117,7 @@ def layer_bytes(
     remat: str = "none",
     tp: int = 1,
     sdp: int = 1,
+    slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
     """Bytes that one layer stores for one microbatch on one device.
@@ -121,16 +127,20 @@ def layer_bytes(
     part of the stash where B computes it again.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    with sequence parallelism a device's tokens of a sequence, or an `sdp` that does not divide it.
+    with sequence parallelism a device's tokens, or an `sdp` x `slices` that does not divide
+    `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
     fused = model.attention == "cudnn"
-    own = _stretch(seq_len, sdp)
+    own = _stretch(seq_len, sdp, slices)
     tokens = batch * own
     rows = _stream_tokens(batch, own, tp, sequence_parallel)
     stream = rows * model.d_model * itemsize
     q, kv, hidden = (tokens * w * itemsize for w in (widths.q, widths.kv, widths.hidden))
+    # Keys and values as attention reads them are in the state of slices, as the weights make them
+    # only norms need the keys.
+    read, made = (2 * kv, 2 * kv) if slices == 1 else (0, kv * model.qk_norm)
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
     gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
     # The fused attention's second output: a float32 logsumexp a query.
@@ -139,7 +149,7 @@ def layer_bytes(
         case "full":
             return LayerBytes(stream, 0, inputs + gradients)
         case "selective":
-            products = q + 2 * kv + stream + 2 * hidden
+            products = q + made + stream + 2 * hidden
             for_w = q if fused else 0  # the attention's output is stored only if it is fused
             return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
     wide = max(itemsize, 4)
@@ -147,7 +157,7 @@ def layer_bytes(
         heads = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
         # Scores and two numbers a row in the wide dtype.
         scores = logsumexp or tokens * widths.heads * wide * (seq_len + 2)
-        for_b = 2 * stream + q + 2 * kv + 2 * hidden + heads * wide + scores
+        for_b = 2 * stream + q + made + 2 * hidden + heads * wide + scores
         return LayerBytes(for_b, q, inputs - q + gradients)
     norms = 2 * _norm_bytes(stream, rows, wide)
     if model.qk_norm:
@@ -159,7 +169,12 @@ def layer_bytes(
         # Exponentials and two numbers a row in the wide dtype, probabilities in the narrow one.
         softmax = tokens * widths.heads * (seq_len * (wide + itemsize) + 2 * wide)
     activation = 5 * hidden  # gate, its sigmoid, the sigmoid's slope, silu, up
-    return LayerBytes(norms + q + 2 * kv + softmax + activation, inputs, gradients)
+    return LayerBytes(norms + q + read + softmax + activation, inputs, gradients)
+
+
+def state_bytes(model: ModelConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
+    """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many."""
+    return 2 * batch * seq_len * _Widths(model, tp).kv * itemsize
 
 
 def hidden_bytes(
@@ -170,12 +185,13 @@ def hidden_bytes(
     itemsize: int,
     tp: int = 1,
     sdp: int = 1,
+    slices: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
     """Bytes of one activation, or of its gradient, as a device sends it to another stage.
 
-    Raises `ValueError` for an `sdp` that does not divide `seq_len`, or a `tp` that does not divide
-    the rest with sequence parallelism.
+    Raises `ValueError` for an `sdp` x `slices` that does not divide `seq_len`, or a `tp` that does
+    not divide the rest with sequence parallelism.
 
     >>> model = ModelConfig(
     ...     n_layers=1, d_model=8, n_heads=2, n_kv_heads=1, d_ff=16, vocab_size=32
@@ -183,7 +199,7 @@ def hidden_bytes(
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
     64
     """
-    own = _stretch(seq_len, sdp)
+    own = _stretch(seq_len, sdp, slices)
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
@@ -233,10 +249,10 @@ def _norm_bytes(values: int, rows: int, wide: int) -> int:
     return 2 * values + 2 * rows * wide
 
 
-def _stretch(seq_len: int, sdp: int) -> int:
-    """Tokens of a sequence that one of the devices sharing it has."""
-    _check_divides(sdp, "seq_len", seq_len, by="sdp")
-    return seq_len // sdp
+def _stretch(seq_len: int, sdp: int, slices: int) -> int:
+    """Tokens of a sequence's slice that one of the devices sharing it has."""
+    _check_divides(sdp * slices, "seq_len", seq_len, by="sdp x slices")
+    return seq_len // (sdp * slices)
 
 
 def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> int:

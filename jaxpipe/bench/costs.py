@@ -48,6 +48,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
     """Seconds and FLOPs by op, with the device and versions."""
+    if config.parallel.slices > 1:
+        raise ConfigError(
+            f"parallel.slices={config.parallel.slices}: ops are timed on whole sequences; time "
+            f"them with parallel.slices=1."
+        )
     if config.parallel.sdp > 1:
         raise ConfigError(
             f"parallel.sdp={config.parallel.sdp}: ops are timed on one device, which cannot gather "

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import StageFunctions, buffers
+from jaxpipe.pipeline.carry import LeftByB, LeftByF
 from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
 from jaxpipe.pipeline.stage import SharedPart
@@ -104,8 +105,8 @@ def _loops(
     def ring(like: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
 
-    rings = tuple(Residuals(*map(ring, split.residuals)) for _ in layers)
-    stashes = tuple(ring(split.stash) for _ in layers)
+    by_f = tuple(LeftByF(Residuals(*map(ring, split.residuals)), None) for _ in layers)
+    by_b = tuple(LeftByB(ring(split.stash), None) for _ in layers)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
     )
@@ -117,12 +118,12 @@ def _loops(
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Tree) -> Tree:
-            dy, stash, totals = state
+            dy, by_b, totals = state
             chunk = Chunk(given["layers"], (None,) * len(layers))
             return chunk.gradient(
                 split, op, dy, given["microbatch"],
-                lambda slot: Kept.read(given["rings"][slot], stash[slot], row, op),
-                stash, totals, row,
+                lambda slot: Kept.read(given["by_f"][slot], by_b[slot], row, op),
+                by_b, totals, row,
             )  # fmt: skip
 
         return run
@@ -152,14 +153,14 @@ def _loops(
 
         return loop
 
-    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "rings": rings}
+    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f}
     given |= {"inputs": inputs}
     copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # what a loop may overwrite
     states = {
-        "F": (forward, (x, rings)),
-        "B": (gradient(Op.B), (x, stashes, zeros["layers"])),
-        "W": (gradient(Op.W), (x, stashes, zeros["layers"])),
-        "BW": (gradient(Op.BW), (x, stashes, zeros["layers"])),
+        "F": (forward, (x, by_f)),
+        "B": (gradient(Op.B), (x, by_b, zeros["layers"])),
+        "W": (gradient(Op.W), (x, by_b, zeros["layers"])),
+        "BW": (gradient(Op.BW), (x, by_b, zeros["layers"])),
         "head": (leave, (jnp.float32(0), x, zeros["shared"])),
         "embed": (enter, x),
         "embed_gradient": (enter_gradient, zeros["shared"]),

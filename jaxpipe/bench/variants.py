@@ -10,6 +10,7 @@ from jaxpipe.config import Config
 from jaxpipe.planning import Candidate, OpSeconds, estimate, layers_of, schedule_of
 
 PP = 2  # ranks of a pipeline
+_ALONE = {"dp": 1, "sdp": 1, "slices": 1, "tp": 1}  # nothing else divides the work
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Variant:
     def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
         """The configuration with this schedule on two ranks, searched for the lockstep it runs."""
         parallel = msgspec.structs.replace(
-            config.parallel, pp=PP, dp=1, sdp=1, tp=1, objective="lockstep", transfer_ticks=1,
+            config.parallel, pp=PP, **_ALONE, objective="lockstep", transfer_ticks=1,
             costs=str(costs or ""), **self.parallel,
         )  # fmt: skip
         return _with(config, microbatches, parallel)
@@ -61,13 +62,17 @@ DEFAULT = (
 
 def single_config(config: Config, microbatches: int) -> Config:
     """The configuration on one device."""
-    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=1, sdp=1, tp=1, schedule="1f1b")
+    parallel = msgspec.structs.replace(
+        config.parallel, pp=1, dp=1, sdp=1, slices=1, tp=1, schedule="1f1b"
+    )
     return _with(config, microbatches, parallel)
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
     """The same global batch on two replicas, each with half of the microbatches."""
-    parallel = msgspec.structs.replace(config.parallel, pp=1, dp=PP, sdp=1, tp=1, schedule="1f1b")
+    parallel = msgspec.structs.replace(
+        config.parallel, pp=1, dp=PP, sdp=1, slices=1, tp=1, schedule="1f1b"
+    )
     return _with(config, microbatches // PP, parallel)
 
 

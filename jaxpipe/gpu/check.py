@@ -119,10 +119,13 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
     shape = (*trainer.config.batch_shape.values(), trainer.config.train.seq_len)
-    dealt = jax.eval_shape(trainer.deal, jax.ShapeDtypeStruct(shape, "int32"))
-    ids = jax.ShapeDtypeStruct(dealt.shape, dealt.dtype, sharding=trainer.batch_sharding)
+    ids = jax.ShapeDtypeStruct(shape, "int32")
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.batch_sharding),
+        jax.eval_shape(trainer.deal, {"inputs": ids, "targets": ids}),
+    )
     try:
-        traced = trainer.train_step.trace(state, {"inputs": ids, "targets": ids})
+        traced = trainer.train_step.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except RuntimeError as error:
         if "cuDNN not found" in str(error):

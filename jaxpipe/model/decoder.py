@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
-from jaxpipe.model.layers import DecoderLayer, Ends, Init, init_from
+from jaxpipe.model.layers import DecoderLayer, Ends, Init, Past, init_from
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.sequence import WHOLE_SEQUENCE, WholeSequence
 from jaxpipe.tensor import ONE_DEVICE, Cut, OneDevice
@@ -26,7 +26,9 @@ class Decoder:
     `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
     all functions but those that make parameters work on one device's parts; `end_devices` are those
     that share the ends, if these are others. The loss may be made in chunks of the sequence, of
-    which only one's logits are held. Of a shared `sequence` L is a device's stretch.
+    which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
+    sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
+    [B]`: which of the slices it is, the same for all B.
     """
 
     config: ModelConfig
@@ -34,6 +36,7 @@ class Decoder:
     loss_chunks: int = 1
     end_devices: OneDevice | None = None
     sequence: WholeSequence = WHOLE_SEQUENCE
+    slices: int = 1
 
     def init_ends(self, key: jax.Array) -> Tree:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
@@ -60,14 +63,23 @@ class Decoder:
         """Tokens to `x [B, L, D]`."""
         return nnx.merge(self._ends, ends).enter(microbatch["inputs"])
 
-    def layer(self, params: Tree, x: jax.Array, microbatch: Tree) -> jax.Array:
-        """One layer, `[B, L, D] -> [B, L, D]`."""
-        positions = microbatch.get("positions")
-        if positions is None:
-            length = x.shape[1] * (self.devices.size if self.devices.sequence else 1)
-            own = self.sequence.start(length) + jnp.arange(length)
-            positions = jnp.broadcast_to(own, (x.shape[0], length))
-        return nnx.merge(self._layer, params)(x, positions)
+    def layer(self, params: Tree, x: Tree, microbatch: Tree) -> Tree:
+        """One layer, `[B, L, D] -> [B, L, D]`; of slices x comes and goes with a `state`."""
+        if self.slices == 1:
+            y, _ = nnx.merge(self._layer, params)(x, self._positions(x, microbatch, 0))
+            return y
+        x, (keys, values) = x
+        begin = microbatch["slice"][0] * self._length(x) * self.sequence.size
+        past = Past(keys, values, begin)
+        y, past = nnx.merge(self._layer, params)(x, self._positions(x, microbatch, begin), past)
+        return y, (past.keys_BSGK, past.values_BSGK)
+
+    def state(self, x: jax.Array, microbatch: Tree) -> Tree:
+        """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
+        heads = max(self.config.n_kv_heads // self.devices.size, 1)
+        tokens = self.slices * self._length(x) * self.sequence.size
+        empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
+        return empty, empty
 
     def head(self, ends: Tree, x: jax.Array, microbatch: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch, in nats."""
@@ -80,6 +92,18 @@ class Decoder:
     def count(self, microbatch: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
         return count_valid(microbatch["targets"])
+
+    def _length(self, x: jax.Array) -> int:
+        """L, of which the stream may have a part."""
+        return x.shape[1] * (self.devices.size if self.devices.sequence else 1)
+
+    def _positions(self, x: jax.Array, microbatch: Tree, begin: jax.Array | int) -> jax.Array:
+        """Given, or counted along each example from where the slice begins: `[B, L]`."""
+        if (positions := microbatch.get("positions")) is not None:
+            return positions
+        length = self._length(x)
+        own = begin + self.sequence.start(length) + jnp.arange(length)
+        return jnp.broadcast_to(own, (x.shape[0], length))
 
     @property
     def _of_ends(self) -> OneDevice:

@@ -4,13 +4,14 @@ Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head 
 vocabulary. Where devices share a layer, H, G, F and V are what this device has of them, and with
 sequence parallelism the stream `[B, L, D]` between sublayers has this device's part of L; weights
 come in the shapes that their `Cut`s give them. Where replicas share a sequence, L is this device's
-stretch of it, and S all of it. Parameters may be stored in any dtype; a layer computes in the dtype
-of its input, norms, rotary angles and the attention's softmax in float32 (or wider, if the input
-is).
+stretch of it, or of a slice if it is cut in time, and S all of it. Parameters may be stored in any
+dtype; a layer computes in the dtype of its input, norms, rotary angles and the attention's softmax
+in float32 (or wider, if the input is).
 """
 
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +82,23 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: ModelConfig) -> j
     return turned.astype(x_BLHK.dtype)
 
 
+class Past(NamedTuple):
+    """Keys and values of a sequence's tokens so far; what stands behind them is not read.
+
+    `begin` is the number of those before this slice.
+    """
+
+    keys_BSGK: jax.Array
+    values_BSGK: jax.Array
+    begin: jax.Array | int
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
     Devices that share it have whole heads. Where they are more than the key/value heads, each has
     all weights of these and uses those of its own head. Replicas that share the sequence gather the
-    keys and values of all its tokens.
+    keys and values of all its tokens; a slice of it adds its own to those of earlier slices.
     """
 
     def __init__(
@@ -105,7 +117,9 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm("attn/k_norm", k, config.norm_eps, init, summed=shared)
         self.config, self.devices, self.sequence = config, devices, sequence
 
-    def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None
+    ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices = self.config, self.devices
         x_BLD = devices.enter(x_BLD)
@@ -121,20 +135,29 @@ class Attention(nnx.Module):
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
         k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
-        mask_11LS = self._causal(x_BLD.shape[1])
+        if past is not None:
+            past = Past(
+                _write(past.keys_BSGK, k_BSGK, past.begin),
+                _write(past.values_BSGK, v_BSGK, past.begin),
+                past.begin,
+            )
+            k_BSGK, v_BSGK, _ = past
+        mask_11LS = self._causal(x_BLD.shape[1], past)
         mixed_BLHK = jax.nn.dot_product_attention(
             q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
             implementation=config.attention,
         )  # fmt: skip
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
-        return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype))
+        return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype)), past
 
-    def _causal(self, length: int) -> jax.Array | None:
+    def _causal(self, length: int, past: Past | None) -> jax.Array | None:
         """Which of all tokens this device's L may see, `[1, 1, L, S]`; None where it has all."""
-        if self.sequence.size == 1:
+        if self.sequence.size == 1 and past is None:
             return None
-        query_L = self.sequence.start(length) + jnp.arange(length)
-        token_S = jnp.arange(length * self.sequence.size)
+        begin, tokens = self.sequence.start(length), length * self.sequence.size
+        if past is not None:
+            begin, tokens = begin + past.begin, past.keys_BSGK.shape[1]
+        query_L, token_S = begin + jnp.arange(length), jnp.arange(tokens)
         return (query_L[:, None] >= token_S[None])[None, None]
 
     def _own(self, weight: jax.Array) -> jax.Array:
@@ -144,6 +167,10 @@ class Attention(nnx.Module):
         head = self.devices.index() * self.config.n_kv_heads // self.devices.size
         k = self.config.head_size
         return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=1)
+
+
+def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
 class MLP(nnx.Module):
@@ -176,10 +203,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, summed=summed)
         self.mlp = MLP(config, devices, init)
 
-    def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """`[B, L, D] -> [B, L, D]`."""
-        x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), positions_BL)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None = None
+    ) -> tuple[jax.Array, Past | None]:
+        """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, past)
+        x_BLD = x_BLD + mixed_BLD
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD)), past
 
 
 class Ends(nnx.Module):

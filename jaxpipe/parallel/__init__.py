@@ -2,7 +2,7 @@
 
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, PP, TP, make_mesh
-from jaxpipe.parallel.sequence import SequenceDataParallel
+from jaxpipe.parallel.sequence import SequenceDataParallel, deal_batch
 from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
 from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
 
@@ -17,6 +17,7 @@ __all__ = [
     "TensorParallel",
     "VocabularyParallel",
     "batch_spec",
+    "deal_batch",
     "is_stage_form",
     "make_mesh",
 ]

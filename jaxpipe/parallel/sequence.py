@@ -1,9 +1,10 @@
-"""What replicas that share sequences do together, and how a batch is dealt to them."""
+"""What replicas that share sequences do together, and how a batch is cut and dealt to them."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jaxpipe.parallel.mesh import DP
@@ -40,3 +41,30 @@ class SequenceDataParallel(WholeSequence):
         parts = values.reshape(m, groups, b // groups, self.size, length // self.size)
         parts = parts.transpose(0, 1, 3, 2, 4)
         return parts.reshape(m, b * self.size, length // self.size)
+
+
+def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict[str, Any]:
+    """A batch of leaves `[M, B, L]` as the pipeline takes it.
+
+    Sequences are cut into `slices` in time, each of which is a microbatch, and a leaf `slice` then
+    says which; stretches of these go to the replicas that share them.
+
+    >>> import numpy as np
+    >>> tokens = np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]])
+    >>> dealt = deal_batch({"inputs": tokens}, slices=2, sdp=1, dp=1)
+    >>> dealt["inputs"].tolist(), dealt["slice"].tolist()
+    ([[[1, 2], [5, 6]], [[3, 4], [7, 8]]], [[0, 0], [1, 1]])
+    """
+    replicas = SequenceDataParallel(sdp)
+
+    def dealt(values: Any) -> Any:
+        m, b, length = values.shape
+        parts = values.reshape(m, b, slices, length // slices).transpose(0, 2, 1, 3)
+        return replicas.deal(parts.reshape(m * slices, b, length // slices), dp)
+
+    leaves = {name: dealt(values) for name, values in batch.items()}
+    if slices == 1:
+        return leaves
+    rows, examples, _ = next(iter(leaves.values())).shape
+    which = np.arange(rows, dtype=np.int32)[:, None] % slices
+    return leaves | {"slice": np.broadcast_to(which, (rows, examples))}

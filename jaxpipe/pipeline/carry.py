@@ -9,13 +9,27 @@ from jaxpipe.pipeline.split import Residuals
 Tree = Any
 
 
+class LeftByF(NamedTuple):
+    """Rings of a layer slot that F writes: residuals, and the state of sequences in slices."""
+
+    residuals: Residuals
+    state: Tree
+
+
+class LeftByB(NamedTuple):
+    """Rings of a layer slot: the stash, which B writes, and the gradient at the state: B and BW."""
+
+    stash: Tree
+    dstate: Tree
+
+
 class Carry(NamedTuple):
     """What a rank hands from tick to tick.
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `residuals` and `stash` are rings of each
-    layer slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends'
-    deferred gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
+    the last tick brought. `inbox` is a ring of messages; `by_f` and `by_b` are rings of each layer
+    slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
+    gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
     layer slot. `losses`: each microbatch's share of the loss, `[M]`. A forward-only pass has no
     `dx`, residuals, stash or gradients.
     """
@@ -24,8 +38,8 @@ class Carry(NamedTuple):
     dx: Any
     arriving: Any
     inbox: jax.Array
-    residuals: tuple[Residuals, ...]
-    stash: tuple[Any, ...]
+    by_f: tuple[LeftByF, ...]
+    by_b: tuple[LeftByB, ...]
     for_head: Any
     for_embed: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]

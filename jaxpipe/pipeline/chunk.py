@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.parallel import DP, Stored
 from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.carry import LeftByB, LeftByF
 from jaxpipe.pipeline.split import Layer, LayerSplit, Residuals
 from jaxpipe.schedule import Op
 
@@ -21,14 +23,46 @@ class Kept(NamedTuple):
 
     residuals: Residuals
     stash: Any
+    state: Tree
+    dstate: Tree
 
     @classmethod
-    def read(cls, residuals: Residuals, stash: Any, row: Row, op: Op) -> "Kept":
-        """From a layer slot's rings: W takes no `for_b`, and only W takes a stash."""
-        for_b = None if op is Op.W else buffers.read(residuals.for_b, row["for_b_read"])
-        for_w = buffers.read(residuals.for_w, row["for_w_read"])
-        stash = buffers.read(stash, row["stash_read"]) if op is Op.W else None
-        return cls(Residuals(for_b, for_w), stash)
+    def read(cls, by_f: LeftByF, by_b: LeftByB, row: Row, op: Op) -> "Kept":
+        """From a layer slot's rings: W takes a stash, the others `for_b` and what slices share."""
+        for_w = buffers.read(by_f.residuals.for_w, row["for_w_read"])
+        if op is Op.W:
+            stash = buffers.read(by_b.stash, row["stash_read"])
+            return cls(Residuals(None, for_w), stash, None, None)
+        for_b = buffers.read(by_f.residuals.for_b, row["for_b_read"])
+        state = None if by_f.state is None else buffers.read(by_f.state, row["state_read"])
+        dstate = _state(by_b.dstate, row, "dstate", begins="last_slice")
+        return cls(Residuals(for_b, for_w), None, state, dstate)
+
+
+def _state(ring: Tree, row: Row, slot: str, begins: str) -> Tree:
+    """What slices of a sequence have left for the next, zeros where it begins; None of whole ones.
+
+    The barrier ends the reading before the slot is written: else XLA copies the ring.
+    """
+    if ring is None:
+        return None
+    values = buffers.read(ring, row[slot])
+    return lax.optimization_barrier(
+        jax.tree.map(lambda value: jnp.where(row[begins], 0, value), values)
+    )
+
+
+def _joined(x: jax.Array, state: Tree) -> Tree:
+    """x as a layer takes it: alone, or with the state."""
+    return x if state is None else (x, state)
+
+
+def _parted(y: Tree, ring: Tree, row: Row, slot: str) -> tuple[jax.Array, Tree]:
+    """y alone, and the ring with the state that came with it written."""
+    if ring is None:
+        return y, None
+    y, state = y
+    return y, buffers.write(ring, state, row[slot])
 
 
 @dataclass(frozen=True)
@@ -36,45 +70,38 @@ class Chunk:
     """The layers of one of the stages that a rank computes.
 
     `layers[j]` are the parameters in layer slot j, `active[j]` whether this rank has a layer there
-    (None: every rank does). Rings of residuals and stash come as one per layer slot. `gathered`
-    says how the leaves of a layer are stored if only its part over dp is held: then every action
-    gathers a layer when it comes to it, and adds to sums of its part.
+    (None: every rank does). Rings come as one of each kind per layer slot. `gathered` says how the
+    leaves of a layer are stored if only its part over dp is held: then every action gathers a layer
+    when it comes to it, and adds to sums of its part.
     """
 
     layers: tuple[Tree, ...]
     active: tuple[jax.Array | None, ...]
     gathered: Tree = None
 
-    def forward_only(self, layer: Layer, x: jax.Array, microbatch: Tree) -> jax.Array:
-        """y, keeping nothing."""
-        for slot in range(len(self.layers)):
-            (x,) = self._if_active(
-                slot, lambda x, slot=slot: (layer(self._params(slot), x, microbatch),), x
-            )
-        return x
-
     def forward(
-        self,
-        split: LayerSplit,
-        x: jax.Array,
-        microbatch: Tree,
-        rings: Sequence[Residuals],
+        self, layer: Layer | LayerSplit, x: jax.Array, microbatch: Tree, rings: Sequence[LeftByF],
         row: Row,
-    ) -> tuple[jax.Array, tuple[Residuals, ...]]:
-        """F: y, and the rings with the residuals written."""
+    ) -> tuple[jax.Array, tuple[LeftByF, ...]]:  # fmt: skip
+        """F: y, and the rings with residuals and state written; an uncut layer has no residuals."""
         rings = list(rings)
         for slot in range(len(self.layers)):
 
-            def layer(
-                x: jax.Array, ring: Residuals, slot: int = slot
-            ) -> tuple[jax.Array, Residuals]:
-                y, kept = split.forward(self._params(slot), x, microbatch)
-                return y, Residuals(
-                    buffers.write(ring.for_b, kept.for_b, row["for_b_write"]),
-                    buffers.write(ring.for_w, kept.for_w, row["for_w_write"]),
-                )
+            def run(x: jax.Array, ring: LeftByF, slot: int = slot) -> tuple[jax.Array, LeftByF]:
+                state = _state(ring.state, row, "state", begins="first_slice")
+                given, kept = _joined(x, state), ring.residuals
+                if isinstance(layer, LayerSplit):
+                    y, made = layer.forward(self._params(slot), given, microbatch)
+                    kept = Residuals(
+                        buffers.write(kept.for_b, made.for_b, row["for_b_write"]),
+                        buffers.write(kept.for_w, made.for_w, row["for_w_write"]),
+                    )
+                else:
+                    y = layer(self._params(slot), given, microbatch)
+                y, state = _parted(y, ring.state, row, "state")
+                return y, LeftByF(kept, state)
 
-            x, rings[slot] = self._if_active(slot, layer, x, rings[slot])
+            x, rings[slot] = self._if_active(slot, run, x, rings[slot])
         return x, tuple(rings)
 
     def gradient(
@@ -84,46 +111,44 @@ class Chunk:
         dy: jax.Array,
         microbatch: Tree,
         kept: Callable[[int], Kept],
-        stashes: Sequence[Any],
+        rings: Sequence[LeftByB],
         totals: Sequence[Tree],
         row: Row,
         *,
         in_turn: bool = False,
-    ) -> tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]:
-        """B, W or BW: dx (for W: dy), the rings of the stash, which B writes, and the totals.
+    ) -> tuple[jax.Array, tuple[LeftByB, ...], tuple[Tree, ...]]:
+        """B, W or BW: dx (for W: dy), the rings that B writes and the totals.
 
         `kept(slot)` gives what the action reads of a layer slot; `totals` are the sums of gradients
         that it adds to. `in_turn`: in BW, W of a layer is done before B of the next but one begins;
         else XLA on GPU may put all W last, to hide collectives, and hold the stash of every layer
         (a tenth of the memory with 20 layers of the 70B, tp=4, full remat).
         """
-        stashes, totals = list(stashes), list(totals)
+        rings, totals = list(rings), list(totals)
         for slot in reversed(range(len(self.layers))):
 
             def layer(
-                dy: jax.Array, total: Tree, stash: Any, slot: int = slot
-            ) -> tuple[jax.Array, Tree, Any]:
-                params, (residuals, stashed) = self._params(slot), kept(slot)
-                match op:
-                    case Op.BW:
-                        dy, gradients = split.backward(params, microbatch, residuals, dy)
-                    case Op.B:
-                        dy, gradients, stashed = split.backward_input(
-                            params, microbatch, residuals, dy
-                        )
-                        stash = buffers.write(stash, stashed, row["stash_write"])
-                    case Op.W:
-                        gradients = split.backward_weight(
-                            params, microbatch, residuals.for_w, stashed
-                        )
-                return dy, self._add(total, gradients), stash
+                dy: jax.Array, total: Tree, ring: LeftByB, slot: int = slot
+            ) -> tuple[jax.Array, Tree, LeftByB]:
+                params, (residuals, stashed, state, dstate) = self._params(slot), kept(slot)
+                if op is Op.W:
+                    gradients = split.backward_weight(params, microbatch, residuals.for_w, stashed)
+                    return dy, self._add(total, gradients), ring
+                stash, given = ring.stash, (microbatch, residuals, _joined(dy, dstate), state)
+                if op is Op.BW:
+                    dx, gradients = split.backward(params, *given)
+                else:
+                    dx, gradients, made = split.backward_input(params, *given)
+                    stash = buffers.write(stash, made, row["stash_write"])
+                dx, dstate = _parted(dx, ring.dstate, row, "dstate")
+                return dx, self._add(total, gradients), LeftByB(stash, dstate)
 
-            dy, totals[slot], stashes[slot] = self._if_active(
-                slot, layer, dy, totals[slot], stashes[slot]
+            dy, totals[slot], rings[slot] = self._if_active(
+                slot, layer, dy, totals[slot], rings[slot]
             )
             if in_turn and op is Op.BW and slot + 1 < len(self.layers):
                 dy, totals[slot + 1] = lax.optimization_barrier((dy, totals[slot + 1]))
-        return dy, tuple(stashes), tuple(totals)
+        return dy, tuple(rings), tuple(totals)
 
     def _if_active(
         self, slot: int, layer: Callable[..., tuple[Any, ...]], *passed: Any

@@ -95,7 +95,8 @@ class Pipeline:
 
     def losses(self, params: Tree, batch: Tree) -> jax.Array:
         """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
-        forward = forward_only(self.schedule.placement, self.schedule.microbatches)
+        schedule = self.schedule
+        forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
         return self._run(forward, params, batch)[0]
 
     def _run(self, schedule: Schedule, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
@@ -131,6 +132,11 @@ class Pipeline:
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         pp, dp, schedule = self.mesh.shape[PP], self.mesh.shape[DP], self.schedule
+        if (schedule.slices > 1) != (self.functions.state is not None):
+            raise ValueError(
+                f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
+                f"only if, there is more than one."
+            )
         if schedule.pp != pp:
             raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
         chunks, counts = schedule.placement.own_chunks, self.layers_per_stage
@@ -216,12 +222,13 @@ def _rank_program(
     one_layer = jax.eval_shape(whole, held["layers"][0])
     microbatch = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
     x = jax.eval_shape(functions.embed, shared, microbatch)
+    entering = functions.entering(x, microbatch)
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     split = head_split = None
     if tables.trains:
         remat = execution.remat
         policy = POLICIES[remat] if isinstance(remat, str) else remat
-        split = split_layer(functions.layer, one_layer, x, microbatch, policy)
+        split = split_layer(functions.layer, one_layer, entering, microbatch, policy)
         head_split = head.split(shared, x, microbatch)
 
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
@@ -242,6 +249,7 @@ def _rank_program(
         functions=functions,
         ends=ends,
         split=split,
+        state=None if functions.state is None else entering[1],
         shared=shared,
         chunks=chunks,
         batch=batch,

@@ -54,9 +54,9 @@ def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
     return list(dict.fromkeys(every))
 
 
-def dependents(jaxpr: Jaxpr, source: Var) -> set[Var]:
-    """`source` and every variable computed from it."""
-    found = {source}
+def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
+    """`sources` and every variable computed from them."""
+    found = set(sources)
     for eqn in jaxpr.eqns:
         if found.intersection(variables_in(eqn)):
             found.update(eqn.outvars)

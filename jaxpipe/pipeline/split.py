@@ -11,6 +11,11 @@ Residuals are the forward values that B or W reads *and that depend on x*; what 
 parameters, constants or the microbatch's own data is computed again, never stored. The stash is
 what W reads of B. Rematerialisation is the same cut made elsewhere: a policy says which forward
 values may be stored, and B computes the others again from those.
+
+Slices of a sequence leave a state for each other (keys and values, say), which then travels with
+`x`: a layer takes `(x, state)` and returns `(y, state)`. None of it is a residual: B is given the
+state as the last slice left it, which must serve where this slice's own did (what later slices have
+added is masked), and with `dy` the gradient at it that later slices left.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, run_slice, trace_flat
 
 Tree = Any
-Layer = Callable[[Tree, jax.Array, Tree], jax.Array]  # (params, x, microbatch) -> y
+Layer = Callable[[Tree, Tree, Tree], Tree]  # (params, x, microbatch) -> y
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
 
 # One-operand equations that only rearrange, widen or narrow: cheaper to repeat than to store. What
@@ -77,33 +82,38 @@ class LayerSplit:
     """The pieces of one layer; made by `split_layer`, free of the values it was traced with.
 
     `residuals` and `stash` hold the shapes and dtypes of what is stored per microbatch. The
-    methods take the layer's parameters and microbatch in the form they were traced in.
+    methods take the layer's parameters, microbatch and x in the form they were traced in; dy comes
+    and dx is returned in the forms of y and x. `state`, where there is one, is that part of y, as
+    the last slice left it.
     """
 
     residuals: Residuals
     stash: tuple[jax.ShapeDtypeStruct, ...]
     _closed: ClosedJaxpr  # (params, microbatch, x, dy) -> (y, dx, gradients)
     _arguments: Any  # treedef of (params, microbatch)
+    _x: "_Variables"
+    _y: "_Variables"
     _in_b: tuple[bool, ...]  # per parameter leaf: does B make its gradient?
     _kept: Residuals  # the residuals, and below the stash, as variables
     _stashed: tuple[Var, ...]
     _gathered: tuple[Var, ...]  # what both B and W gather of values that are stored in parts
 
-    def forward(self, params: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Residuals]:
+    def forward(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[Tree, Residuals]:
         """F: the output and the residuals."""
-        y, *kept = self._run(
-            params, microbatch, {self._x: x}, [self._y, *self._kept.for_b, *self._kept.for_w]
-        )
+        outputs = [*self._y.values, *self._kept.for_b, *self._kept.for_w]
+        made = self._run(params, microbatch, self._x.values_of(x), outputs)
+        y, kept = self._y.tree_of(made), made[len(self._y.values) :]
         cut = len(self._kept.for_b)
         return y, Residuals(tuple(kept[:cut]), tuple(kept[cut:]))
 
     def backward_input(
-        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: jax.Array
-    ) -> tuple[jax.Array, Tree, tuple[jax.Array, ...]]:
+        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: Tree, state: Tree = None
+    ) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """B: the input's gradient, the vectors' gradients (None for matrices), and the stash."""
-        known = self._known(residuals) | {self._dy: dy}
-        vectors = self._grads(in_b=True)
-        dx, *rest = self._run(params, microbatch, known, [self._dx, *vectors, *self._stashed])
+        known, vectors = self._known(residuals, dy, state), self._grads(in_b=True)
+        outputs = [*self._x.gradients, *vectors, *self._stashed]
+        made = self._run(params, microbatch, known, outputs)
+        dx, rest = self._x.tree_of(made), made[len(self._x.values) :]
         return dx, self._gradients(rest, in_b=True), tuple(rest[len(vectors) :])
 
     def backward_weight(
@@ -119,17 +129,17 @@ class LayerSplit:
         return self._gradients(grads, in_b=False)
 
     def backward(
-        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: jax.Array
-    ) -> tuple[jax.Array, Tree]:
+        self, params: Tree, microbatch: Tree, residuals: Residuals, dy: Tree, state: Tree = None
+    ) -> tuple[Tree, Tree]:
         """BW: the input's gradient and every parameter's; B, then W.
 
         Behind the barrier the stash is made once: without it XLA on CPU makes it for B's matrix
         products and again for W's, and BW takes 5 % longer. What B has gathered W need not gather.
         """
-        known = self._known(residuals) | {self._dy: dy}
+        known, vectors = self._known(residuals, dy, state), self._grads(in_b=True)
         handed = (*self._stashed, *self._gathered)
-        vectors = self._grads(in_b=True)
-        dx, *rest = self._run(params, microbatch, known, [self._dx, *vectors, *handed])
+        made = self._run(params, microbatch, known, [*self._x.gradients, *vectors, *handed])
+        dx, rest = self._x.tree_of(made), made[len(self._x.values) :]
         vectors, rest = self._gradients(rest, in_b=True), rest[len(vectors) :]
         known |= dict(zip(handed, lax.optimization_barrier(rest)))
         matrices = self._run(params, microbatch, known, self._grads(in_b=False))
@@ -138,27 +148,12 @@ class LayerSplit:
         return dx, jax.tree.map(either, vectors, matrices, is_leaf=lambda leaf: leaf is None)
 
     @property
-    def _x(self) -> Var:
-        return self._closed.jaxpr.invars[-2]
-
-    @property
-    def _dy(self) -> Var:
-        return self._closed.jaxpr.invars[-1]
-
-    @property
-    def _y(self) -> Any:
-        return self._closed.jaxpr.outvars[0]
-
-    @property
-    def _dx(self) -> Any:
-        return self._closed.jaxpr.outvars[1]
-
-    @property
     def _params(self) -> Any:
         return self._arguments.children()[0]
 
     def _grads(self, *, in_b: bool) -> list[Any]:
-        return [g for g, b in zip(self._closed.jaxpr.outvars[2:], self._in_b) if b is in_b]
+        every = self._closed.jaxpr.outvars[-len(self._in_b) :] if self._in_b else []
+        return [g for g, b in zip(every, self._in_b) if b is in_b]
 
     def _gradients(self, values: Iterable[jax.Array], *, in_b: bool) -> Tree:
         """The parameters' tree with `values` at the leaves of one kind and None at the others."""
@@ -167,9 +162,11 @@ class LayerSplit:
             self._params, [next(values) if b is in_b else None for b in self._in_b]
         )
 
-    def _known(self, residuals: Residuals) -> dict[Var, Any]:
+    def _known(self, residuals: Residuals, dy: Tree, state: Tree) -> dict[Var, Any]:
         kept = (*self._kept.for_b, *self._kept.for_w)
-        return dict(zip(kept, (*residuals.for_b, *residuals.for_w)))
+        known = dict(zip(self._y.state, jax.tree.leaves(state)))
+        known |= dict(zip(kept, (*residuals.for_b, *residuals.for_w)))
+        return known | dict(zip(self._y.gradients, jax.tree.leaves(dy)))
 
     def _run(
         self, params: Tree, microbatch: Tree, known: dict[Var, Any], outputs: list[Any]
@@ -180,20 +177,42 @@ class LayerSplit:
         return run_slice(jaxpr, given | known, outputs)
 
 
+@dataclass(frozen=True)
+class _Variables:
+    """x and dx, or y and dy: trees of one form, whose leaves after the first are the state."""
+
+    form: Any  # treedef
+    values: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return self.values[1:]
+
+    def values_of(self, tree: Tree) -> dict[Var, Any]:
+        return dict(zip(self.values, jax.tree.leaves(tree)))
+
+    def tree_of(self, leaves: list[Any]) -> Tree:
+        return jax.tree.unflatten(self.form, leaves[: len(self.values)])
+
+
 def split_layer(
     layer: Layer, params: Tree, x: Any, microbatch: Tree, policy: Policy = POLICIES["none"]
 ) -> LayerSplit:
     """Trace a layer at the given shapes and cut it.
 
-    `params`, `x` and `microbatch` may be arrays or `jax.ShapeDtypeStruct`. Inside `shard_map` the
-    layer may use collectives over bound axes. An inner loop, or a layer already wrapped in
-    `jax.checkpoint`, is one opaque equation: B then makes the gradients of its weights.
+    `params`, `x` and `microbatch` may be arrays or `jax.ShapeDtypeStruct`; x is an array, or with
+    what slices of a sequence share `(x, state)`, and so is what the layer returns. Inside
+    `shard_map` the layer may use collectives over bound axes. An inner loop, or a layer already
+    wrapped in `jax.checkpoint`, is one opaque equation: B then makes the gradients of its weights.
+
+    Raises `ValueError` where B would need the state as it was before this slice, or W any of it.
     """
     params, x, microbatch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, microbatch)
     )
 
-    def both(params: Tree, microbatch: Tree, x: jax.Array, dy: jax.Array) -> Any:
+    def both(params: Tree, microbatch: Tree, x: Tree, dy: Tree) -> Any:
         y, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
         dparams, dx = pull(dy)
         return y, dx, dparams
@@ -201,12 +220,19 @@ def split_layer(
     y = jax.eval_shape(layer, params, x, microbatch)
     closed = trace_flat(both, params, microbatch, x, y)
     in_b = tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params))
-    kept, stashed, gathered = _cut(closed.jaxpr, in_b, policy)
+    (x_form, y_form), jaxpr = map(jax.tree.structure, (x, y)), closed.jaxpr
+    n_x, n_y = x_form.num_leaves, y_form.num_leaves
+    inputs, outputs = jaxpr.invars[-n_x - n_y :], jaxpr.outvars
+    x_variables = _Variables(x_form, tuple(inputs[:n_x]), tuple(outputs[n_y : n_y + n_x]))
+    y_variables = _Variables(y_form, tuple(outputs[:n_y]), tuple(inputs[n_x:]))
+    kept, stashed, gathered = _cut(jaxpr, x_variables, y_variables, in_b, policy)
     return LayerSplit(
         residuals=Residuals(_shapes(kept.for_b), _shapes(kept.for_w)),
         stash=_shapes(stashed),
         _closed=closed,
         _arguments=jax.tree.structure((params, microbatch)),
+        _x=x_variables,
+        _y=y_variables,
         _in_b=in_b,
         _kept=kept,
         _stashed=stashed,
@@ -215,19 +241,18 @@ def split_layer(
 
 
 def _cut(
-    jaxpr: Jaxpr, in_b: tuple[bool, ...], policy: Policy
+    jaxpr: Jaxpr, x: _Variables, y: _Variables, in_b: tuple[bool, ...], policy: Policy
 ) -> tuple[Residuals, tuple[Var, ...], tuple[Var, ...]]:
     """Which values cross from F to B or W and from B to W; and what both B and W gather."""
-    *given, x, dy = jaxpr.invars
-    free = {*jaxpr.constvars, *given}
-    on_dy = dependents(jaxpr, dy)
-    on_x = dependents(jaxpr, x) - on_dy
-    grads = jaxpr.outvars[2:]
-    b_outputs = [jaxpr.outvars[1], *(grad for grad, b in zip(grads, in_b) if b)]
+    free = {*jaxpr.constvars, *jaxpr.invars, *y.state} - {*x.values, *y.gradients}
+    on_dy = dependents(jaxpr, y.gradients)
+    on_x = dependents(jaxpr, x.values) - on_dy - free
+    grads = jaxpr.outvars[-len(in_b) :] if in_b else []
+    b_outputs = [*x.gradients, *(grad for grad, b in zip(grads, in_b) if b)]
     w_outputs = [grad for grad, b in zip(grads, in_b) if not b]
 
     layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
-    saved = {x} | {
+    saved = {x.values[0]} | {
         var
         for eqn in jaxpr.eqns
         for var in eqn.outvars
@@ -235,14 +260,19 @@ def _cut(
     }
     # W stops at what B has made and at forward values that B will compute again for it.
     by_b = {var for eqn in equations_to(jaxpr, b_outputs, free) for var in eqn.outvars}
-    handed = ((by_b & on_dy) | (on_x - saved) | {dy}) - layout
+    handed = ((by_b & on_dy) | (on_x - saved) | {*y.gradients}) - layout
     in_w = equations_to(jaxpr, w_outputs, free | saved | handed)
     from_b_or_f = reads(in_w, w_outputs)
     stash = [var for var in from_b_or_f if var in handed]
     for_w = [var for var in from_b_or_f if var in saved]
     b_and_stash = [*b_outputs, *stash]
-    in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | {dy})
+    in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | {*y.gradients})
     from_f = reads(in_whole_b, b_and_stash)
+    if {*from_f} & {*x.state} or {*from_b_or_f} & {*x.state, *y.state}:
+        raise ValueError(
+            "the gradient of a layer of slices may read the state that the layer returns, in B, "
+            "but not the state that it is given."
+        )
     for_b = [var for var in from_f if var in saved and var not in for_w]
     made = {var for eqn in in_whole_b for var in eqn.outvars}
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")

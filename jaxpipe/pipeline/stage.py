@@ -24,13 +24,25 @@ class StageFunctions:
     Where devices along tp share the layers, the functions take one device's parts and call
     collectives over tp; `cuts` then says how every parameter is divided: trees of `Cut`s named
     `shared` and `layer`.
+
+    Where sequences are cut into slices, each a microbatch, `state` makes what the slices share in a
+    layer before the first of them, which must be zeros; `layer` then takes `(x, state)` and returns
+    the next. Its gradient must read only the state that it returns, and find there the same after
+    later slices.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]  # (shared, microbatch) -> x
-    layer: Callable[[Tree, jax.Array, Tree], jax.Array]  # (params, x, microbatch) -> x
+    layer: Callable[[Tree, Tree, Tree], Tree]  # (params, x, microbatch) -> x
     head: Callable[[Tree, jax.Array, Tree], jax.Array]  # (shared, x, microbatch) -> summed loss
     count: Callable[[Tree], jax.Array]  # (microbatch) -> how many terms the summed loss has
     cuts: Tree = None
+    state: Callable[[jax.Array, Tree], Tree] | None = None  # (x, microbatch) -> state
+
+    def entering(self, x: Any, microbatch: Tree) -> Any:
+        """Shapes of what the first slice of a sequence gives to a layer."""
+        if self.state is None:
+            return x
+        return jax.eval_shape(lambda x, microbatch: (x, self.state(x, microbatch)), x, microbatch)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.carry import Carry
+from jaxpipe.pipeline.carry import Carry, LeftByB, LeftByF
 from jaxpipe.pipeline.chunk import Chunk, Kept, Row
 from jaxpipe.pipeline.ends import OwnEnds, SharedEnds
 from jaxpipe.pipeline.split import LayerSplit, Residuals
@@ -24,19 +24,21 @@ from jaxpipe.schedule import Op, Tables
 from jaxpipe.schedule.lower import Pair
 
 Tree = Any
-GradientState = tuple[jax.Array, tuple[Any, ...], tuple[Tree, ...]]
+GradientState = tuple[jax.Array, tuple[LeftByB, ...], tuple[Tree, ...]]
 
 
 @dataclass(frozen=True)
 class RankWork:
     """One rank's functions and the values that no tick changes.
 
-    `batch` has leaves `[M, B, ...]`. A forward-only pass has no `split`.
+    `batch` has leaves `[M, B, ...]`; `state` has the shapes of what slices of a sequence share,
+    None where sequences are whole. A forward-only pass has no `split`.
     """
 
     functions: StageFunctions
     ends: OwnEnds | SharedEnds
     split: LayerSplit | None
+    state: Tree
     shared: Tree
     chunks: tuple[Chunk, ...]
     batch: Tree
@@ -51,7 +53,8 @@ class RankWork:
                 lambda leaf: buffers.make_ring(slots, leaf, poison=self.poison), like
             )
 
-        slots = self.tables.slots
+        slots, layer_slots = self.tables.slots, self.chunks[0].layers
+        nothing = Residuals((), ())
         message = jnp.full(x.shape, jnp.nan if self.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(self.batch)[0].shape[0]
         carry = Carry(
@@ -59,8 +62,8 @@ class RankWork:
             dx=None,
             arriving=self._transfers.arriving(message),
             inbox=ring(slots.inbox + 1, x),
-            residuals=(),
-            stash=(),
+            by_f=tuple(LeftByF(nothing, ring(slots.state, self.state)) for _ in layer_slots),
+            by_b=(),
             for_head=(),
             for_embed=(),
             layer_gradients=(),
@@ -69,11 +72,7 @@ class RankWork:
         )
         if self.split is None:
             return carry
-        kept, layer_slots = self.split.residuals, self.chunks[0].layers
-        residuals = [
-            Residuals(ring(slots.for_b, kept.for_b), ring(slots.for_w, kept.for_w))
-            for _ in layer_slots
-        ]
+        kept = self.split.residuals
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
         if slots.head:
             head = self.ends.split
@@ -82,8 +81,18 @@ class RankWork:
             carry = carry._replace(for_embed=ring(slots.embed + 1, x))
         return carry._replace(
             dx=message,
-            residuals=tuple(residuals),
-            stash=tuple(ring(slots.stash, self.split.stash) for _ in layer_slots),
+            by_f=tuple(
+                left._replace(
+                    residuals=Residuals(
+                        ring(slots.for_b, kept.for_b), ring(slots.for_w, kept.for_w)
+                    )
+                )
+                for left in carry.by_f
+            ),
+            by_b=tuple(
+                LeftByB(ring(slots.stash, self.split.stash), ring(slots.dstate, self.state))
+                for _ in layer_slots
+            ),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
         )
@@ -121,20 +130,18 @@ class RankWork:
         """F of one chunk, leaving residuals."""
         work = self.chunks[chunk]
 
-        def run() -> tuple[jax.Array, tuple[Residuals, ...]]:
-            x, microbatch = self._input(carry, row)
-            if self.split is None:
-                return work.forward_only(self.functions.layer, x, microbatch), ()
-            return work.forward(self.split, x, microbatch, carry.residuals, row)
+        def run() -> tuple[jax.Array, tuple[LeftByF, ...]]:
+            layer = self.functions.layer if self.split is None else self.split
+            return work.forward(layer, *self._input(carry, row), carry.by_f, row)
 
-        y, residuals = lax.cond(runs, run, lambda: (carry.y, carry.residuals))
-        return carry._replace(y=y, residuals=residuals)
+        y, by_f = lax.cond(runs, run, lambda: (carry.y, carry.by_f))
+        return carry._replace(y=y, by_f=by_f)
 
     def _gradient(self, carry: Carry, row: Row, runs: jax.Array, op: Op, chunk: int) -> Carry:
         """B, W or BW of one chunk, adding to its parameters' gradients."""
 
         def kept(slot: int) -> Kept:
-            return Kept.read(carry.residuals[slot], carry.stash[slot], row, op)
+            return Kept.read(carry.by_f[slot], carry.by_b[slot], row, op)
 
         def run() -> GradientState:
             return self._run_gradient(carry, row, op, chunk, kept, in_turn=True)
@@ -149,28 +156,30 @@ class RankWork:
         written: with both in one branch XLA would copy them, as it would copy the sums of gradients
         if layers went in turn.
         """
-        passed = carry.y, carry.residuals, self._gradient_state(carry, pair.op, pair.gradient)
+        passed = carry.y, carry.by_f, self._gradient_state(carry, pair.op, pair.gradient)
 
-        def run() -> tuple[jax.Array, tuple[Residuals, ...], GradientState]:
+        def run() -> tuple[jax.Array, tuple[LeftByF, ...], GradientState]:
             x, microbatch = self._input(carry, row)
-            y, residuals = self.chunks[pair.forward].forward(
-                self.split, x, microbatch, carry.residuals, row
-            )
+            y, by_f = self.chunks[pair.forward].forward(self.split, x, microbatch, carry.by_f, row)
             made = self._run_gradient(carry, row, pair.op, pair.gradient, read.__getitem__)
-            return y, residuals, made
+            return y, by_f, made
 
-        y, residuals, made = lax.cond(runs, run, lambda: passed)
-        carry = carry._replace(y=y, residuals=residuals)
+        y, by_f, made = lax.cond(runs, run, lambda: passed)
+        carry = carry._replace(y=y, by_f=by_f)
         return self._with_gradient(carry, pair.op, pair.gradient, made)
 
     def _read(self, carry: Carry, row: Row, op: Op) -> list[Kept]:
         """What a gradient reads of every layer slot."""
-        return [Kept.read(*rings, row, op) for rings in zip(carry.residuals, carry.stash)]
+        return [Kept.read(*rings, row, op) for rings in zip(carry.by_f, carry.by_b)]
 
     def _gradient_state(self, carry: Carry, op: Op, chunk: int) -> GradientState:
-        """What a gradient action changes: dx, the stash if it is B, and the sums of gradients."""
-        stash = carry.stash if op is Op.B else ((),) * len(carry.stash)
-        return carry.dx, stash, carry.layer_gradients[chunk]
+        """What a gradient action changes: dx, rings (the stash if it is B), sums of gradients."""
+        left = {
+            Op.B: carry.by_b,
+            Op.BW: tuple(left._replace(stash=()) for left in carry.by_b),
+            Op.W: (LeftByB((), ()),) * len(carry.by_b),
+        }
+        return carry.dx, left[op], carry.layer_gradients[chunk]
 
     def _run_gradient(
         self,
@@ -182,7 +191,7 @@ class RankWork:
         *,
         in_turn: bool = False,
     ) -> GradientState:
-        dx, stash, totals = self._gradient_state(carry, op, chunk)
+        dx, rings, totals = self._gradient_state(carry, op, chunk)
         microbatch = buffers.read(self.batch, row["gradient_mb"])
         if op is not Op.W:
             dx = self._choose(
@@ -192,16 +201,20 @@ class RankWork:
                 lambda: buffers.read(carry.inbox, row["dy_read"]),
             )
         return self.chunks[chunk].gradient(
-            self.split, op, dx, microbatch, kept, stash, totals, row, in_turn=in_turn
+            self.split, op, dx, microbatch, kept, rings, totals, row, in_turn=in_turn
         )
 
     @staticmethod
     def _with_gradient(carry: Carry, op: Op, chunk: int, made: GradientState) -> Carry:
-        dx, stash, totals = made
+        dx, rings, totals = made
         gradients = list(carry.layer_gradients)
         gradients[chunk] = totals
-        stash = stash if op is Op.B else carry.stash
-        return carry._replace(dx=dx, stash=stash, layer_gradients=tuple(gradients))
+        by_b = {
+            Op.B: rings,
+            Op.BW: tuple(b._replace(dstate=new.dstate) for b, new in zip(carry.by_b, rings)),
+            Op.W: carry.by_b,
+        }
+        return carry._replace(dx=dx, by_b=by_b[op], layer_gradients=tuple(gradients))
 
     def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
         """x of F, from the embedding or the inbox, and its microbatch."""
@@ -246,14 +259,20 @@ class RankWork:
             waited = spoil(carry.for_head, "head_read", row["head_weight"] > 0)
             carry = carry._replace(for_head=waited)
         if self.tables.splits:
-            stash = (spoil(ring, "stash_read", ran(Op.W)) for ring in carry.stash)
-            carry = carry._replace(stash=tuple(stash))
-        return carry._replace(
-            residuals=tuple(
-                Residuals(
-                    spoil(kept.for_b, "for_b_read", ran(Op.B, Op.BW)),
-                    spoil(kept.for_w, "for_w_read", ran(Op.W, Op.BW)),
+            carry = carry._replace(
+                by_b=tuple(
+                    left._replace(stash=spoil(left.stash, "stash_read", ran(Op.W)))
+                    for left in carry.by_b
                 )
-                for kept in carry.residuals
+            )
+        return carry._replace(
+            by_f=tuple(
+                left._replace(
+                    residuals=Residuals(
+                        spoil(left.residuals.for_b, "for_b_read", ran(Op.B, Op.BW)),
+                        spoil(left.residuals.for_w, "for_w_read", ran(Op.W, Op.BW)),
+                    )
+                )
+                for left in carry.by_f
             )
         )

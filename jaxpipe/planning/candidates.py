@@ -53,7 +53,10 @@ def _candidate(
     if name in SEARCHED:
         costs = seconds.costs(layers, shared_by=parallel.ends_shared_by)
         options |= {"costs": costs, "effort": _SEARCH}
-    schedule = build(name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, **options)
+    schedule = build(
+        name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, slices=parallel.slices,
+        **options,
+    )  # fmt: skip
     return Candidate(label, schedule, layers, in_flight)
 
 
@@ -64,6 +67,7 @@ def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
     found: list[tuple[str, str, dict[str, Any]]] = [("gpipe", "gpipe", {}), ("1f1b", "1f1b", {})]
     packed = 2 * pp - 1 + config.parallel.vocab_parallel_pp  # as `place` explains
     for ahead in sorted({(3 * pp - 1) // 2, packed} - {pp - 1, pp}):
+        ahead += config.parallel.slices - 1
         found.append((f"1f1b in_flight={ahead}", "1f1b", {"in_flight": ahead}))
     for name in ("interleaved_1f1b", "bfs", "interleaved_zb"):
         found += [(f"{name} v={v}", name, {"virtual_stages": v}) for v in chunked]

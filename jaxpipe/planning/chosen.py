@@ -34,6 +34,7 @@ def schedule_of(config: Config) -> Schedule:
     options: dict[str, Any] = {
         "virtual_stages": parallel.virtual_stages or None,
         "memory_limit": parallel.memory_limit or None,
+        "slices": parallel.slices,
     }
     if parallel.schedule_file:
         options["path"] = parallel.schedule_file

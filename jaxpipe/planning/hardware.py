@@ -101,13 +101,14 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 
 
 def device_sizes(config: Config) -> dict[str, Any]:
-    """A microbatch, and how devices share it and the layers, as `jaxpipe.analysis` takes them."""
+    """A microbatch and how it is cut and shared, with the layers, as `jaxpipe.analysis` has it."""
     train, parallel = config.train, config.parallel
     return {
         "batch": train.microbatch_size,
         "seq_len": train.seq_len,
         "tp": parallel.tp,
         "sdp": parallel.sdp,
+        "slices": parallel.slices,
     }
 
 

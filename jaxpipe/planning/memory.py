@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves
+from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves, state_bytes
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
@@ -21,9 +21,9 @@ class RankBytes:
     only a part from ZeRO stage 1 on. `optimizer`: the moments of each. `gradients`: float32 sums,
     of layers in parts if they are gathered anew for every action, of embedding and head whole
     unless all ranks share the vocabulary. `copies`: what the ops read, in the compute dtype and
-    gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B or
-    W, and the messages that wait. `head`: logits and their gradient in float32, of a chunk and with
-    the gradient of the head's matrix if there are chunks, while the head runs.
+    gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B, W
+    or the next slice, and the messages that wait. `head`: logits and their gradient in float32, of
+    a chunk and with the gradient of the head's matrix if there are chunks, while the head runs.
     """
 
     parameters: int
@@ -59,12 +59,17 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     if cast or end.whole != end.part:
         read += end.whole
     stored = layer_bytes(model, itemsize=item, remat=train.remat, **sizes)
+    of_sequences = state_bytes(
+        model, batch=train.microbatch_size, seq_len=train.seq_len, itemsize=item, tp=parallel.tp
+    )
     held = tables.slots
     rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
+    rings += (held.state + held.dstate) * of_sequences
     both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
-    rows = train.microbatch_size * train.seq_len // parallel.sdp // train.loss_chunks
+    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
+    rows //= train.loss_chunks
     vocabulary = model.vocab_size // parallel.tp
     if parallel.vocab_parallel_pp:
         vocabulary //= parallel.pp

@@ -143,12 +143,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of cells on every rank; times are decided later, by `simulate` or `lower`."""
+    """The order of cells on every rank; times are decided later, by `simulate` or `lower`.
+
+    Where sequences are cut into `slices` in time, every slice counts as a microbatch, and so many
+    in a row are one sequence. Each stage runs their F in this order, their gradients in reverse.
+    """
 
     name: str
     placement: Placement
     microbatches: int
     ranks: tuple[tuple[Cell, ...], ...]
+    slices: int = 1
 
     @classmethod
     def of(
@@ -157,13 +162,14 @@ class Schedule:
         placement: Placement,
         microbatches: int,
         orders: Iterable[Iterable[Action | Cell]],
+        slices: int = 1,
     ) -> "Schedule":
         """From orders in which actions that stand alone need no cell around them."""
         ranks = (
             tuple(Cell.of(item) if isinstance(item, Action) else item for item in order)
             for order in orders
         )
-        return cls(name, placement, microbatches, tuple(ranks))
+        return cls(name, placement, microbatches, tuple(ranks), slices)
 
     @property
     def pp(self) -> int:

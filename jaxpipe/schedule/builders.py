@@ -48,6 +48,7 @@ def build(
     pp: int,
     microbatches: int,
     virtual_stages: int | None = None,
+    slices: int = 1,
     costs: Costs | None = None,
     memory: Memory | None = None,
     memory_limit: str | float | None = None,
@@ -56,7 +57,9 @@ def build(
 ) -> Schedule:
     """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
 
-    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. `costs`
+    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. `slices`
+    cuts the sequences of every microbatch in time, each slice then being one of the schedule's
+    `microbatches`; the schedules on the loop placement can. `costs`
     and `objective` (`"span"`, `"makespan"` or `"lockstep"`) steer the searched ones, zb_auto, zbv,
     v_half and v_min; the orders of the others do not depend on them. `memory_limit` is what a rank
     may hold, in the unit of `memory` (by default one stage of a microbatch from F to W), so it may
@@ -72,13 +75,16 @@ def build(
     name = name.lower()
     if name not in _NAMED:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_NAMED)}.")
-    sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
+    sizes = {"pp": pp, "microbatches": microbatches, "slices": slices}
+    sizes["virtual_stages"] = virtual_stages
     for key, size in sizes.items():
         if size is not None and size < 1:
             raise ScheduleError(f"{name}: {key}={size} must be at least 1.")
     check_objective(objective)
     if virtual_stages is not None:
         options["virtual_stages"] = virtual_stages
+    if slices > 1:
+        options["slices"] = slices
     for option, value in options.items():
         takers = [n for n in _NAMED if option in signature(_NAMED[n]).parameters]
         if name not in takers:
@@ -109,10 +115,11 @@ def _check_memory(schedule: Schedule, memory: Memory, memory_limit: str | float)
         )
 
 
-def forward_only(placement: Placement, microbatches: int) -> Schedule:
+def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Schedule:
     """Every microbatch forward through every stage and nothing else: evaluation.
 
-    Every rank takes what has come furthest, so that few messages wait.
+    Every rank takes what has come furthest, so that few messages wait. As in `Schedule`, so many
+    `slices` in a row are one sequence.
 
     >>> forward_only(Placement.loop(2), 2).orders()
     [['0F0', '0F1'], ['1F0', '1F1']]
@@ -129,4 +136,4 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
                 order.append(Action(Op.F, stage, m))
                 if stage + 1 < placement.stages:
                     heappush(ready[placement.rank(stage + 1, m)], (-stage - 1, m))
-    return Schedule.of("forward_only", placement, microbatches, orders)
+    return Schedule.of("forward_only", placement, microbatches, orders, slices)

@@ -16,29 +16,45 @@ k = M / max(1, M div P) is the number of microbatches of a round. A chunk counts
 held. Sources: Narayanan et al. 2021 (1F1B, interleaved), Lamy-Poirier 2023 (breadth-first), Qi et
 al. 2024 "Zero Bubble Pipeline Parallelism", sections 2 and 3 (H1, H2), PyTorch's
 `torch.distributed.pipelining` (interleaved_zb, and the meaning of k).
+
+All can cut sequences into `slices` in time, each with a passage of its own (Li et al. 2021,
+"TeraPipe"; under 1F1B: Sun et al. 2024, "Seq1F1B"). A slice attends to those before it, so it
+returns before them: gradients come in the reverse order within a sequence, and a warm-up is longer
+by `slices - 1`. The bubble stays so many slices long, which are shorter; a rank holds P - r +
+slices - 1 of them under 1F1B.
 """
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 
 
-def gpipe(pp: int, microbatches: int) -> Schedule:
+def gpipe(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """All forwards, then all backwards, both in microbatch order (Huang et al. 2019, Fig. 2c).
 
     >>> gpipe(2, 2).orders()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1F1', '1B0', '1B1']]
     """
-    every = range(microbatches)
+    every = range(microbatches * slices)
     orders = [
-        [*(Action(Op.F, r, m) for m in every), *(Action(Op.BW, r, m) for m in every)]
+        [
+            *(Action(Op.F, r, m) for m in every),
+            *(Action(Op.BW, r, _returning(m, slices)) for m in every),
+        ]
         for r in range(pp)
     ]
-    return Schedule.of("gpipe", Placement.loop(pp), microbatches, orders)
+    return Schedule.of("gpipe", Placement.loop(pp), len(every), orders, slices)
 
 
 def bfs(
-    pp: int, microbatches: int, virtual_stages: int = 1, *, breadth: int | None = None
+    pp: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    *,
+    breadth: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """Breadth-first: groups of `breadth` microbatches (None: all) through every stage and back.
 
@@ -52,109 +68,147 @@ def bfs(
         )
     orders: list[list[Action]] = [[] for _ in range(pp)]
     for first in range(0, microbatches, breadth):
-        group = range(first, first + breadth)
+        group = range(first * slices, (first + breadth) * slices)
         for r, order in enumerate(orders):
             stages = range(r, pp * virtual_stages, pp)
             order += [Action(Op.F, s, m) for s in stages for m in group]
             order += [Action(Op.BW, s, m) for s in reversed(stages) for m in reversed(group)]
-    return Schedule.of("bfs", Placement.loop(pp, virtual_stages), microbatches, orders)
+    placement = Placement.loop(pp, virtual_stages)
+    return Schedule.of("bfs", placement, microbatches * slices, orders, slices)
 
 
-def one_f_one_b(pp: int, microbatches: int) -> Schedule:
+def one_f_one_b(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Fewer microbatches than ranks are legal: the warm-up is then cut at M.
 
     >>> print("\\n".join(" ".join(order) for order in one_f_one_b(2, 3).orders()))
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
+    >>> print(*one_f_one_b(1, 2, slices=2).orders()[0])
+    0F0 0F1 0B1 0F2 0B0 0F3 0B3 0B2
     """
-    orders = [_alternate(pp, r, microbatches, 1, pp - 1 - r, None) for r in range(pp)]
-    return Schedule.of("1f1b", Placement.loop(pp), microbatches, orders)
+    return _alternating("1f1b", pp, microbatches, slices, warmup=lambda r: pp - 1 - r)
 
 
-def interleaved_1f1b(pp: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
+def interleaved_1f1b(
+    pp: int, microbatches: int, virtual_stages: int = 2, *, slices: int = 1
+) -> Schedule:
     """1F1B over v stages a rank: a bubble v times shorter for v times the transfers."""
-    k = _round(pp, microbatches, "interleaved_1f1b")
-    orders = [
-        _alternate(
-            pp, r, microbatches, virtual_stages, (virtual_stages - 1) * k + 2 * (pp - 1 - r), None
-        )
-        for r in range(pp)
-    ]
-    placement = Placement.loop(pp, virtual_stages)
-    return Schedule.of("interleaved_1f1b", placement, microbatches, orders)
+    return _alternating(
+        "interleaved_1f1b", pp, microbatches, slices, virtual_stages,
+        warmup=lambda r: 2 * (pp - 1 - r),
+    )  # fmt: skip
 
 
-def zb_h1(pp: int, microbatches: int) -> Schedule:
+def zb_h1(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Zero bubble at 1F1B's memory: W fills the drain.
 
     >>> print("\\n".join(" ".join(order) for order in zb_h1(2, 3).orders()))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    orders = [_alternate(pp, r, microbatches, 1, pp - 1 - r, r) for r in range(pp)]
-    return Schedule.of("zb_h1", Placement.loop(pp), microbatches, orders)
+    return _alternating(
+        "zb_h1", pp, microbatches, slices, warmup=lambda r: pp - 1 - r, lag=lambda r: r
+    )
 
 
-def zb_h2(pp: int, microbatches: int) -> Schedule:
+def zb_h2(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Zero bubble at twice the memory: the trapezoid becomes a parallelogram."""
-    orders = [_alternate(pp, r, microbatches, 1, 2 * (pp - 1 - r), 2 * r) for r in range(pp)]
-    return Schedule.of("zb_h2", Placement.loop(pp), microbatches, orders)
+    return _alternating(
+        "zb_h2", pp, microbatches, slices,
+        warmup=lambda r: 2 * (pp - 1 - r), lag=lambda r: 2 * r,
+    )  # fmt: skip
 
 
-def interleaved_zb(pp: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
+def interleaved_zb(
+    pp: int, microbatches: int, virtual_stages: int = 2, *, slices: int = 1
+) -> Schedule:
     """`zb_h1` over v stages a rank."""
-    k = _round(pp, microbatches, "interleaved_zb")
-    orders = [
-        _alternate(pp, r, microbatches, virtual_stages, (virtual_stages - 1) * k + pp - 1 - r, r)
-        for r in range(pp)
-    ]
-    return Schedule.of("interleaved_zb", Placement.loop(pp, virtual_stages), microbatches, orders)
+    return _alternating(
+        "interleaved_zb", pp, microbatches, slices, virtual_stages,
+        warmup=lambda r: pp - 1 - r, lag=lambda r: r,
+    )  # fmt: skip
 
 
-def _round(pp: int, microbatches: int, name: str) -> int:
-    """k, the microbatches of a round, which must come out even."""
-    rounds = max(1, microbatches // pp)
+def _alternating(
+    name: str,
+    pp: int,
+    microbatches: int,
+    slices: int,
+    chunks: int = 1,
+    *,
+    warmup: Callable[[int], int],
+    lag: Callable[[int], int] | None = None,
+) -> Schedule:
+    """A member of the family: of every rank the warm-up within a chunk, and how far W trails B."""
+    k = _round(pp, microbatches, slices, name) if chunks > 1 else microbatches * slices
+    turns = _Turns(pp, chunks, k, microbatches * slices, slices)
+    ahead = (chunks - 1) * k + slices - 1
+    orders = [turns.order(r, ahead + warmup(r), lag and lag(r)) for r in range(pp)]
+    return Schedule.of(name, Placement.loop(pp, chunks), microbatches * slices, orders, slices)
+
+
+def _round(pp: int, microbatches: int, slices: int, name: str) -> int:
+    """k, the slices of a round, which are of whole sequences and must come out even."""
+    least = -(-pp // slices)
+    rounds = max(1, microbatches // least)
     if microbatches % rounds:
         raise ScheduleError(
             f"{name}: microbatches={microbatches} must be a multiple of the number of rounds, "
-            f"{rounds} (microbatches // pp={pp}): use {microbatches // rounds * rounds} or "
-            f"{(microbatches // rounds + 1) * rounds}."
+            f"{rounds} (microbatches // {least}, the fewest that fill pp={pp}): use "
+            f"{microbatches // rounds * rounds} or {(microbatches // rounds + 1) * rounds}."
         )
-    return microbatches // rounds
+    return microbatches // rounds * slices
 
 
-def _alternate(
-    pp: int, rank: int, microbatches: int, chunks: int, warmup: int, lag: int | None
-) -> list[Action]:
-    """One rank's order. `lag` None leaves gradients unsplit; else W runs `lag` behind B.
+def _returning(index: int, slices: int) -> int:
+    """The slice whose gradient is the `index`-th of a stage: of each sequence the last first.
+
+    >>> [_returning(index, slices=2) for index in range(4)]
+    [1, 0, 3, 2]
+    """
+    sequence, within = divmod(index, slices)
+    return (sequence + 1) * slices - 1 - within
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Which forward and which gradient is the i-th of a rank.
 
     Forward i works on chunk (i div k) mod v, gradient i on the same counted from the last chunk.
     """
-    k = microbatches // max(1, microbatches // pp) if chunks > 1 else microbatches
-    total = microbatches * chunks
-    warmup = min(warmup, total)
 
-    def place_of(index: int) -> tuple[int, int]:
+    pp: int
+    chunks: int
+    k: int
+    microbatches: int
+    slices: int
+
+    def order(self, rank: int, warmup: int, lag: int | None) -> list[Action]:
+        """One rank's order. `lag` None leaves gradients unsplit; else W runs `lag` behind B."""
+        total = self.microbatches * self.chunks
+        warmup = min(warmup, total)
+        order = [self._forward(rank, i) for i in range(warmup)]
+        pending: deque[Action] = deque()
+        for i in range(total):
+            if warmup + i < total:
+                order.append(self._forward(rank, warmup + i))
+            order.append(self._gradient(rank, i, Op.BW if lag is None else Op.B))
+            if lag is not None:
+                pending.append(order[-1]._replace(op=Op.W))
+                if len(pending) > lag:
+                    order.append(pending.popleft())
+        return order + list(pending)
+
+    def _forward(self, rank: int, index: int) -> Action:
+        chunk, m = self._place_of(index)
+        return Action(Op.F, chunk * self.pp + rank, m)
+
+    def _gradient(self, rank: int, index: int, op: Op) -> Action:
+        chunk, m = self._place_of(index)
+        stage = (self.chunks - 1 - chunk) * self.pp + rank
+        return Action(op, stage, _returning(m, self.slices))
+
+    def _place_of(self, index: int) -> tuple[int, int]:
         """`(chunk, microbatch)` of the i-th forward."""
-        turn, within = divmod(index, k)
-        return turn % chunks, turn // chunks * k + within
-
-    def forward(index: int) -> Action:
-        chunk, m = place_of(index)
-        return Action(Op.F, chunk * pp + rank, m)
-
-    def gradient(index: int) -> Action:
-        chunk, m = place_of(index)
-        return Action(Op.BW if lag is None else Op.B, (chunks - 1 - chunk) * pp + rank, m)
-
-    order = [forward(i) for i in range(warmup)]
-    pending: deque[Action] = deque()
-    for i in range(total):
-        if warmup + i < total:
-            order.append(forward(warmup + i))
-        order.append(gradient(i))
-        if lag is not None:
-            pending.append(order[-1]._replace(op=Op.W))
-            if len(pending) > lag:
-                order.append(pending.popleft())
-    return order + list(pending)
+        turn, within = divmod(index, self.k)
+        return turn % self.chunks, turn // self.chunks * self.k + within

@@ -3,13 +3,9 @@
 A tick of the executor runs in this order, which is also what makes two uses of a slot collide:
 store what arrived or was kept; F reads its input and writes residuals; the head turns the last
 stage's y into its gradient; the gradient action reads residuals and output gradient and writes a
-stash. So a slot is taken from the tick it is written to the tick it is last read, both included.
-Slots are coloured greedily by start, which for intervals uses the fewest possible: the most that
-are ever alive at once.
+stash.
 """
 
-import heapq
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,25 +15,7 @@ from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, Sched
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.schedule.ends import ranks_of, shared_end_columns
 from jaxpipe.schedule.lanes import Lane, Message, assign_lanes, hop_of, messages
-
-Intervals = dict[Hashable, tuple[int, int]]  # what -> (first tick, last tick)
-
-
-class Slots(NamedTuple):
-    """Something of each buffer: of messages, and of the three lifetimes of activations.
-
-    `inbox`: y or dx from when it is stored until it is read. `for_b`: residuals from F to B.
-    `for_w`: residuals from F to W. `stash`: from B to W. An unsplit gradient is both B and W, and
-    stashes nothing. Where the ends' gradients are deferred, `head`: what the loss leaves for W of
-    the last stage; `embed`: dx of stage 0 until its W.
-    """
-
-    inbox: object
-    for_b: object
-    for_w: object
-    stash: object
-    head: object
-    embed: object
+from jaxpipe.schedule.lifetimes import Slots, colour, lifetimes, sequence_of
 
 
 class Pair(NamedTuple):
@@ -63,6 +41,8 @@ class Tables:
     Where `embed_gradient`, the embedding's gradient follows: after the dx of stage 0, or, deferred,
     after its W. Deferred, B or BW leaves the dx in `dx_write`, and it is taken from `dx_read`; the
     loss leaves in `head_write` what the head's own W takes from `head_read`, where `head_weight`.
+    Where sequences are sliced, F reads and writes `state`, and B and BW read `state_read`, and read
+    and write `dstate`; where `first_slice`, or `last_slice`, they begin with zeros instead.
 
     `send_i` is 1 + which of the kinds of `lanes[i]` is sent, 0 where nobody waits for what this
     rank made last; what arrives is stored in `arrive_i`. `keep_y` and `keep_dx`: where to store
@@ -152,7 +132,7 @@ def lower(
     inputs = messages(schedule, grid, transfer_ticks)
     if vocab_parallel:
         grid += ((Cell(),) * schedule.pp,)  # for what the ends take from the last tick
-    alive = _lifetimes(schedule, grid, inputs, defer_ends, vocab_parallel)
+    alive = lifetimes(schedule, grid, inputs, defer_ends, vocab_parallel)
     coloured = [[colour(intervals.items()) for intervals in ranks] for ranks in alive]
     used = [[1 + max(slots.values(), default=-1) for slots in ranks] for ranks in coloured]
     slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
@@ -192,43 +172,6 @@ def lower(
     )
 
 
-def _lifetimes(
-    schedule: Schedule,
-    grid: Grid,
-    inputs: dict[Action, Message],
-    defer_ends: bool,
-    vocab_parallel: bool,
-) -> Slots:
-    """For each buffer, every rank's intervals; messages by reader, the rest by action F."""
-    when = {
-        action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
-    }
-    alive = Slots(*([{} for _ in range(schedule.pp)] for _ in Slots._fields))
-    for action, message in inputs.items():
-        if message.stored is not None:
-            alive.inbox[message.receiver][action] = (message.stored, message.read)
-    for forward, start in when.items():
-        if forward.op is not Op.F:
-            continue
-        rank = schedule.placement.rank(forward.stage, forward.microbatch)
-        if vocab_parallel and forward.stage == 0:
-            alive.inbox[rank][forward] = (start, start)
-        both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
-        if both is not None:
-            b = w = both
-        elif b is None:
-            continue
-        else:
-            alive.stash[rank][forward] = (b, w)
-        alive.for_b[rank][forward] = (start, b)
-        alive.for_w[rank][forward] = (start, w)
-        if defer_ends and forward.stage == schedule.stages - 1:
-            alive.head[rank][forward] = (start, w)
-        if defer_ends and forward.stage == 0:
-            alive.embed[rank][forward] = (b, w)
-    return alive
-
-
 def _pairs(placement: Placement, grid: Grid) -> tuple[Pair, ...]:
     cells = {cell for row in grid for cell in row}
     return tuple(sorted({pair for cell in cells if (pair := _pair_of(cell, placement))}, key=str))
@@ -247,6 +190,7 @@ def _empty_columns(
 ) -> dict[str, np.ndarray]:
     flags = ["F", "B", "W", "BW", "pair", "forward_mb", "gradient_mb"]
     flags += ["embed", "head", "head_weight", "embed_gradient", "dy_of_head"]
+    flags += ["first_slice", "last_slice"]
     flags += [f"send_{i}" for i in range(len(lanes))]
     columns = {name: np.zeros(shape, np.int32) for name in flags}
     messages = [
@@ -263,16 +207,21 @@ def _empty_columns(
         (("stash_write", "stash_read"), slots.stash),
         (("head_write", "head_read"), slots.head),
         (("dx_write", "dx_read"), slots.embed),
+        (("state", "state_read"), slots.state),
+        (("dstate",), slots.dstate),
     ):
         columns |= {name: np.full(shape, spare, np.int32) for name in names}
     return columns
 
 
 _SLOT_COLUMNS = {
-    Op.F: (("for_b", "for_b_write"), ("for_w", "for_w_write"), ("head", "head_write")),
+    Op.F: (
+        ("for_b", "for_b_write"), ("for_w", "for_w_write"), ("head", "head_write"),
+        ("state", "state"),
+    ),
     Op.B: (
         ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("stash", "stash_write"),
-        ("embed", "dx_write"),
+        ("embed", "dx_write"), ("state", "state_read"), ("dstate", "dstate"),
     ),
     Op.W: (
         ("for_w", "for_w_read"), ("stash", "stash_read"), ("head", "head_read"),
@@ -280,7 +229,7 @@ _SLOT_COLUMNS = {
     ),
     Op.BW: (
         ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("head", "head_read"),
-        ("embed", "dx_write"), ("embed", "dx_read"),
+        ("embed", "dx_write"), ("embed", "dx_read"), ("state", "state_read"), ("dstate", "dstate"),
     ),
 }  # fmt: skip
 
@@ -309,9 +258,11 @@ def _cell_columns(
                 "forward_mb": m,
                 "embed": own_ends and stage == 0,
                 "head": own_ends and stage == last,
+                "first_slice": m % schedule.slices == 0,
             }
         else:
             values["gradient_mb"] = m
+            values["last_slice"] = (m + 1) % schedule.slices == 0
             values["head_weight"] = key in slot_of.head and op is not Op.B
             after = Op.B if key in slot_of.embed else Op.W  # the one that it does not follow
             values["embed_gradient"] = own_ends and stage == 0 and op is not after
@@ -319,26 +270,10 @@ def _cell_columns(
             values["x_read" if op is Op.F else "dy_read"] = slot_of.inbox[action]
         elif action in inputs:
             values["dy_of_head"] = 1
+        sequence = key._replace(microbatch=sequence_of(action, schedule))
         for buffer, name in _SLOT_COLUMNS[op]:
             slots = getattr(slot_of, buffer)
-            if key in slots:
-                values[name] = slots[key]
+            of = sequence if "state" in buffer else key
+            if of in slots:
+                values[name] = slots[of]
     return values
-
-
-def colour(intervals: Iterable[tuple[Hashable, tuple[int, int]]]) -> dict[Hashable, int]:
-    """The lowest free slot for each closed interval `(first, last)`, taken in order of start.
-
-    >>> colour([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
-    {'a': 0, 'b': 1, 'c': 0}
-    """
-    slots: dict[Hashable, int] = {}
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []  # (last tick, slot)
-    for key, (first, last) in sorted(intervals, key=lambda item: item[1]):
-        while busy and busy[0][0] < first:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        slot = heapq.heappop(free) if free else len(busy)
-        slots[key] = slot
-        heapq.heappush(busy, (last, slot))
-    return slots

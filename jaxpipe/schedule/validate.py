@@ -17,11 +17,13 @@ def validate(schedule: Schedule) -> None:
     """Check every rule; raise `ScheduleError` at the first that is broken.
 
     Rules: each action on the rank that owns its stage; each (stage, microbatch) exactly one F, and
-    either no gradient at all (forward only), or one BW, or one B and one W; every action can start
-    once those before it have run (no deadlock).
+    either no gradient at all (forward only), or one BW, or one B and one W; slices of a sequence on
+    one rank, in order, and their gradients in reverse; every action can start once those before it
+    have run (no deadlock).
     """
     _check_placement(schedule)
     _check_complete(schedule)
+    _check_slices(schedule)
     _check_progress(schedule)
 
 
@@ -58,6 +60,35 @@ def _check_complete(schedule: Schedule) -> None:
                     f"stage {stage}, microbatch {m} has {have}: it needs F and then BW, "
                     f"or F, B and W{'' if trained else ', or F alone in every stage'}."
                 )
+
+
+def _check_slices(schedule: Schedule) -> None:
+    """A slice's F reads what those of earlier slices left, its B what those of later ones did."""
+    slices = schedule.slices
+    if schedule.microbatches % slices:
+        raise ScheduleError(
+            f"{schedule.microbatches} slices are not whole sequences of {slices}: use a multiple."
+        )
+    when = {
+        action: (rank, position)
+        for rank, order in enumerate(schedule.ranks)
+        for position, cell in enumerate(order)
+        for action in cell.actions
+    }
+    for action, (rank, position) in when.items():
+        forward = action.op is Op.F
+        earlier = action.microbatch - 1 if forward else action.microbatch + 1
+        if action.op is Op.W or earlier // slices != action.microbatch // slices:
+            continue
+        before = action._replace(microbatch=earlier)
+        other = when.get(before)
+        if other is None:  # a gradient may be split in one slice and whole in the next
+            other = when[before._replace(op=Op.B if action.op is Op.BW else Op.BW)]
+        if other[0] != rank or other[1] >= position:
+            raise ScheduleError(
+                f"rank {rank}, {action}: it must follow {before} on its rank: slices of a sequence "
+                f"go forward in order, and back in reverse."
+            )
 
 
 def _check_progress(schedule: Schedule) -> None:

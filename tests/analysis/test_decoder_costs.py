@@ -20,6 +20,7 @@ from jaxpipe.analysis import (
     layer_bytes,
     layer_flops,
     layer_leaves,
+    state_bytes,
 )
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import Decoder
@@ -36,12 +37,15 @@ def model_of(**sizes):
     return ModelConfig(**(plain | GROUPED | sizes))
 
 
-def split_of(model, dtype, remat, batch=BATCH, length=LENGTH):
-    decoder = Decoder(model)
+def split_of(model, dtype, remat, batch=BATCH, length=LENGTH, slices=1):
+    decoder = Decoder(model, slices=slices)
     params = jax.eval_shape(lambda: decoder.init_layer(jax.random.key(0), 0))
-    x = jax.ShapeDtypeStruct((batch, length, model.d_model), dtype)
-    ids = jax.ShapeDtypeStruct((batch, length), "int32")
+    x = jax.ShapeDtypeStruct((batch, length // slices, model.d_model), dtype)
+    ids = jax.ShapeDtypeStruct((batch, length // slices), "int32")
     microbatch = {"inputs": ids, "targets": ids}
+    if slices > 1:
+        microbatch["slice"] = jax.ShapeDtypeStruct((batch,), "int32")
+        x = (x, jax.eval_shape(lambda x: decoder.state(x, microbatch), x))
     split = split_layer(decoder.layer, params, x, microbatch, POLICIES[remat])
     return split, params, x, microbatch
 
@@ -79,6 +83,27 @@ def test_bytes_and_flops(remat, dtype, qk_norm, heads):
     itemsize = jnp.dtype(dtype).itemsize
     assert layer_bytes(model, itemsize=itemsize, **sizes) == stored(split)
     assert layer_flops(model, **sizes) == computed(split, *arguments)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
+def test_bytes_and_flops_of_slices(remat, dtype, qk_norm):
+    """Keys and values are in the state, which B is given instead of residuals."""
+    model, itemsize = model_of(qk_norm=qk_norm), jnp.dtype(dtype).itemsize
+    split, params, x, microbatch = split_of(model, dtype, remat, slices=4)
+    sizes = {"batch": BATCH, "seq_len": LENGTH}
+    cut = sizes | {"slices": 4, "remat": remat}
+    assert layer_bytes(model, itemsize=itemsize, **cut) == stored(split)
+    assert state_bytes(model, itemsize=itemsize, **sizes) == sum(
+        prod(leaf.shape) * leaf.dtype.itemsize for leaf in x[1]
+    )
+    want = layer_flops(model, **cut)
+    assert dot_flops(lambda p, x: split.forward(p, x, microbatch), params, x) == want.F
+    of_b = dot_flops(
+        lambda p, kept, dy, state: split.backward_input(p, microbatch, kept, dy, state),
+        params, split.residuals, x, x[1],
+    )  # fmt: skip
+    assert of_b == want.B
 
 
 @pytest.mark.parametrize("remat", POLICIES)
@@ -222,7 +247,7 @@ def test_devices_that_share_sequences_have_equal_parts_of_the_work(remat):
 
 def test_what_cannot_be_is_refused():
     model, sizes = model_of(), {"batch": 1, "seq_len": 5}
-    with pytest.raises(ValueError, match="sdp=2 must divide seq_len=5"):
+    with pytest.raises(ValueError, match="sdp x slices=2 must divide seq_len=5"):
         layer_flops(model, sdp=2, **sizes)
     with pytest.raises(ValueError, match="tp=3 must divide n_heads=4"):
         layer_flops(model, tp=3, **sizes)

@@ -6,6 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from meshes import EXAMPLES, LENGTH, pipeline_of
 from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import TOY, toy_batch, toy_params
 
@@ -42,6 +43,19 @@ def test_no_ring_is_copied_in_the_loop(name):
     # Every message, residual and stash of the toy layer is [examples, length, ...].
     sizes = "|".join(map(str, {slots.inbox + 1, *slots[1:]} - {0}))
     assert not set(re.findall(rf"\w+\[(?:{sizes}),{WIDE},6,[\d,]+\]\S* copy\(", loop))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
+    """Keys and values, and the gradient at them, are written into their slots in place."""
+    pipeline, _, params, batch = pipeline_of("normed", schedule, 2, 1, 1, slices=4)
+    slots = lower(pipeline.schedule).slots
+    step = jax.jit(pipeline.losses_and_gradients).lower(params, batch)
+    text = step.compile().as_text()
+    loop = text.replace(text[text.index("ENTRY") :], "")
+    one = ",".join(map(str, (EXAMPLES, LENGTH, 4, 16)))
+    assert f"f32[{slots.state},{one}]" in loop
+    assert not re.findall(rf"\w+\[(?:{slots.state}|{slots.dstate}),{one}\]\S* copy\(", loop)
 
 
 def test_size_and_compile_time_do_not_grow_with_microbatches():

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxpipe import config as configs
+from jaxpipe.analysis import hidden_bytes, layer_bytes, state_bytes
 from jaxpipe.pipeline import POLICIES, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
@@ -65,6 +66,22 @@ def test_bytes_are_the_trainers(pp, remat):
     )
     messages = predicted.activations - rings
     assert messages == (slots.inbox + 3) * x.size * x.dtype.itemsize
+
+
+def test_slices_are_planned_as_they_are_run():
+    """What a schedule of slices holds: slices of activations, and whole keys and values."""
+    overrides = ("parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "model.n_layers=4")
+    config, refused, estimates = estimates_of(*overrides)
+    one = estimates["1f1b"]
+    slots, model, train = one.tables.slots, config.model, config.train
+    sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "itemsize": 4}
+    kept = layer_bytes(model, slices=4, **sizes)
+    assert (slots.for_w, slots.state, slots.dstate) == (5, 2, 1)
+    layer = 5 * (kept.for_b + kept.for_w) + 3 * state_bytes(model, **sizes)
+    messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
+    assert one.bytes.activations == 2 * layer + messages
+    assert one.tables.ticks == lower(Trainer(config).schedule).ticks
+    assert "zbv has no slices" in refused["zbv"]
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (2, 1, 4), (4, 2, 1)])

@@ -12,6 +12,7 @@ class Rank:
         self.schedule, self.tables, self.rank = schedule, tables, rank
         self.inbox, self.for_b, self.for_w, self.stash = {}, {}, {}, {}
         self.for_head, self.for_embed = {}, {}
+        self.states, self.dstates = {}, {}  # slot -> (stage, sequence, slices that have passed)
         self.ends = []  # (end, microbatch) whose matrices have their gradients
         self.y = self.dx = None
 
@@ -58,6 +59,11 @@ class Rank:
         self.y = ("y", stage, m)
         if self.tables.trains:
             self.for_b[row["for_b_write"]] = self.for_w[row["for_w_write"]] = (stage, m)
+        sequence, slice_ = divmod(m, self.schedule.slices)
+        if self.schedule.slices > 1:
+            assert row["first_slice"] == (slice_ == 0)
+            assert slice_ == 0 or self.states[row["state"]] == (stage, sequence, slice_)
+            self.states[row["state"]] = (stage, sequence, slice_ + 1)
         return Action(Op.F, stage, m)
 
     def head(self, row):
@@ -81,6 +87,13 @@ class Rank:
         dy = self.y if row["dy_of_head"] else self.inbox[row["dy_read"]]
         assert dy == ("dx", stage + 1, m)
         assert self.for_b[row["for_b_read"]] == (stage, m)
+        slices = self.schedule.slices
+        sequence, slice_ = divmod(m, slices)
+        if slices > 1:
+            assert self.states[row["state_read"]] == (stage, sequence, slices)
+            assert row["last_slice"] == (slice_ == slices - 1)
+            assert row["last_slice"] or self.dstates[row["dstate"]] == (stage, sequence, slice_ + 1)
+            self.dstates[row["dstate"]] = (stage, sequence, slice_)
         if op is Op.B:
             self.stash[row["stash_write"]] = (stage, m)
         self.dx = ("dx", stage, m)

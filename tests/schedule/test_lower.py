@@ -1,5 +1,8 @@
 """The tables, executed by a plain interpreter that checks every slot it reads."""
 
+from dataclasses import replace
+from inspect import signature
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +19,9 @@ from jaxpipe.schedule import (
     forward_only,
     lower,
     simulate,
+    validate,
 )
-from jaxpipe.schedule.lower import colour
+from jaxpipe.schedule.lifetimes import colour
 
 CHUNKED = ("interleaved_1f1b", "bfs", "interleaved_zb")
 
@@ -127,6 +131,68 @@ def test_a_planted_fault_is_caught(fault):
         columns["W"][columns["W"][:, 1].argmax(), 1] = 0
     with pytest.raises((AssertionError, KeyError)):
         assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
+
+
+SLICED = [name for name in BUILDERS if "slices" in signature(BUILDERS[name]).parameters]
+
+
+@pytest.mark.parametrize("name", SLICED)
+@given(
+    pp=st.integers(1, 6),
+    rounds=st.integers(1, 3),
+    slices=st.integers(2, 5),
+    transfer_ticks=st.integers(1, 2),
+    more=st.none() | st.integers(0, 6),
+)
+@settings(max_examples=30, deadline=None)
+def test_slices_pass_in_order_and_return_in_reverse(name, pp, rounds, slices, transfer_ticks, more):
+    schedule = build(name, pp=pp, microbatches=-(-pp // slices) * rounds, slices=slices)
+    validate(schedule)
+    most = max(simulate(schedule).peak_until_w)
+    in_flight = None if more is None else most + more
+    tables = lower(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
+    assert 1 <= tables.slots.dstate <= tables.slots.state
+    forward = forward_only(schedule.placement, schedule.microbatches, slices)
+    validate(forward)
+    tables = lower(forward, transfer_ticks=transfer_ticks)
+    assert interpret(forward, tables) == {action for _, action in forward.actions()}
+    assert tables.slots.dstate == 0
+
+
+def test_slices_of_few_sequences_are_held():
+    """Seq1F1B: P - 1 + S slices are in flight, of as many sequences as those touch."""
+    slots = lower(build("1f1b", pp=4, microbatches=8, slices=4)).slots
+    assert (slots.for_w, slots.state, slots.dstate) == (7, 3, 1)
+    whole = lower(build("1f1b", pp=4, microbatches=8)).slots
+    assert whole.for_w == 4
+    assert not whole.state
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [(("0F0", "0F1"), "0F1: it must follow 0F0"), (("0B1", "0B0"), "0B0: it must follow 0B1")],
+)
+def test_slices_out_of_order_are_refused(swap, message):
+    schedule = build("gpipe", pp=1, microbatches=2, slices=2)
+    order = list(schedule.ranks[0])
+    first, second = (next(i for i, c in enumerate(order) if str(c) == name) for name in swap)
+    order[first], order[second] = order[second], order[first]
+    with pytest.raises(ScheduleError, match=message):
+        validate(replace(schedule, ranks=(tuple(order),)))
+
+
+@pytest.mark.parametrize("fault", ["state", "state_read", "dstate", "first_slice", "last_slice"])
+def test_a_planted_fault_of_slices_is_caught(fault):
+    schedule = build("interleaved_zb", pp=2, microbatches=4, slices=2)
+    tables = lower(schedule)
+    assert interpret(schedule, tables)
+    used = tables.columns["F" if fault in ("state", "first_slice") else "B"] > 0
+    if fault == "dstate":
+        used &= tables.columns["last_slice"] == 0
+    tables.columns[fault][used] ^= 1
+    with pytest.raises((AssertionError, KeyError)):
+        interpret(schedule, tables)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), min_size=1, max_size=30))

@@ -1,0 +1,89 @@
+"""Sequences cut into slices in time, each with a passage of its own, against whole ones."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close, cal_diff
+from meshes import MODELS, functions_of, pipeline_of, problem, run, wanted
+
+from jaxpipe.model import Decoder
+from jaxpipe.parallel import deal_batch
+from jaxpipe.pipeline import losses_and_gradients_ref, split_layer
+
+
+def worst_of(*args, **how):
+    with jax.enable_x64(True):
+        return jax.tree.map(cal_diff, *run(*args, dtype=jnp.float64, **how))
+
+
+@pytest.mark.parametrize("model", ["grouped", "one_kv"])
+def test_the_reference_in_slices_is_the_reference(model):
+    with jax.enable_x64(True):
+        _, shared, layers, batch = problem(model, jnp.float64)
+        functions = functions_of(Decoder(MODELS[model], slices=4))
+        batch = deal_batch(batch, slices=4, sdp=1, dp=1)
+        losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
+        want, want_gradients = wanted(model, jnp.float64)
+        worst = jax.tree.map(cal_diff, gradients, want_gradients)
+        assert cal_diff(losses.reshape(-1, 4).sum(1), want) < 1e-13
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [("gpipe", 2), ("1f1b", 2), ("1f1b", 4), ("interleaved_1f1b", 2), ("bfs", 2), ("zb_h1", 4),
+     ("zb_h2", 2), ("interleaved_zb", 2)],
+)  # fmt: skip
+def test_schedules_of_slices(schedule, pp, slices):
+    worst = worst_of("grouped", schedule, pp, 1, 1, slices=slices, poison_bubbles=True)
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
+def test_slices_on_meshes(mesh):
+    sdp = {1: 1, 2: 2, 4: 2}[mesh[1]]
+    worst = worst_of(
+        "one_kv", "zb_h1", *mesh, sdp=sdp, slices=2, sequence=mesh[2] == 2, zero_stage=2
+    )
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"remat": "full"}, {"remat": "selective"}, {"remat": "elementwise"}, {"defer_ends": True},
+     {"vocab_parallel": True}, {"transfer_ticks": 2}, {"in_flight": 6}, {"loss_chunks": 2}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
+def test_slices_however_they_are_run(schedule, how):
+    if schedule == "interleaved_1f1b" and "in_flight" in how:
+        how = {"in_flight": 20}  # a round of two microbatches in two slices for each of two chunks
+    assert_close(*run("normed", schedule, 2, 1, 1, slices=2, **how))
+
+
+def test_evaluation_in_slices():
+    pipeline, _, params, batch = pipeline_of("normed", "1f1b", 2, 1, 1, slices=4)
+    losses = jax.jit(pipeline.losses)(params, batch)
+    trained, _ = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    np.testing.assert_allclose(losses, trained, rtol=1e-6)
+
+
+def test_only_functions_with_a_state_run_in_slices():
+    pipeline, _, params, batch = pipeline_of("normed", "1f1b", 2, 1, 1, slices=2)
+    whole = replace(pipeline, functions=replace(pipeline.functions, state=None))
+    with pytest.raises(ValueError, match="the functions need a state if, and only if"):
+        whole.losses(params, batch)
+
+
+def test_a_gradient_that_reads_the_state_it_was_given_is_refused():
+    def layer(w, x, microbatch):
+        x, state = x
+        return jnp.tanh(x @ w) * state, state + x
+
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match="not the state that it is given"):
+        split_layer(layer, jnp.ones((4, 4)), (x, x), {})
