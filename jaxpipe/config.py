@@ -128,7 +128,8 @@ class TrainConfig(_Section, kw_only=True):
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
     seq_len: Positive  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters and sums stay float32
+    # parameters and sums stay float32
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "elementwise", "selective", "full"] = "none"  # what B repeats
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     eval_every: Count = 0  # steps between held-out losses; 0: never

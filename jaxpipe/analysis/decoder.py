@@ -119,10 +119,12 @@ def layer_bytes(
     sdp: int = 1,
     slices: int = 1,
     sequence_parallel: bool = False,
+    wide_attention: bool = False,
 ) -> LayerBytes:
     """Bytes that one layer stores for one microbatch on one device.
 
-    `itemsize` is the bytes of one value of the compute dtype. W needs the input and the output
+    `itemsize` is the bytes of one value of the compute dtype; `wide_attention`: `xla`'s
+    attention computes in float32, as it does of float16. W needs the input and the output
     gradient of every matrix whatever `remat` is: the input is a residual where F stores it, and
     part of the stash where B computes it again.
 
@@ -152,13 +154,16 @@ def layer_bytes(
             products = q + made + stream + 2 * hidden
             for_w = q if fused else 0  # the attention's output is stored only if it is fused
             return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
-    wide = max(itemsize, 4)
+    wide, widened = max(itemsize, 4), wide_attention and not fused
     if remat == "elementwise":
         heads = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
         # Scores and two numbers a row in the wide dtype.
         scores = logsumexp or tokens * widths.heads * wide * (seq_len + 2)
         for_b = 2 * stream + q + made + 2 * hidden + heads * wide + scores
-        return LayerBytes(for_b, q, inputs - q + gradients)
+        # A wide product is stored for B, which narrows it for W again.
+        again = q * wide // itemsize if widened else 0
+        for_w = 0 if widened else q
+        return LayerBytes(for_b + again, for_w, inputs - for_w + gradients)
     norms = 2 * _norm_bytes(stream, rows, wide)
     if model.qk_norm:
         norms += _norm_bytes(q, tokens * widths.heads, wide)
@@ -167,7 +172,8 @@ def layer_bytes(
         softmax = logsumexp
     else:
         # Exponentials and two numbers a row in the wide dtype, probabilities in the narrow one.
-        softmax = tokens * widths.heads * (seq_len * (wide + itemsize) + 2 * wide)
+        narrow = wide if widened else itemsize
+        softmax = tokens * widths.heads * (seq_len * (wide + narrow) + 2 * wide)
     activation = 5 * hidden  # gate, its sigmoid, the sigmoid's slope, silu, up
     return LayerBytes(norms + q + read + softmax + activation, inputs, gradients)
 

@@ -22,8 +22,8 @@ Tree = Any
 class Ends:
     """Embedding and head of a rank's program.
 
-    `batch` has leaves `[M, B, ...]`. `seed` is the loss's cotangent: one over the number of terms
-    in the whole batch. A forward-only pass has no `split` of the head.
+    `batch` has leaves `[M, B, ...]`. `share` is one over the number of terms in the whole batch,
+    `seed` the loss's cotangent. A forward-only pass has no `split` of the head.
     """
 
     functions: StageFunctions
@@ -32,6 +32,7 @@ class Ends:
     split: LayerSplit | None
     shared: Tree
     batch: Tree
+    share: jax.Array
     seed: jax.Array
     tables: Tables
 
@@ -54,7 +55,7 @@ class Ends:
         return self.embed.add(totals, self.embed.gradients(self.shared, microbatch, dx))
 
     def _record(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        return losses.at[m].set((loss * self.seed).astype(losses.dtype))
+        return losses.at[m].set((loss * self.share).astype(losses.dtype))
 
 
 class OwnEnds(Ends):

@@ -34,7 +34,8 @@ class Execution:
     `vocab_parallel` has every rank hold and compute a part of the vocabulary at both ends, for
     functions whose collectives span pp too. Parameters are
     cast to `compute_dtype` once a step (None: kept); gradients are accumulated in the parameters'
-    own dtype.
+    own dtype. In float16 they are divided by the number of the loss's terms only at the end: a
+    term's share of the mean would be lost below its least number.
 
     `zero_stage` says what the replicas along dp hold parts of (Rajbhandari et al. 2020): 1 all that
     outlives a step, 2 the gradients too, which are then scattered as they are summed; 3 the
@@ -233,7 +234,8 @@ def _rank_program(
 
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
-    seed = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+    share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+    at_end = execution.compute_dtype == jnp.float16
     chunks = _chunks(layers, active, each if reshard else None)
     ends = (SharedEnds if tables.vocab_parallel else OwnEnds)(
         functions=functions,
@@ -242,7 +244,8 @@ def _rank_program(
         split=head_split,
         shared=shared,
         batch=batch,
-        seed=seed,
+        share=share,
+        seed=jnp.ones_like(share) if at_end else share,
         tables=tables,
     )
     work = RankWork(
@@ -281,7 +284,10 @@ def _rank_program(
         stored["layers"],
         home,
     )
-    return losses, {"shared": shared_gradients, "layers": layer_gradients}
+    gradients = {"shared": shared_gradients, "layers": layer_gradients}
+    if at_end:
+        gradients = jax.tree.map(lambda gradient: gradient * share, gradients)
+    return losses, gradients
 
 
 def _shared_gradient(stored: Stored, gradient: jax.Array, execution: Execution) -> jax.Array:

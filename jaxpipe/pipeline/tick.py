@@ -68,7 +68,7 @@ class RankWork:
             for_embed=(),
             layer_gradients=(),
             shared_gradients=None,
-            losses=jnp.zeros(microbatches, self.ends.seed.dtype),
+            losses=jnp.zeros(microbatches, self.ends.share.dtype),
         )
         if self.split is None:
             return carry

@@ -12,7 +12,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.presets import DEVICES
 from jaxpipe.schedule import Costs
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
