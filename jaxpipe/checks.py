@@ -2,6 +2,8 @@
 
 from math import prod
 
+from msgspec.structs import replace
+
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import layers_of, schedule_of
 from jaxpipe.schedule import NAMES, ScheduleError, lower
@@ -31,9 +33,37 @@ def validate(
         )
 
 
+def filled(config: Config, devices: int | None) -> Config:
+    """The configuration with the replicas that so many devices hold, where `parallel.dp` is -1.
+
+    Without a number it is returned as it is. Raises `ConfigError` where devices would be left over.
+    """
+    parallel = config.parallel
+    if parallel.dp != -1 or devices is None:
+        return config
+    each = parallel.pp * parallel.tp
+    if devices < each or devices % each:
+        raise ConfigError(
+            f"parallel.dp=-1 takes all {devices} devices, which are not a multiple of parallel.pp="
+            f"{parallel.pp} x parallel.tp={parallel.tp} = {each}: change one of them, or give "
+            f"parallel.dp."
+        )
+    return replace(config, parallel=replace(parallel, dp=devices // each))
+
+
+def check_replicas(config: Config) -> None:
+    """Raise `ConfigError` where their number is none, or still to be filled."""
+    if config.parallel.dp < 1:
+        raise ConfigError(
+            f"parallel.dp={config.parallel.dp}: give at least 1; or -1 for all devices that there "
+            f"are, to commands that know them: train, profile, and plan with --devices."
+        )
+
+
 def _check_mesh(config: Config) -> None:
     model, parallel = config.model, config.parallel
     tp = parallel.tp
+    check_replicas(config)
     _check_sequences(config)
     divided = {
         "model.n_heads": model.n_heads,

@@ -83,7 +83,7 @@ class ParallelConfig(_Section, kw_only=True):
     """`[parallel]`: the mesh, and how the layers and microbatches run on it."""
 
     pp: Positive = 1  # pipeline ranks
-    dp: Positive = 1  # data-parallel replicas of every rank
+    dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
     sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
     slices: Positive = 1  # of every sequence in time, which pass the pipeline one by one
     tp: Positive = 1  # devices that share every layer

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.checks import validate
+from jaxpipe.checks import check_replicas, filled, validate
 from jaxpipe.config import ConfigError
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
     add("--check-gpu", choices=CARDS, help="compile the step for such GPUs, without having one")
-    add("--devices", type=int, metavar="N", help="how many, for --check-gpu (default: pp dp tp)")
+    add("--devices", type=int, metavar="N", help="how many: for parallel.dp=-1, and to check")
     add("--json", action="store_true", help="print everything as one JSON object")
     return parser
 
@@ -105,7 +105,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
-    config = configs.load(arguments.config, overrides)
+    config = filled(configs.load(arguments.config, overrides), arguments.devices)
+    check_replicas(config)
     hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
     memory = arguments.memory or DEVICES[arguments.device].memory
     ticks = config.parallel.transfer_ticks or 2
@@ -141,7 +142,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _check_gpu(arguments: argparse.Namespace) -> int:
-    config = configs.load(arguments.config, arguments.overrides)
+    config = filled(configs.load(arguments.config, arguments.overrides), arguments.devices)
     validate(config)
     parallel = config.parallel
     wanted = parallel.pp * parallel.dp * parallel.tp

@@ -29,7 +29,7 @@ from jaxpipe.bench.ticks import (
     ticks_of,
     write_trace,
 )
-from jaxpipe.checks import validate
+from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         config = configs.load(arguments.config, arguments.overrides)
-        validate(config, devices=config.runtime.cpu_devices or None)
+        known = config.runtime.cpu_devices or None
+        least = config.parallel.pp * config.parallel.tp * config.parallel.sdp
+        validate(filled(config, known or least), devices=known)
         if config.parallel.pp == 1:
             raise ConfigError("parallel.pp=1 has no ticks to tell apart: profile a pipeline.")
         ranks = profile(config, arguments.out)
@@ -71,6 +73,7 @@ def profile(config: Config, out: Path) -> Ranks:
 
     from jaxpipe.bench.worker import Worker, grid_of, trainer_of
 
+    config = filled(config, jax.device_count())
     plain = msgspec.to_builtins(config)
     trainer, worker = trainer_of(plain), Worker()
     validate(config, devices=jax.device_count())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jaxpipe import config as configs
 from jaxpipe import processes
-from jaxpipe.checks import validate
+from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
@@ -81,7 +81,9 @@ def train(config: Config, *, only_seed: bool = False) -> int:
 
     `only_seed` saves the initial state, made on one device, and trains nothing.
     """
-    validate(config, devices=processes.started() * config.runtime.cpu_devices or None)
+    known = processes.started() * config.runtime.cpu_devices or None
+    least = config.parallel.pp * config.parallel.tp * config.parallel.sdp
+    validate(filled(config, known or least), devices=known)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
@@ -101,6 +103,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
+        config = filled(config, jax.device_count())
         hosts_devices = processes.devices_of_host()
         validate(config, devices=jax.device_count(), devices_of_host=hosts_devices)
         trainer = Trainer(config)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.checks import validate
+from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError, load, to_toml
 from jaxpipe.presets import PRESETS
 
@@ -130,6 +130,11 @@ def test_load_rejects(path, overrides, message):
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
         (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
+        (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
+        (
+            ["parallel.dp=-1"],
+            "parallel.dp=-1: give at least 1; or -1 for all .* commands that know",
+        ),
         (
             ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.seq_len=31"],
             "train.seq_len=31 must be a multiple of parallel.sdp=2: it is cut into equal parts",
@@ -220,3 +225,15 @@ def test_configurations_compare_by_value(path):
     assert load(path) == load(path)
     assert isinstance(load(path), Config)
     assert hash(load(path).model) == hash(load(path).model)
+
+
+def test_replicas_fill_the_devices(path):
+    config = load(path, ["parallel.dp=-1", "parallel.pp=2"])
+    assert filled(config, None) == config
+    assert filled(config, 6).parallel.dp == 3
+    validate(filled(config, 6), devices=6)
+    fixed = load(path, ["parallel.dp=2"])
+    assert filled(fixed, 64) == fixed
+    for devices in (1, 5):
+        with pytest.raises(ConfigError, match=f"takes all {devices} devices, .*pp=2 x .*tp=1 = 2"):
+            filled(config, devices)

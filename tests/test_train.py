@@ -41,8 +41,9 @@ def devices_of(overrides):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
+    """With all replicas that 8 devices hold beside pp=4: two, as in the file."""
     directory = tmp_path_factory.mktemp("run")
-    assert train.main([str(SMALL), f"run.dir={directory}"]) == 0
+    assert train.main([str(SMALL), f"run.dir={directory}", "parallel.dp=-1"]) == 0
     return directory
 
 

@@ -217,6 +217,15 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
+def test_replicas_fill_the_devices_that_are_planned_for(capsys):
+    tokens = []
+    for arguments in (["parallel.dp=3"], ["parallel.dp=-1", "--devices", "12"]):
+        assert main([str(SMALL), "parallel.pp=4", *arguments, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        tokens.append({row["schedule"]: row["tokens_per_second"] for row in plan["schedules"]})
+    assert tokens[0] == tokens[1]
+
+
 def test_measured_seconds_replace_the_computed(capsys, tmp_path):
     costs = tmp_path / "ops.json"
     costs.write_text('{"seconds": {"layer": {"F": 1, "B": 1, "W": 1}, "head": 0, "transfer": 0}}')
@@ -233,6 +242,8 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
         (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of 'gpipe', '1f1b'"),
         (["--costs", "nowhere.json"], "cannot read op seconds from nowhere.json"),
         (["parallel.pp=64"], "layers cannot fill 64 stages"),
+        (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
+        (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
         (["parallel.tp=3"], "tp=3 must divide"),
         (["--picture", "plan.gif"], r"\.svg"),
     ],
