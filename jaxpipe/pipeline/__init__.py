@@ -1,6 +1,7 @@
 """Pipelined training as one SPMD program: any schedule is a table that one scan reads."""
 
-from jaxpipe.pipeline.executor import Execution, Pipeline, loss_and_gradients
+from jaxpipe.pipeline.execution import Execution
+from jaxpipe.pipeline.executor import Pipeline, loss_and_gradients
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.pipeline.split import POLICIES, LayerSplit, split_layer
 from jaxpipe.pipeline.stage import StageFunctions
