@@ -38,9 +38,11 @@ GPU = (
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        (4,),
-        "Both permutes of a tick are in flight at once, with room for collectives of the layers; "
-        "the default of 1 makes the second permute synchronous.",
+        (1000,),
+        "Both permutes of a tick are in flight at once, and stay so behind conditionals that hold "
+        "many collectives of their own. The default of 1 makes the second permute synchronous; 4 "
+        "ends both behind two of four conditionals for the 70B with tp=4, and for the 8B with "
+        "sdp=2; 1000 behind all four.",
     ),
     Option(
         "xla_gpu_enable_command_buffer",
