@@ -115,6 +115,11 @@ class ParallelConfig(_Section, kw_only=True):
         return f"pp={self.pp} dp={self.dp}{shared} tp={self.tp}"
 
     @property
+    def least_devices(self) -> int:
+        """Devices of the fewest replicas that there can be."""
+        return self.pp * self.tp * self.sdp
+
+    @property
     def ends_shared_by(self) -> int:
         """Pipeline ranks that share embedding and head; 0: they do not."""
         return self.pp if self.vocab_parallel_pp else 0

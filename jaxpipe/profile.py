@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = configs.load(arguments.config, arguments.overrides)
         known = config.runtime.cpu_devices or None
-        least = config.parallel.pp * config.parallel.tp * config.parallel.sdp
-        validate(filled(config, known or least), devices=known)
+        validate(filled(config, known or config.parallel.least_devices), devices=known)
         if config.parallel.pp == 1:
             raise ConfigError("parallel.pp=1 has no ticks to tell apart: profile a pipeline.")
         ranks = profile(config, arguments.out)

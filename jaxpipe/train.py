@@ -82,8 +82,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     `only_seed` saves the initial state, made on one device, and trains nothing.
     """
     known = processes.started() * config.runtime.cpu_devices or None
-    least = config.parallel.pp * config.parallel.tp * config.parallel.sdp
-    validate(filled(config, known or least), devices=known)
+    validate(filled(config, known or config.parallel.least_devices), devices=known)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()

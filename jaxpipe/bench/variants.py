@@ -62,16 +62,14 @@ DEFAULT = (
 
 def single_config(config: Config, microbatches: int) -> Config:
     """The configuration on one device."""
-    parallel = msgspec.structs.replace(
-        config.parallel, pp=1, dp=1, sdp=1, slices=1, tp=1, schedule="1f1b"
-    )
+    parallel = msgspec.structs.replace(config.parallel, pp=1, **_ALONE, schedule="1f1b")
     return _with(config, microbatches, parallel)
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
     """The same global batch on two replicas, each with half of the microbatches."""
     parallel = msgspec.structs.replace(
-        config.parallel, pp=1, dp=PP, sdp=1, slices=1, tp=1, schedule="1f1b"
+        config.parallel, pp=1, **_ALONE | {"dp": PP}, schedule="1f1b"
     )
     return _with(config, microbatches // PP, parallel)
 
