@@ -1,5 +1,6 @@
 """Optimizers on parameters in stage form, the learning rate over time, and clipping by norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,10 @@ import optax
 from jaxpipe.config import OptimizerConfig
 
 Tree = Any
+
+
+def _shapes(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.shape, tree)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -36,12 +41,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, after], [warmup])
 
 
-def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def build(
+    config: OptimizerConfig, steps: int, true_shapes: Callable[[Tree], Tree] = _shapes
+) -> optax.GradientTransformation:
     """The configured optimizer without clipping; weight decay is decoupled and scaled by the rate.
 
     AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), or Muon (Jordan et al. 2024) on the
     layers' matrices, its updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable",
-    equation 4), and Adam on all else.
+    equation 4), and Adam on all else. `true_shapes` gives the shapes of a tree's leaves without
+    their padding, of which by default there is none.
     """
     betas = {"b1": config.beta1, "b2": config.beta2}
     match config.name:
@@ -51,7 +59,9 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
             core = optax.scale_by_lion(**betas)
         case "muon":
             adam = optax.scale_by_adam(**betas, eps=config.eps)
-            core = optax.partition({"muon": _muon(config), "adam": adam}, _muon_or_adam)
+            core = optax.partition(
+                {"muon": _muon(config, true_shapes), "adam": adam}, _muon_or_adam
+            )
     return optax.chain(
         core, _decay(config), optax.scale_by_learning_rate(learning_rate(config, steps))
     )
@@ -87,16 +97,23 @@ def groups(params: Tree) -> Tree:
     }
 
 
-def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Muon on leaves `[P, in, out]`: each rank's matrix is made orthogonal by itself."""
+def _muon(
+    config: OptimizerConfig, true_shapes: Callable[[Tree], Tree]
+) -> optax.GradientTransformation:
+    """Muon on leaves `[P, in, out]`: each rank's matrix is made orthogonal by itself.
+
+    Zeros at the end of an axis stay zeros, and change nothing but the shape.
+    """
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     orthogonal = optax.contrib.scale_by_muon(
         beta=config.muon_momentum,
         weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: matrix, tree),
     )
-    sized = optax.stateless_with_tree_map(
-        lambda update, _: update * (0.2 * max(update.shape[1:]) ** 0.5)
-    )
+
+    def scale(update: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return update * (0.2 * max(shape[1:]) ** 0.5)
+
+    sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, true_shapes(updates)))
     return optax.chain(orthogonal, sized)
 
 

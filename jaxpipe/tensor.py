@@ -17,10 +17,13 @@ class Cut:
     `axis`: the axis along which each device has an equal part, of the parameter as its layer sees
     it; None where every device has all of it. `summed`: whether the devices' gradients of a whole
     parameter differ, each being of its own heads or tokens, so that they must be added up.
+    `shape`: the whole parameter's, of which what is stored may be a padded form; where it is not
+    known, None, nothing is padded.
     """
 
     axis: int | None = None
     summed: bool = False
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ class Trainer:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The chain of updates, learning rate included, clipping excluded."""
-        return optimizers.build(self.config.optimizer, self.config.train.steps)
+        return optimizers.build(
+            self.config.optimizer, self.config.train.steps, self.sharding.true_shapes
+        )
 
     @cached_property
     def state_shapes(self) -> State:
@@ -260,12 +262,11 @@ class Trainer:
         return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
 
     def _init(self) -> State:
-        """The whole state on one device; only its shapes are used."""
+        """The whole state on one device, as it is stored; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
         layers = [self.decoder.init_layer(key, i) for i in range(self.layout.layers)]
-        return self.unplaced(
-            {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
-        )
+        params = {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
+        return self.unplaced(self.sharding.padded(params))
 
     def _init_on_rank(self) -> Tree:
         """This device's parts of the parameters: it draws whole layers and keeps its part."""

@@ -27,6 +27,7 @@ MODELS = {
     "tied": ModelConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
     "one_kv": ModelConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
     "deep": ModelConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
+    "odd": ModelConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 
@@ -38,13 +39,13 @@ def functions_of(decoder):
     )
 
 
-def problem(model, dtype):
+def problem(model, dtype, examples=EXAMPLES):
     decoder, key = Decoder(MODELS[model]), jax.random.key(0)
     cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
     shared = cast(decoder.init_ends(key))
     layers = [cast(decoder.init_layer(key, i)) for i in range(decoder.config.n_layers)]
     tokens = jax.random.randint(
-        jax.random.key(1), (MICROBATCHES, EXAMPLES, LENGTH + 1), 0, SIZES["vocab_size"]
+        jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, SIZES["vocab_size"]
     )
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
@@ -52,17 +53,17 @@ def problem(model, dtype):
 
 
 @cache
-def wanted(model, dtype):
-    decoder, shared, layers, batch = problem(model, dtype)
+def wanted(model, dtype, examples=EXAMPLES):
+    decoder, shared, layers, batch = problem(model, dtype, examples)
     return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
 
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
-    dtype=jnp.float32, **execution,
+    dtype=jnp.float32, examples=EXAMPLES, **execution,
 ):  # fmt: skip
-    """The pipeline on a mesh, its parameters and batch."""
-    _, shared, layers, batch = problem(model, dtype)
+    """The pipeline on a mesh, its parameters as they are stored, and batch."""
+    _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
@@ -72,15 +73,19 @@ def pipeline_of(
     decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches, slices)
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
-    return pipeline, layout, {"shared": shared, "layers": layout.stack(layers)}, batch
+    params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+    return pipeline, layout, params, batch
 
 
-def run(model, *args, dtype=jnp.float32, **how):
+def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, **how):
     """`(got, want)` of a whole step on a mesh and on one device."""
-    pipeline, layout, params, batch = pipeline_of(model, *args, dtype=dtype, **how)
+    pipeline, layout, params, batch = pipeline_of(
+        model, *args, dtype=dtype, examples=examples, **how
+    )
     of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
-    losses, gradients = wanted(model, dtype)
+    losses, gradients = wanted(model, dtype, examples)
+    gradients = gradients | {"layers": layout.stack(gradients["layers"])}
     return (of_slices.reshape(MICROBATCHES, -1).sum(1), got), (
         losses,
-        gradients | {"layers": layout.stack(gradients["layers"])},
+        pipeline.sharding.padded(gradients),
     )

@@ -36,7 +36,7 @@ microbatch_size = 8
 seq_len = {LENGTH}
 [optimizer]
 lr = 1e-2
-eps = 1e-3  # where gradients nearly vanish Adam would turn rounding into whole updates
+eps = 1e-2  # where gradients nearly vanish Adam would turn rounding into whole updates
 """
 
 
@@ -148,7 +148,7 @@ def test_equals_its_twin(base, name):
     for loss in ("loss", "last loss"):
         assert got[loss] == pytest.approx(want[loss], rel=1.5e-2 * half if half else 1e-6)
     off = off_in_half if half else relative
-    for part, bound in (("gradients", 1e-6), ("updated", 2e-6)):
+    for part, bound in (("gradients", 1e-6), ("updated", 1e-6)):
         errors = jax.tree.map(off, got[part], want[part])
         assert max(jax.tree.leaves(errors)) <= (2e-2 * half if half else bound), errors
 

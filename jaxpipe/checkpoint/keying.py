@@ -2,7 +2,8 @@
 
 It is `{"params": tree, "optimizer": tree, "step": n}` in which every tree of parameters reads
 `layers/<index>/<name>` and `ends/<name>`, whatever the mesh, the split or the schedule. A save
-takes each layer from the devices of its rank; a restore puts it on those of its new one.
+takes each layer from the devices of its rank; a restore puts it on those of its new one. Padding
+for one number of replicas is not on disk.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.parallel import Sharding, StageLayout, is_stage_form
+from jaxpipe.checkpoint.handler import Unpadded
+from jaxpipe.parallel import Sharding, StageLayout, Stored, is_stage_form
 
 Tree = Any
 
@@ -26,12 +29,30 @@ class Keying:
     sharding: Sharding
 
     def keyed(self, state: Tree) -> Tree:
-        """The state with every stage-form tree inside it layer-keyed."""
-        return self._map(state, self._key)
+        """The state with every stage-form tree inside it layer-keyed, and without padding."""
+        return self._map(state, self._take, lambda leaf: leaf)
 
     def keyed_shapes(self, state: Tree) -> Tree:
-        """Shapes, dtypes and shardings that `keyed` would give; takes arrays or their shapes."""
-        return self._map(state, self._key_shapes, leaf=self._replicated)
+        """Shapes and dtypes that `keyed` would give; takes arrays or their shapes."""
+        return self._map(
+            state,
+            lambda leaf, stored, rank: jax.ShapeDtypeStruct(
+                stored.true_shape(_of_rank(leaf.shape, rank)), leaf.dtype
+            ),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        )
+
+    def restore_args(self, state: Tree) -> Tree:
+        """How Orbax is to read what `keyed` wrote: with this layout's padding, where it belongs."""
+        return self._map(
+            state,
+            lambda leaf, stored, rank: _read_as(
+                _of_rank(leaf.shape, rank), leaf.dtype, self._place(stored, rank)
+            ),
+            lambda leaf: _read_as(
+                leaf.shape, leaf.dtype, NamedSharding(self.mesh, PartitionSpec())
+            ),
+        )
 
     def staged(self, keyed: Tree, like: Tree) -> Tree:
         """The inverse of `keyed`; `like` is the state (or its shapes) in stage form.
@@ -47,41 +68,33 @@ class Keying:
         return jax.tree.unflatten(structure, staged)
 
     def _map(
-        self, state: Tree, stage: Callable[[Tree], Tree], leaf: Callable[[Any], Any] = lambda x: x
+        self,
+        state: Tree,
+        part: Callable[[Any, Stored, int | None], Any],
+        rest: Callable[[Any], Any],
     ) -> Tree:
+        """Trees layer-keyed, `part(leaf, stored, rank)` of each leaf (rank None: no layer's)."""
         return jax.tree.map(
-            lambda node: stage(node) if is_stage_form(node) else leaf(node),
+            lambda node: self._key(node, part) if is_stage_form(node) else rest(node),
             state,
             is_leaf=is_stage_form,
         )
 
-    def _key(self, tree: Tree) -> Tree:
-        def layer(index: int) -> Tree:
-            rank, slot = self.layout.place_of(index)
-            return jax.tree.map(lambda leaf: self._take(leaf, rank), tree["layers"][slot])
-
-        return {"ends": tree["shared"], "layers": {str(i): layer(i) for i in self._indices}}
-
-    def _key_shapes(self, tree: Tree) -> Tree:
-        specs = self.sharding.specs(tree)
-
-        def end(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-            )
+    def _key(self, tree: Tree, part: Callable[[Any, Stored, int | None], Any]) -> Tree:
+        stored = self.sharding.stored(tree)
 
         def layer(index: int) -> Tree:
             rank, slot = self.layout.place_of(index)
             return jax.tree.map(
-                lambda leaf, spec: jax.ShapeDtypeStruct(
-                    leaf.shape[1:], leaf.dtype, sharding=self._on_rank(rank, spec)
-                ),
+                lambda leaf, how: part(leaf, how.of_rank, rank),
                 tree["layers"][slot],
-                specs["layers"][slot],
+                stored["layers"][slot],
             )
 
         return {
-            "ends": jax.tree.map(end, tree["shared"], specs["shared"]),
+            "ends": jax.tree.map(
+                lambda leaf, how: part(leaf, how, None), tree["shared"], stored["shared"]
+            ),
             "layers": {str(i): layer(i) for i in self._indices},
         }
 
@@ -116,23 +129,21 @@ class Keying:
     def _indices(self) -> range:
         return range(self.layout.layers)
 
-    def _on_rank(self, rank: int, spec: PartitionSpec) -> NamedSharding:
-        """One rank's part of the mesh, with a stage leaf's spec less its leading rank axis."""
-        mesh = Mesh(self.mesh.devices[rank : rank + 1], self.mesh.axis_names)
-        return NamedSharding(mesh, PartitionSpec(*spec[1:]))
+    def _place(self, stored: Stored, rank: int | None) -> NamedSharding:
+        """A leaf's on the devices of a rank, or on all."""
+        devices = self.mesh.devices if rank is None else self.mesh.devices[rank : rank + 1]
+        return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.spec)
 
-    def _replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def _take(self, leaf: jax.Array, rank: int) -> jax.Array:
-        """Row `rank` of a stage leaf, as an array of that rank's devices."""
-        sharding = self._on_rank(rank, leaf.sharding.spec)
-        devices = sharding.device_set
-        rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(
-            leaf.shape[1:], sharding, rows, dtype=leaf.dtype
-        )
+    def _take(self, leaf: jax.Array, stored: Stored, rank: int | None) -> Any:
+        """A leaf as it is written: of a layer's row `rank`, an array of that rank's devices."""
+        if rank is not None:
+            sharding = self._place(stored, rank)
+            devices = sharding.device_set
+            rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
+            leaf = jax.make_array_from_single_device_arrays(
+                leaf.shape[1:], sharding, rows, dtype=leaf.dtype
+            )
+        return Unpadded(leaf, stored.true_shape(leaf.shape)) if stored.padding else leaf
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
         """A stage leaf from its rows on their ranks, given up; ranks without a row hold zeros."""
@@ -150,3 +161,13 @@ class Keying:
             for device in sharding.addressable_devices
         ]
         return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+
+
+def _of_rank(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
+    """Of a leaf's row, if it is a layer's."""
+    return shape if rank is None else shape[1:]
+
+
+def _read_as(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:
+    """`strict=False`: what is longer than on disk has zeros at its end."""
+    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape, strict=False)

@@ -195,14 +195,14 @@ def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, 
             f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
             f"start from them."
         )
-    handler, shapes = state_handler(), keying.keyed_shapes(like)
+    handler, shapes = state_handler(), keying.keyed_shapes(like)  # those on disk
     _check_same_model(shapes, handler.metadata(path / "state").tree, path)
     with freed_at_once():
         state = handler.restore(
             path / "state",
             args=ocp.args.PyTreeRestore(
                 shapes,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+                restore_args=keying.restore_args(like),
                 partial_restore=True,
             ),
         )

@@ -1,7 +1,7 @@
 """A decoder as pure functions of plain parameter trees; it does not know that it is pipelined."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,7 +52,7 @@ class Decoder:
         """How devices share each parameter: the trees of `shared` and of a `layer`, of `Cut`s."""
 
         def cut(name: str, shape: tuple[int, ...], std: float | None, cut: Cut) -> nnx.Param:
-            return nnx.Param(cut)
+            return nnx.Param(replace(cut, shape=shape))
 
         return {
             "shared": _values(Ends(self.config, self._of_ends, cut)),

@@ -1,14 +1,17 @@
 """How each leaf is stored on the mesh, and the collectives that follow from it.
 
 A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.storage` says. Where
-several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp.
+several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp. What
+dp divides nowhere is stored with zeros at the end of an axis, which stay zeros: their gradients,
+moments and updates are. What ops read has none.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,16 +30,18 @@ class Stored:
     `summed`: whether its gradients on the devices of a tp group have to be added up. `ranks`, of a
     leaf that no layer has: what the pp ranks do with it. `add`: any of them may use all of it, and
     their gradients add up; `part`: each uses its own part; `same`: all do the same with all of it.
+    `padding`: zeros at the end of the axis that dp cuts, which is then cut by nothing else.
     """
 
     spec: PartitionSpec
     summed: bool = False
     ranks: Literal["add", "part", "same"] = "add"
+    padding: int = 0
 
     @property
     def of_rank(self) -> "Stored":
         """The same for a layer's leaf without its leading axis of ranks."""
-        return Stored(PartitionSpec(*self.spec[1:]), self.summed)
+        return replace(self, spec=PartitionSpec(*self.spec[1:]))
 
     def axis(self, name: str) -> int | None:
         """The axis that a mesh axis cuts, or None."""
@@ -44,13 +49,14 @@ class Stored:
         return next((axis for axis, entry in enumerate(names) if name in entry), None)
 
     def gather(self, part: jax.Array, names: Collection[str]) -> jax.Array:
-        """The leaf with the parts along these mesh axes put together."""
+        """The leaf with the parts along these mesh axes put together, without padding."""
         for name in reversed(self._cutting(names)):
             part = lax.all_gather(part, name, axis=self.axis(name), tiled=True)
-        return part
+        return self.unpadded(part) if DP in names else part
 
     def part(self, whole: jax.Array, names: Collection[str]) -> jax.Array:
         """This device's part along these mesh axes: the inverse of `gather`."""
+        whole = self.padded(whole) if DP in names else whole
         for name in self._cutting(names):
             axis = self.axis(name)
             size = whole.shape[axis] // lax.axis_size(name)
@@ -59,12 +65,31 @@ class Stored:
 
     def reduce(self, gradient: jax.Array, names: Collection[str]) -> jax.Array:
         """This device's part of the sum over these mesh axes."""
+        gradient = self.padded(gradient) if DP in names else gradient
         for name in self._cutting(names):
             gradient = lax.psum_scatter(
                 gradient, name, scatter_dimension=self.axis(name), tiled=True
             )
         rest = tuple(name for name in _NESTING if name in names and self.axis(name) is None)
         return lax.psum(gradient, rest) if rest else gradient
+
+    def padded(self, leaf: jax.Array) -> jax.Array:
+        """A leaf, whole along dp, with its padding."""
+        if not self.padding:
+            return leaf
+        axis = self.axis(DP)
+        return jnp.pad(leaf, [(0, self.padding * (i == axis)) for i in range(leaf.ndim)])
+
+    def unpadded(self, leaf: jax.Array) -> jax.Array:
+        """A leaf, whole along dp, without its padding."""
+        if not self.padding:
+            return leaf
+        return lax.slice(leaf, (0,) * leaf.ndim, self.true_shape(leaf.shape))
+
+    def true_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a leaf that has this shape with its padding."""
+        axis = self.axis(DP)
+        return tuple(size - self.padding * (i == axis) for i, size in enumerate(shape))
 
     def _cutting(self, names: Collection[str]) -> list[str]:
         """Those of the names that cut the leaf, from the largest parts to the smallest."""
@@ -85,8 +110,18 @@ class Sharding:
     zero_stage: int = 0
     vocab_parallel: bool = False
 
+    def padded(self, tree: Tree) -> Tree:
+        """A tree in stage form as it is stored, from one without padding."""
+        return jax.tree.map(lambda stored, leaf: stored.padded(leaf), self.stored(tree), tree)
+
+    def true_shapes(self, tree: Tree) -> Tree:
+        """Shapes of a stored tree's leaves without their padding."""
+        return jax.tree.map(
+            lambda stored, leaf: stored.true_shape(leaf.shape), self.stored(tree), tree
+        )
+
     def stored(self, tree: Tree) -> Tree:
-        """`Stored` of every leaf of a tree in stage form; leaves need only a shape."""
+        """`Stored` of every leaf of a tree in stage form, padded or not; they need only a shape."""
         return jax.tree_util.tree_map_with_path(self._stored, tree)
 
     def specs(self, tree: Tree) -> Tree:
@@ -100,15 +135,19 @@ class Sharding:
     def _stored(self, path: tuple[Any, ...], leaf: Any) -> Stored:
         in_layer = path[0].key == "layers"
         cut = self._cut(in_layer, path[2:] if in_layer else path[1:])
-        names = cutting(
-            leaf.shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage,
-            vocab_parallel=self.vocab_parallel,
+        shape = leaf.shape
+        if cut.shape is not None:
+            shape = (*leaf.shape[:1], *cut.shape) if in_layer else cut.shape
+        how = cutting(
+            shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage,
+            vocab_parallel=self.vocab_parallel, may_pad=cut.shape is not None,
         )  # fmt: skip
-        entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in names]
+        entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in how.names]
         while entries and entries[-1] is None:
             entries.pop()
         alike = "same" if cut.axis is None else "part"
-        return Stored(PartitionSpec(*entries), cut.summed, alike if self.vocab_parallel else "add")
+        ranks = alike if self.vocab_parallel else "add"
+        return Stored(PartitionSpec(*entries), cut.summed, ranks, how.padding)
 
     def _cut(self, in_layer: bool, path: tuple[Any, ...]) -> Cut:
         if self.cuts is None:

@@ -8,7 +8,7 @@ from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
 from jaxpipe.schedule import Schedule, Tables
-from jaxpipe.storage import cutting, part_size
+from jaxpipe.storage import cutting
 
 _FLOAT32 = 4
 
@@ -117,15 +117,15 @@ def _values(config: Config, *, of_layer: bool) -> _Values:
     leaves = layer_leaves(config.model, parallel.tp) if of_layer else end_leaves(config.model)
     for shape, cut in leaves.values():
         shape = (parallel.pp, *shape) if of_layer else shape
-        names = cutting(
+        how = cutting(
             shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage,
             vocab_parallel=parallel.vocab_parallel_pp,
         )  # fmt: skip
-        stored = part_size(shape, names, mesh)
+        stored = how.part_size(shape, mesh)
         part += stored
         moments += stored * _moments(config.optimizer.name, of_layer and len(shape) > 2)
         parted = of_layer or (parallel.vocab_parallel_pp and cut.axis is not None)
-        whole += part_size(shape, names, mesh, whole=("dp",) if parted else ("pp", "dp"))
+        whole += how.part_size(shape, mesh, whole=("dp",) if parted else ("pp", "dp"))
     return _Values(part, whole, moments)
 
 
