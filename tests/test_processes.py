@@ -115,6 +115,22 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     close(losses(cut), losses(one_process))
 
 
+def test_a_process_may_hold_nothing_but_padding(tmp_path):
+    """Of 64 rows three replicas in the first process have 32, 32 and 0, in the second 0."""
+    sizes = ["model.d_model=64", "parallel.pp=1", "optimizer.eps=1e-2"]
+    padded = [*sizes, "parallel.dp=6"]
+    whole = [*sizes, "parallel.dp=1", "train.microbatch_size=6"]
+    for code, output in ends(start_all(2, train_command(tmp_path / "cut", *padded, devices=3))):
+        assert code == 0, output
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / str(step))
+    for name in ("cut", "whole"):
+        ((code, output),) = ends(start_all(1, train_command(tmp_path / name, *whole, devices=1)))
+        assert code == 0, output
+        assert ("resumed from step 4" in output) == (name == "cut")
+    close(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
+
+
 def test_slurm_says_who_is_who(tmp_path, one_process):
     """What `srun` sets for its tasks, and nothing else, makes two processes one run."""
     names = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
