@@ -52,6 +52,13 @@ def test_slices_on_meshes(mesh):
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_slices_of_layers_that_every_action_gathers(schedule):
+    how = {"zero_stage": 3, "reshard_after_forward": True}
+    worst = worst_of("grouped", schedule, 2, 2, 2, slices=2, sequence=True, **how)
+    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+
+
 @pytest.mark.parametrize(
     "how",
     [{"remat": "full"}, {"remat": "selective"}, {"remat": "elementwise"}, {"defer_ends": True},
