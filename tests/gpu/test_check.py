@@ -17,23 +17,25 @@ from jaxpipe.gpu import cards
 from jaxpipe.plan import main
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
+LLAMA = str(Path(__file__).parents[2] / "configs" / "llama3_8b_pp4.toml")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 HAS_COMPILER = any(map(importlib.util.find_spec, PLUGINS))
+HAS_CUDNN = all(map(importlib.util.find_spec, ("nvidia", "nvidia.cudnn")))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")
 
 
-def plan(*arguments):
+def plan(*arguments, config=SMALL):
     """Run the command; its exit code, output and errors."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     run = subprocess.run(
-        [sys.executable, "-m", "jaxpipe.plan", SMALL, *arguments],
+        [sys.executable, "-m", "jaxpipe.plan", config, *arguments],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     return run.returncode, run.stdout, run.stderr
 
 
-def report(*arguments):
-    code, out, errors = plan("--check-gpu", "h100", "--json", *arguments)
+def report(*arguments, config=SMALL):
+    code, out, errors = plan("--check-gpu", "h100", "--json", *arguments, config=config)
     assert code == 0, errors
     return json.loads(out)
 
@@ -93,6 +95,16 @@ def test_the_step_on_a_whole_mesh(sequence, vocab):
     assert [copy for copy in found["buffer_copies"] if copy["size"] > VECTOR] == []
     assert found["graphs"]["whole"]
     assert found["collectives"]["reduce-scatter"] > 0
+
+
+@needs_compiler
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
+def test_real_sizes_with_collectives_in_every_branch():
+    """XLA's limit of collectives in flight matters here, and not for small layers."""
+    found = report("parallel.sdp=2", config=LLAMA)
+    assert found["permutes"]["hides"] == [4, 4]
+    assert found["permutes"]["hidden"]
+    assert found["custom_calls"]["__cudnn$fmhaScaleBiasSoftmax"] > 0
 
 
 @needs_compiler
