@@ -47,8 +47,6 @@ class Unpadded(_Held):
     def addressable_shards(self) -> list[Any]:
         """The pieces of this process, after one that is not written: it says how large they are."""
         shards = self._array.addressable_shards
-        if not shards:
-            return []
         (axis,) = (i for i, size in enumerate(self.shape) if size != self._array.shape[i])
         part = shards[0].data.shape
         length = math.gcd(part[axis], self.shape[axis])
@@ -88,7 +86,7 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
         held = [
             (value if isinstance(value, Unpadded) else _Held(value), info, arg)
             for value, info, arg in zip(values, infos, args)
-            if value.addressable_shards
+            if value.sharding.addressable_devices
         ]
         return await super().serialize(*map(list, zip(*held))) if held else []
 

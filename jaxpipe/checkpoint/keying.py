@@ -19,6 +19,7 @@ from jaxpipe.checkpoint.handler import Unpadded
 from jaxpipe.parallel import Sharding, StageLayout, Stored, is_stage_form
 
 Tree = Any
+Part = Callable[[Any, Stored, int | None], Any]  # of a leaf, how it is stored, its layer's rank
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,15 @@ class Keying:
         ]
         return jax.tree.unflatten(structure, staged)
 
-    def _map(
-        self,
-        state: Tree,
-        part: Callable[[Any, Stored, int | None], Any],
-        rest: Callable[[Any], Any],
-    ) -> Tree:
-        """Trees layer-keyed, `part(leaf, stored, rank)` of each leaf (rank None: no layer's)."""
+    def _map(self, state: Tree, part: Part, rest: Callable[[Any], Any]) -> Tree:
+        """Trees layer-keyed, `part` of each leaf (rank None: of no layer), and `rest` of others."""
         return jax.tree.map(
             lambda node: self._key(node, part) if is_stage_form(node) else rest(node),
             state,
             is_leaf=is_stage_form,
         )
 
-    def _key(self, tree: Tree, part: Callable[[Any, Stored, int | None], Any]) -> Tree:
+    def _key(self, tree: Tree, part: Part) -> Tree:
         stored = self.sharding.stored(tree)
 
         def layer(index: int) -> Tree:
