@@ -1,4 +1,4 @@
-"""Small models in Hugging Face's form, made and computed with NumPy alone."""
+"""Small models in Hugging Face's form, made and computed with NumPy alone, and going in and out."""
 
 import json
 
@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import Decoder
@@ -133,6 +134,32 @@ def write_model(directory, model, tensors, *, shards=1, **changes):
         weight_map |= dict.fromkeys(part, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory
+
+
+def imported(directory, model, tensors):
+    """The step directory of a model that was written and imported."""
+    source = write_model(directory / "hf", model, tensors)
+    return import_huggingface(source, model, directory / "c", {})
+
+
+def export(step, model, target, **options):
+    options = {"dtype": "float32", "max_positions": 64, "max_shard_bytes": 10**9} | options
+    export_huggingface(StoredCheckpoint(step), model, target, **options)
+    return target
+
+
+def all_tensors(directory):
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_bytes(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].tobytes() == tensor.tobytes(), name
 
 
 def reference_logits(model, tensors, tokens_BL):

@@ -1,0 +1,228 @@
+"""What is no checkpoint of the model, or only part of one, is refused in a sentence."""
+
+import json
+import shutil
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hf_models import (
+    LLAMA,
+    QWEN3,
+    all_tensors,
+    assert_same_bytes,
+    export,
+    imported,
+    random_tensors,
+    write_model,
+)
+from msgspec.structs import replace
+from safetensors.numpy import save_file
+
+from jaxpipe.checkpoint.huggingface import import_huggingface
+from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
+from jaxpipe.config import ConfigError
+
+CONFIG_CHANGES = {
+    "n_layers is 4 there and 3 here; set model.n_layers=4": {"num_hidden_layers": 4},
+    "n_kv_heads is 4 there and 2 here; set model.n_kv_heads=4": {"num_key_value_heads": 4},
+    "head_dim is 16 there and 8 here": {"head_dim": 16},
+    "d_ff is 49 there and 48 here, norm_eps is 1e-06 there and 1e-05 here; set model.d_ff=49 "
+    "model.norm_eps=1e-06": {"intermediate_size": 49, "rms_norm_eps": 1e-6},
+    "rope_theta is 5.0 there and 10000.0 here": {"rope_theta": 5.0},
+    "rope_theta is 6.0 there": {"rope_parameters": {"rope_type": "default", "rope_theta": 6.0}},
+    "qk_norm is true there and false here": {"architectures": ["Qwen3ForCausalLM"]},
+    "tie_embeddings is true there and false here": {"tie_word_embeddings": True},
+    "rope_factor is 8.0 there and 1.0 here, rope_low_freq_factor is 2.0 there": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
+    "scales its rotary positions .rope_type 'yarn'": {"rope_scaling": {"type": "yarn"}},
+    "scales its rotary positions .rope_type 'linear'": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}
+    },
+    "attention_bias=True but": {"attention_bias": True},
+    "mlp_bias=True but": {"mlp_bias": True},
+    "hidden_act='gelu' but": {"hidden_act": "gelu"},
+    "use_sliding_window=True but": {"use_sliding_window": True},
+    "layers of sliding_attention": {"layer_types": ["full_attention", "sliding_attention"]},
+    "quantization_config=": {"quantization_config": {"bits": 4}},
+    "architecture MixtralForCausalLM but only": {"architectures": ["MixtralForCausalLM"]},
+    "architecture None but only": {"architectures": None},
+    "has no hidden_size": {"hidden_size": ...},
+}
+
+
+@pytest.mark.parametrize("message", CONFIG_CHANGES)
+def test_another_model_is_refused_by_its_config(tmp_path, message):
+    source = write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA), **CONFIG_CHANGES[message])
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(source, LLAMA, tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()
+
+
+def test_fields_that_both_versions_of_transformers_leave_out_have_its_defaults(tmp_path):
+    model = replace(LLAMA, n_kv_heads=4, norm_eps=1e-6)
+    absent = dict.fromkeys(
+        ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"],
+        ...,
+    )
+    modern = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    for name, changes in {"old": absent, "new": {"rope_theta": ...} | modern}.items():
+        source = write_model(tmp_path / name, model, random_tensors(model), **changes)
+        import_huggingface(source, model, tmp_path / f"{name}-c", {})
+
+
+def without(name, tensors):
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+TENSOR_CHANGES = {
+    f"has no tensor {GATE}": lambda tensors: without(GATE, tensors),
+    r"has 1 tensors that the model has no place for \(model.layers.3.x first\)": lambda tensors: (
+        tensors | {"model.layers.3.x": np.ones(3, np.float32)}
+    ),
+    rf"has {GATE} of shape \(32, 48\) but its config.json describes \(48, 32\)": lambda tensors: (
+        tensors | {GATE: np.ascontiguousarray(tensors[GATE].T)}
+    ),
+    f"holds {GATE} as I8 but only F32, F16, BF16": lambda tensors: (
+        tensors | {GATE: tensors[GATE].astype(np.int8)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", TENSOR_CHANGES)
+def test_tensors_that_are_not_the_models_are_named(tmp_path, message):
+    tensors = TENSOR_CHANGES[message](random_tensors(LLAMA))
+    source = write_model(tmp_path / "hf", LLAMA, tensors)
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(source, LLAMA, tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_tied_head_may_be_held_twice_but_not_differ(tmp_path):
+    tensors = random_tensors(QWEN3)
+    twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    step = import_huggingface(write_model(tmp_path / "1", QWEN3, twice), QWEN3, tmp_path / "c1", {})
+    assert_same_bytes(all_tensors(export(step, QWEN3, tmp_path / "out")), tensors)
+    other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    source = write_model(tmp_path / "2", QWEN3, other)
+    with pytest.raises(ConfigError, match="lm_head.weight that differs from model.embed_tokens"):
+        import_huggingface(source, QWEN3, tmp_path / "c2", {})
+
+
+def cut_short(directory):
+    path = directory / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FILE_DAMAGE = {
+    "lacks 1 of the 3 shards that its index lists .model-00002-of-00003.safetensors first": (
+        lambda d: (d / "model-00002-of-00003.safetensors").unlink()
+    ),
+    "model-00002-of-00003.safetensors is damaged": cut_short,
+    "model.safetensors.index.json is not an index": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}")
+    ),
+    "lists .* in model-00003-of-00003.safetensors, which does not hold it": (
+        lambda d: save_file({"x": np.ones(1, np.float32)}, d / "model-00003-of-00003.safetensors")
+    ),
+    "has neither model.safetensors nor model.safetensors.index.json": (
+        lambda d: (d / "model.safetensors.index.json").unlink()
+    ),
+    "has no config.json": lambda d: (d / "config.json").unlink(),
+    "config.json cannot be read": lambda d: (d / "config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("message", FILE_DAMAGE)
+def test_half_a_set_of_files_is_refused(tmp_path, message):
+    source = write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA), shards=3)
+    FILE_DAMAGE[message](source)
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(source, LLAMA, tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_import_that_fails_midway_leaves_no_checkpoint_and_can_be_repeated(tmp_path):
+    def fail():
+        raise OSError(5, "Input/output error")
+
+    good = LazyArray((2,), np.dtype(np.float32), lambda: np.ones(2, np.float32))
+    bad = LazyArray((2,), np.dtype(np.float32), fail)
+    with pytest.raises(ConfigError, match="cannot be written .*Input/output error"):
+        save_parameters(tmp_path / "c", {"a": good, "b": bad}, {})
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        assert manager.all_steps() == []
+    assert save_parameters(tmp_path / "c", {"a": good}, {}) == tmp_path / "c" / "0"
+    with pytest.raises(ConfigError, match=r"holds checkpoints of steps \[0\] already"):
+        save_parameters(tmp_path / "c", {"a": good}, {})
+
+
+def test_an_export_that_fails_midway_leaves_nothing(tmp_path, monkeypatch):
+    step = imported(tmp_path, LLAMA, random_tensors(LLAMA))
+    read = StoredCheckpoint.read
+
+    def read_but_the_last_layer(self, paths):
+        if ("params", "layers", "2", "attn", "wq") in paths:
+            raise OSError(28, "No space left on device")
+        return read(self, paths)
+
+    monkeypatch.setattr(StoredCheckpoint, "read", read_but_the_last_layer)
+    with pytest.raises(ConfigError, match="out cannot be written .No space left on device"):
+        export(step, LLAMA, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "hf"]
+
+
+def test_an_export_overwrites_nothing(tmp_path):
+    step = imported(tmp_path, LLAMA, random_tensors(LLAMA))
+    source = tmp_path / "hf"
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    with pytest.raises(ConfigError, match="not an empty directory"):
+        export(step, LLAMA, source)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    assert all_tensors(export(step, LLAMA, tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layers": 2}, r"params/layers/2/attn/wk has shape \(32, 16\) there and none"),
+        ({"n_layers": 4}, r"params/layers/3/attn/wk has shape none \(absent\) there"),
+        ({"d_ff": 50}, r"mlp/w_down has shape \(48, 32\) there and \(50, 32\)"),
+        ({"tie_embeddings": True}, r"params/ends/head has shape \(32, 64\) there and none"),
+    ],
+)
+def test_an_export_as_another_model_is_refused(tmp_path, change, message):
+    step = imported(tmp_path, LLAMA, random_tensors(LLAMA))
+    with pytest.raises(ConfigError, match=message):
+        export(step, replace(LLAMA, **change), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_checkpoint_of_this_version_is_refused(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="is not a checkpoint of jaxpipe"):
+            StoredCheckpoint(path)
+    step = imported(tmp_path, LLAMA, random_tensors(LLAMA))
+    unfinished = step.with_name("5.orbax-checkpoint-tmp")
+    shutil.copytree(step, unfinished)
+    with pytest.raises(ConfigError, match="is not a checkpoint .*not a complete checkpoint"):
+        StoredCheckpoint(unfinished)
+    meta = step / "meta" / "metadata"
+    meta.write_text("{")
+    with pytest.raises(ConfigError, match="0 is damaged .*: take an earlier one"):
+        StoredCheckpoint(step)
+    meta.write_text(json.dumps({"format": 99, "step": 0}))
+    with pytest.raises(ConfigError, match="has format 99 but this jaxpipe reads formats up to 1"):
+        StoredCheckpoint(step)
+    meta.write_text("{}")
+    with pytest.raises(ConfigError, match="its metadata names no format"):
+        StoredCheckpoint(step)
