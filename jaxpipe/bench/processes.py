@@ -12,8 +12,7 @@ from typing import Any, Self
 _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc counts in these
 # Freed memory stays with its process: a virtual machine may give it to others between two steps,
 # and to get it back takes up to a fifth of a step. Steps that follow each other do not pay that. It
-# is in huge pages: a virtual machine looks up two tables for each small one, and of those a step
-# has hundreds of thousands.
+# is in huge pages, of which a virtual machine has fewer to look up.
 _MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1", "hugetlb=1")
 _ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 _TUNED = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MEMORY)}

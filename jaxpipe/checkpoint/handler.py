@@ -40,7 +40,7 @@ class Unpadded(_Held):
 
     @property
     def sharding(self) -> NamedSharding:
-        """For its own shape: no number of devices divides it."""
+        """The one that its own shape can have: the devices do not divide it."""
         return NamedSharding(self._array.sharding.mesh, PartitionSpec())
 
     @property
