@@ -1,6 +1,6 @@
 """What a measurement of steps leaves: a JSON file, from which every table is made."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +19,9 @@ class Peak(msgspec.Struct):
 class Steps(msgspec.Struct):
     """Steps of so many microbatches. Names are "jaxpipe single", "torch Schedule1F1B" and so on.
 
-    A round has the seconds of each step in it, and `predicted` those of the simulator, from the
-    ops of that round. Steps that others disturbed are missing, and `tried` counts all.
+    A round has the seconds of each step in it, `busy` the processor time that its processes used,
+    and `predicted` the simulator's seconds, from ops before and after that step. Steps that others
+    disturbed are missing, and `tried` counts all.
     """
 
     microbatches: int
@@ -30,6 +31,11 @@ class Steps(msgspec.Struct):
     losses: dict[str, list[float]]  # of the first two steps
     compile: dict[str, float]  # seconds
     memory: dict[str, Peak]
+    busy: list[dict[str, float]] = []
+
+    def variants(self) -> list[str]:
+        """Names of our schedules, in the order they were measured."""
+        return [v for name in self.tried if (v := name.removeprefix("jaxpipe ")) in VARIANTS]
 
     def seconds(self, name: str) -> list[float]:
         """All clean steps of that name."""
@@ -42,6 +48,14 @@ class Steps(msgspec.Struct):
             found[single] / PP / found[f"{of} {name}"]
             for found in self.rounds
             if single in found and f"{of} {name}" in found
+        ]
+
+    def bubble(self, name: str) -> list[float]:
+        """Of each round: the share of both cores' time in which the ranks used none."""
+        return [
+            1 - used[name] / PP / found[name]
+            for found, used in zip(self.rounds, self.busy)
+            if name in found
         ]
 
     def predicted_efficiency(self, variant: str) -> list[float]:
@@ -69,7 +83,7 @@ class Result(msgspec.Struct):
     versions: dict[str, str]
     machine: str
     tokens: int  # of a microbatch
-    ops: list[dict[str, object]]  # `OpSeconds` and `update`, of every round
+    ops: list[dict[str, object]]  # `OpSeconds` and `update`, of every time that they were timed
     steps: list[Steps]
 
     @classmethod
@@ -83,27 +97,36 @@ class Result(msgspec.Struct):
 
     def variants(self) -> list[str]:
         """Names of our schedules, in the order they were measured."""
-        names = dict.fromkeys(name for steps in self.steps for name in steps.tried)
-        return [v for name in names if (v := name.removeprefix("jaxpipe ")) in VARIANTS]
+        return list(dict.fromkeys(name for steps in self.steps for name in steps.variants()))
 
 
 _COLUMNS = (
     "schedule", "M", "step, s", "tokens/s", "efficiency", "predicted", "predicted / measured",
-    "memory, MiB", "compiled in, s", "PyTorch's step, s", "its efficiency", "its memory, MiB",
+    "bubble", "memory, MiB", "compiled in, s",
+    "PyTorch's step, s", "its efficiency", "its bubble", "its memory, MiB",
 )  # fmt: skip
 
 
 def table(result: Result, *, spread: bool = True) -> str:
-    """All in markdown: medians over the rounds, with the least and the largest if wanted."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    """All in markdown: medians over the rounds, with the least and the largest if wanted.
+
+    What was not measured has no column.
+    """
+    rows = []
     for steps in result.steps:
         for name in ("single", "data parallel", *result.variants()):
             if steps.seconds(f"jaxpipe {name}"):
                 cells = _ours(steps, name, steps.microbatches * result.tokens)
                 cells += _theirs(steps, VARIANTS[name].peer if name in VARIANTS else name)
                 shown = [cell if spread else cell.partition(" (")[0] for cell in cells]
-                lines.append("| " + " | ".join([name, str(steps.microbatches), *shown]) + " |")
-    return "\n".join(lines)
+                rows.append([name, str(steps.microbatches), *shown])
+    measured = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
+    return markdown([_COLUMNS[i] for i in measured], [[row[i] for i in measured] for row in rows])
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
 def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
@@ -115,6 +138,7 @@ def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
         "" if name == "single" else _spread(steps.efficiency("jaxpipe", name), 3),
         _spread(steps.predicted_efficiency(name), 3),
         _spread(steps.promise_kept(name), 3),
+        "" if name == "single" else _spread(steps.bubble(f"jaxpipe {name}"), 3),
         _mebibytes(steps.memory.get(f"jaxpipe {name}")),
         "" if compiled is None else f"{compiled:.1f}",
     ]
@@ -122,9 +146,11 @@ def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
 
 def _theirs(steps: Steps, peer: str) -> list[str]:
     seconds = steps.seconds(f"torch {peer}")
-    efficiency = [] if peer == "single" else steps.efficiency("torch", peer)
     memory = _mebibytes(steps.memory.get(f"torch {peer}"))
-    return [_spread(seconds, 2), _spread(efficiency, 3), memory]
+    if peer == "single":
+        return [_spread(seconds, 2), "", "", memory]
+    efficiency, bubble = steps.efficiency("torch", peer), steps.bubble(f"torch {peer}")
+    return [_spread(seconds, 2), _spread(efficiency, 3), _spread(bubble, 3), memory]
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

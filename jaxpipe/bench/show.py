@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from statistics import median
 
+from jaxpipe.bench.goals import goals_table
 from jaxpipe.bench.results import Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS
 from jaxpipe.config import ConfigError
@@ -50,7 +51,7 @@ def _section(result: Result) -> str:
     rounds = max(len(steps.rounds) for steps in result.steps)
     return (
         f"\n{result.date}, {result.machine}; {versions}; medians of {rounds} rounds. "
-        f"`{result.command}`\n\n{table(result, spread=False)}\n\n"
+        f"`{result.command}`\n\n{table(result, spread=False)}\n\n{goals_table(result)}\n\n"
     )
 
 

@@ -1,14 +1,18 @@
 """`bench step`: whole training steps of every schedule, beside predictions, one device and PyTorch.
 
 Two processes of one thread, each pinned to its own core, train as any run does: forward, backward
-and AdamW. Beside every schedule stand the simulator's step, from op times measured with both cores
-busy; the step of one device, gradients summed over a scan; data parallelism on the same two; and
-PyTorch's schedule of that family, with the same initial values and tokens, whose losses must agree.
+and AdamW. Beside every schedule stand the simulator's step, from op times measured just before and
+after it with both cores busy; the step of one device, gradients summed over a scan; data
+parallelism on the same two; and PyTorch's schedule of that family, with the same initial values and
+tokens, whose losses must agree.
 
   efficiency = (single-device step / 2) / step, of steps of one round; then the median over rounds.
 
+  bubble = share of both cores' time during a step in which the ranks' processes used none.
+
 All take turns in rounds, and a step in which other processes used over 6 % of a core is made again.
-Memory is measured last, every schedule in fresh processes.
+Memory is measured last, every schedule in fresh processes. What is asked of the figures, and by how
+much they miss it, is printed below them.
 """
 
 import argparse
@@ -23,12 +27,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxpipe import config as configs
+from jaxpipe.bench.goals import goals_table
 from jaxpipe.bench.options import add_config, add_out, at_least_one, check_out
 from jaxpipe.bench.processes import BenchError, Group, loss_of, seconds_of
 from jaxpipe.bench.results import Peak, Result, Steps, table
@@ -46,6 +52,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import OpSeconds
 
 _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
+_OPS = "ops after "  # in names of turns
 _AGREE = 1e-4  # losses of both frameworks, relative
 
 
@@ -56,6 +63,13 @@ class Entry:
     name: str
     group: str
     build: dict[str, Any]
+
+
+class Taken(NamedTuple):
+    """Seconds of a step, and those of processor time that its processes used."""
+
+    seconds: float
+    busy: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         for result in _Bench(arguments, config, Path(directory)).results():
             if arguments.out:
                 result.write(arguments.out)
-    print(table(result))
+    print(f"{table(result)}\n\n{goals_table(result)}")
 
 
 class _Bench:
@@ -128,15 +142,17 @@ class _Bench:
         entries = self._entries(microbatches, costs)
         losses, compiled = {}, {}
         for entry in entries:
-            answers = _ask(groups, entry.group, "build", name=entry.name, **entry.build)
+            group = _rested(groups, entry.group)
+            answers = group.ask("build", name=entry.name, **entry.build)
             losses[entry.name] = loss_of(answers, "losses")
             if "compile" in answers[0]:
                 compiled[entry.name] = max(answer["compile"] for answer in answers)
             _check_losses(entry.name, losses[entry.name], losses["jaxpipe single"])
-        turns: dict[str, Callable[[], Any]] = {
-            "ops": lambda: self._op_seconds(groups),
-            **{entry.name: _turn(groups, entry) for entry in entries},
-        }
+        turns: dict[str, Callable[[], Any]] = {}
+        for entry in entries:
+            turns[entry.name] = _turn(groups, entry)
+            if entry.group == "jaxpipe":
+                turns[_after(entry)] = lambda: self._op_seconds(groups)
         runner = Runner(tuple(groups.values()), patience=self.arguments.patience)
         rounds = Rounds()
         for number in range(self.arguments.rounds):
@@ -144,15 +160,20 @@ class _Bench:
             print(f"round {number + 1} of M={microbatches} done", file=sys.stderr, flush=True)
         for entry in entries:
             groups[entry.group].ask("drop", name=entry.name)
-        self.ops += rounds.kept("ops")
+        self.ops += [ops for name in turns if name.startswith(_OPS) for ops in rounds.kept(name)]
+        named = {entry.name for entry in entries}
+        taken = [{k: v for k, v in found.items() if k in named} for found in rounds.rounds]
         return Steps(
             microbatches,
-            [{k: v for k, v in found.items() if k != "ops"} for found in rounds.rounds],
-            [self._predicted(found.get("ops"), microbatches, costs) for found in rounds.rounds],
-            dict(rounds.tried),
-            losses,
-            compiled,
-            {},
+            rounds=[{name: step.seconds for name, step in found.items()} for found in taken],
+            busy=[{name: step.busy for name, step in found.items()} for found in taken],
+            predicted=[
+                self._predicted(entries, found, microbatches, costs) for found in rounds.rounds
+            ],
+            tried={name: rounds.tried[name] for name in turns if name in named},
+            losses=losses,
+            compile=compiled,
+            memory={},
         )
 
     def _entries(self, microbatches: int, costs: Path) -> list[Entry]:
@@ -180,22 +201,26 @@ class _Bench:
         return entries
 
     def _predicted(
-        self, ops: dict[str, Any] | None, microbatches: int, costs: Path
+        self, entries: Sequence[Entry], found: Mapping[str, Any], microbatches: int, costs: Path
     ) -> dict[str, float]:
-        """The simulator's seconds of every schedule's step, with the update."""
-        if ops is None:
-            return {}
-        seconds, update = _without_update(ops)
-        return {
-            name: update
-            + predicted(VARIANTS[name].config(self.config, microbatches, costs), seconds)
-            for name in self.arguments.schedules
-        }
+        """The simulator's seconds of every schedule's step, with the update.
+
+        They come from the ops on both sides of that step, since the machine changes its pace.
+        """
+        seconds = {}
+        for before, entry in pairwise(entries):
+            name = entry.name.removeprefix("jaxpipe ")
+            around = [found[_after(each)] for each in (before, entry) if _after(each) in found]
+            if name in self.arguments.schedules and len(around) == 2:
+                ops, update = _without_update(_mean(around))
+                config = VARIANTS[name].config(self.config, microbatches, costs)
+                seconds[name] = update + predicted(config, ops)
+        return seconds
 
     def _op_seconds(self, groups: Mapping[str, Group]) -> dict[str, Any]:
         """Of the ops, the mean over the ranks, which run them at the same time."""
         config = VARIANTS["1f1b"].config(self.config, self.arguments.microbatches[0])
-        return _mean(_ask(groups, "jaxpipe", "ops", config=_builtins(config)))
+        return _mean(_rested(groups, "jaxpipe").ask("ops", config=_builtins(config)))
 
     def _measure_memory(self, steps: Sequence[Steps]) -> None:
         """Of every step in processes that have done nothing else."""
@@ -221,16 +246,26 @@ class _Bench:
         return " ".join(words)
 
 
-def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], float]:
-    return lambda: seconds_of(_ask(groups, entry.group, "step", name=entry.name))
+def _after(entry: Entry) -> str:
+    return f"{_OPS}{entry.name}"
 
 
-def _ask(groups: Mapping[str, Group], which: str, do: str, **command: Any) -> list[dict[str, Any]]:
-    """One group's answers, while the others keep no free memory: all of it is too much for some."""
+def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], Taken]:
+    def turn() -> Taken:
+        group = _rested(groups, entry.group)
+        before = group.cpu_seconds()
+        seconds = seconds_of(group.ask("step", name=entry.name))
+        return Taken(seconds, group.cpu_seconds() - before)
+
+    return turn
+
+
+def _rested(groups: Mapping[str, Group], which: str) -> Group:
+    """One group, once the others keep no free memory: all of it is too much for some machines."""
     for name, group in groups.items():
         if name != which:
             group.rest()
-    return groups[which].ask(do, **command)
+    return groups[which]
 
 
 def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -> None:
