@@ -8,10 +8,11 @@ is what `plan --costs` and `parallel.costs` read.
 """
 
 import argparse
+import os
 import sys
 from datetime import date
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -20,8 +21,12 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.analysis import head_flops, hidden_bytes, layer_flops
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
+from jaxpipe.bench.processes import processor
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import ITEMSIZE
+
+if TYPE_CHECKING:
+    import jax
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
     at_least_one(layers=arguments.layers, repeats=arguments.repeats)
     config = load_for_devices(arguments)
     found = measure(config, arguments.layers, arguments.repeats, arguments.link)
-    found["command"] = " ".join(
-        ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
-    )
+    words = ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
+    how = ["--layers", str(arguments.layers), "--repeats", str(arguments.repeats)]
+    found["command"] = " ".join([*words, *how])
     _print(found)
     write(found, arguments.out)
 
@@ -90,7 +95,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     )  # fmt: skip
     return {
         "date": date.today().isoformat(),
-        "device": device.device_kind,
+        "device": _named(device),
         "peak": peak_flops(device.device_kind),
         "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
         "seconds": seconds,
@@ -115,18 +120,39 @@ def of_one_device(config: Config) -> Config:
     return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)
 
 
-def _print(found: dict[str, Any]) -> None:
-    title = f"{found['device']}, {', '.join(' '.join(v) for v in found['versions'].items())}"
-    table = Table("op", "ms", "GFLOP", "TFLOP/s", "of the peak", title=title)
+def _named(device: "jax.Device") -> str:
+    """The device; of processors which, and how many cores may be used."""
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor()}, {cores} core{'s' * (cores > 1)}"
+
+
+COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The cells of every op that was measured."""
     seconds, peak = found["seconds"], found["peak"]
-    rows = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
-    for name, each in {**rows, "update, a layer": found["update"]}.items():
+    every = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
+    if not found["transfer_measured"]:
+        del every["transfer"]
+    cells = []
+    for name, each in {**every, "update, a layer": found["update"]}.items():
         flops = found["flops"].get(name)
         rate = ["", "", ""]
         if flops:
             share = f"{flops / each / peak:.1%}" if peak else ""
-            rate = [f"{flops / 1e9:,.1f}", f"{flops / each / 1e12:,.2f}", share]
-        table.add_row(name, f"{each * 1e3:,.3f}", *rate)
+            rate = [f"{flops / 1e9:,.1f}", f"{flops / each / 1e12:,.3f}", share]
+        cells.append([name, f"{each * 1e3:,.3f}", *rate])
+    return cells
+
+
+def _print(found: dict[str, Any]) -> None:
+    title = f"{found['device']}, {', '.join(' '.join(v) for v in found['versions'].items())}"
+    table = Table(*COLUMNS, title=title)
+    for cells in rows(found):
+        table.add_row(*cells)
     Console(highlight=False).print(table)
     if not found["transfer_measured"]:
-        print("transfer: computed from --link, there is one device")
+        print("transfer: from --link, there is one device")

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from jaxpipe.bench.results import Result, Steps, markdown
+from jaxpipe.bench.options import markdown
+from jaxpipe.bench.results import Result, Steps
 from jaxpipe.bench.variants import VARIANTS
 
 

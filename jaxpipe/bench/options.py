@@ -1,6 +1,7 @@
-"""What the commands of the bench share: their arguments, what is checked first, their files."""
+"""What the commands of the bench share: their arguments, what is checked first, their output."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,10 @@ def write(found: dict[str, Any], path: Path | None) -> None:
     """As JSON, if a file was asked for."""
     if path:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; what has no value in any row has no column."""
+    known = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    lines = ([line[i] for i in known] for line in (header, ["---"] * len(header), *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

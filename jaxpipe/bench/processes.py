@@ -2,11 +2,13 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any, Self
 
 _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc counts in these
@@ -109,6 +111,14 @@ def seconds_of(answers: list[dict[str, Any]]) -> float:
 def loss_of(answers: list[dict[str, Any]], name: str) -> list[float]:
     """Losses of some steps, from the rank that knows them: of others they are 0."""
     return max(a[name] for a in answers)
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _free_port() -> int:

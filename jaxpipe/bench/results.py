@@ -1,11 +1,12 @@
 """What a measurement of steps leaves: a JSON file, from which every table is made."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from jaxpipe.bench.options import markdown
 from jaxpipe.bench.variants import PP, VARIANTS
 
 
@@ -108,10 +109,7 @@ _COLUMNS = (
 
 
 def table(result: Result, *, spread: bool = True) -> str:
-    """All in markdown: medians over the rounds, with the least and the largest if wanted.
-
-    What was not measured has no column.
-    """
+    """All in markdown: medians over the rounds, with the least and the largest if wanted."""
     rows = []
     for steps in result.steps:
         for name in ("single", "data parallel", *result.variants()):
@@ -120,13 +118,7 @@ def table(result: Result, *, spread: bool = True) -> str:
                 cells += _theirs(steps, VARIANTS[name].peer if name in VARIANTS else name)
                 shown = [cell if spread else cell.partition(" (")[0] for cell in cells]
                 rows.append([name, str(steps.microbatches), *shown])
-    measured = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
-    return markdown([_COLUMNS[i] for i in measured], [[row[i] for i in measured] for row in rows])
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+    return markdown(_COLUMNS, rows)
 
 
 def _ours(steps: Steps, name: str, tokens: int) -> list[str]:

@@ -1,58 +1,81 @@
-"""`bench show`: tables and pictures from the results that are kept, into the README.
+"""`bench show`: tables and pictures from the results that are kept, into the files that show them.
 
-Every `<!-- results NAME -->` line of the README is followed by the table of
-`jaxpipe/bench/results/NAME.json`, up to `<!-- end -->`; the picture goes beside the JSON file.
+Every `<!-- results NAME -->` line of these is followed by the tables of
+`jaxpipe/bench/results/NAME.json`, up to `<!-- end -->`, and a picture goes beside the JSON file;
+`<!-- ops NAME -->` is the same for what `bench ops` wrote, without a picture.
 """
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+import msgspec
+
+from jaxpipe.bench import costs
 from jaxpipe.bench.goals import goals_table
+from jaxpipe.bench.options import markdown
 from jaxpipe.bench.results import Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS
 from jaxpipe.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
-_MARKED = re.compile(r"(<!-- results (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FILES = [Path("README.md"), Path("jaxpipe/bench/results/README.md")]
+_MARKED = re.compile(r"(<!-- (results|ops) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="file to fill in")
+    parser.add_argument("--files", type=Path, nargs="+", default=FILES, help="files to fill in")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Rewrite the tables of the file, and draw the pictures."""
-    path = arguments.readme
-    if not path.is_file():
-        raise ConfigError(f"--readme {path}: there is no such file; run this where README.md is.")
-    text = path.read_text()
-    for _, name, _ in _MARKED.findall(text):
-        draw(_read(name), RESULTS / f"{name}.svg")
-    path.write_text(filled(text))
+    """Rewrite the tables of the files, and draw the pictures."""
+    for path in arguments.files:
+        if not path.is_file():
+            raise ConfigError(f"--files {path}: there is none; run this where README.md is.")
+        text = path.read_text()
+        for _, kind, name, _ in _MARKED.findall(text):
+            if kind == "results":
+                draw(Result.read(_file(kind, name)), RESULTS / f"{name}.svg")
+        path.write_text(filled(text))
 
 
 def filled(text: str) -> str:
     """The text with every marked table made anew."""
-    return _MARKED.sub(lambda found: found[1] + _section(_read(found[2])) + found[3], text)
+    sections = {"results": _steps, "ops": _ops}
+    return _MARKED.sub(
+        lambda found: found[1] + sections[found[2]](_file(found[2], found[3])) + found[4], text
+    )
 
 
-def _read(name: str) -> Result:
+def _file(kind: str, name: str) -> Path:
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        raise ConfigError(f"<!-- results {name} -->: there is no {path.name} in {RESULTS}.")
-    return Result.read(path)
+        raise ConfigError(f"<!-- {kind} {name} -->: there is no {path.name} in {RESULTS}.")
+    return path
 
 
-def _section(result: Result) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in result.versions.items())
+def _steps(path: Path) -> str:
+    result = Result.read(path)
     rounds = max(len(steps.rounds) for steps in result.steps)
     return (
-        f"\n{result.date}, {result.machine}; {versions}; medians of {rounds} rounds. "
-        f"`{result.command}`\n\n{table(result, spread=False)}\n\n{goals_table(result)}\n\n"
+        f"\n{result.date}, {result.machine}; {_versions(result.versions)}; medians of {rounds} "
+        f"rounds. `{result.command}`\n\n{table(result, spread=False)}\n\n{goals_table(result)}\n\n"
     )
+
+
+def _ops(path: Path) -> str:
+    found = msgspec.json.decode(path.read_bytes())
+    return (
+        f"\n{found['date']}, {found['device']}; {_versions(found['versions'])}. "
+        f"`{found['command']}`\n\n{markdown(costs.COLUMNS, costs.rows(found))}\n\n"
+    )
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def draw(result: Result, path: Path) -> None:

@@ -36,7 +36,7 @@ import msgspec
 from jaxpipe import config as configs
 from jaxpipe.bench.goals import goals_table
 from jaxpipe.bench.options import add_config, add_out, at_least_one, check_out
-from jaxpipe.bench.processes import BenchError, Group, loss_of, seconds_of
+from jaxpipe.bench.processes import BenchError, Group, loss_of, processor, seconds_of
 from jaxpipe.bench.results import Peak, Result, Steps, table
 from jaxpipe.bench.rounds import Rounds, Runner
 from jaxpipe.bench.variants import (
@@ -128,7 +128,7 @@ class _Bench:
             date=date.today().isoformat(),
             command=self._command(),
             versions={"Python": platform.python_version()} | _named(versions),
-            machine=f"{PP} cores of {_processor()}, one thread a rank",
+            machine=f"{PP} cores of {processor()}, one thread a rank",
             tokens=train.microbatch_size * train.seq_len,
             ops=self.ops,
             steps=steps,
@@ -295,12 +295,6 @@ def _without_update(ops: dict[str, Any]) -> tuple[OpSeconds, float]:
 
 def _named(versions: dict[str, str]) -> dict[str, str]:
     return {"jax" if name == "jaxpipe" else name: number for name, number in versions.items()}
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _has_torch() -> bool:
