@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import msgspec
@@ -95,6 +96,19 @@ def test_exported_values_are_the_trainers(tmp_path):
     np.testing.assert_array_equal(values["layers/1/attn/wq"], params["layers"][1]["attn"]["wq"])
     np.testing.assert_array_equal(values["shared/head"], params["shared"]["head"])
     assert values["inputs"].shape == (4, 1, 32)
+
+
+def test_predictions_come_from_the_ops_on_both_sides_of_a_step():
+    config = small("model.n_layers=8")
+    measured = step._Bench(SimpleNamespace(schedules=["gpipe"], torch=None), config, Path())
+    entries = [step.Entry(f"jaxpipe {name}", "jaxpipe", {}) for name in ("data parallel", "gpipe")]
+    before, after = ({**msgspec.to_builtins(SECONDS), "update": each} for each in (1.0, 3.0))
+    found = {"ops after jaxpipe data parallel": before, "ops after jaxpipe gpipe": after}
+    alone = predicted(VARIANTS["gpipe"].config(config, 8), SECONDS)
+    said = measured._predicted(entries, found, 8, Path("costs.json"))
+    assert said == {"gpipe": pytest.approx(alone + 2)}
+    del found["ops after jaxpipe gpipe"]
+    assert measured._predicted(entries, found, 8, Path("costs.json")) == {}
 
 
 def test_losses_of_another_model_stop_the_bench():
