@@ -92,6 +92,7 @@ class Trainer:
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshard_after_forward,
+            pairs=not on_cpu,  # there collectives wait, whatever stands beside them
         )
 
     @cached_property

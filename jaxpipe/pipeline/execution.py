@@ -29,6 +29,10 @@ class Execution:
     parameters also within a step if `reshard_after_forward`, where every action gathers a layer
     anew and scatters its gradient. Otherwise parameters are gathered once a step.
 
+    `pairs` puts the two halves of a cell, an F and a gradient of different chunks, into one branch,
+    so that XLA may run collectives of one during the compute of the other; else they are two
+    branches, in a program of two thirds the size.
+
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
     """
@@ -41,6 +45,7 @@ class Execution:
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False
+    pairs: bool = True
     poison_bubbles: bool = False
 
     @property

@@ -74,6 +74,7 @@ class Pipeline:
             in_flight=self.execution.in_flight,
             defer_ends=self.execution.defer_ends,
             vocab_parallel=self.execution.vocab_parallel,
+            pairs=self.execution.pairs,
         )
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)

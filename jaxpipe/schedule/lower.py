@@ -105,13 +105,15 @@ def lower(
     in_flight: int | None = None,
     defer_ends: bool = False,
     vocab_parallel: bool = False,
+    pairs: bool = True,
 ) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
     `transfer_ticks` and `in_flight` are explained at `cells.place`. `defer_ends` lets the gradients
     of the embedding's and the head's own matrices wait for W of their stages. `vocab_parallel` has
-    all ranks compute both ends, each a part of the vocabulary. Raises `ScheduleError` for other
-    placements, for both of these at once, and what `place` raises.
+    all ranks compute both ends, each a part of the vocabulary. Without `pairs`, the two halves of a
+    cell are always two actions in a row. Raises `ScheduleError` for other placements, for both ends
+    deferred and shared at once, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> tables = lower(build("1f1b", pp=2, microbatches=2))
@@ -138,12 +140,12 @@ def lower(
     slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
     slots = Slots(*map(max, used))
     lanes = assign_lanes(schedule, list(inputs.values()))
-    pairs = _pairs(schedule.placement, grid)
+    joined = _pairs(schedule.placement, grid) if pairs else ()
 
     columns = _empty_columns((len(grid), schedule.pp), slots, lanes)
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
-            values = _cell_columns(cell, schedule, pairs, inputs, slot_of, not vocab_parallel)
+            values = _cell_columns(cell, schedule, joined, inputs, slot_of, not vocab_parallel)
             for name, value in values.items():
                 columns[name][tick, rank] = value
     if vocab_parallel:
@@ -168,7 +170,7 @@ def lower(
     used_of = tuple(Slots(*u) for u in zip(*used))
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
     return Tables(
-        columns, slots, used_of, lanes, pairs, transfer_ticks, first, last, vocab_parallel
+        columns, slots, used_of, lanes, joined, transfer_ticks, first, last, vocab_parallel
     )
 
 
@@ -246,11 +248,11 @@ def _cell_columns(
     placement, last = schedule.placement, schedule.stages - 1
     values: dict[str, int] = {}
     pair = _pair_of(cell, placement)
-    if pair:
+    if pair in pairs:
         values["pair"] = 1 + pairs.index(pair)
     for action in cell.actions:
         op, stage, m = action
-        if not pair:
+        if pair not in pairs:
             values[op.name] = 1 + placement.chunk(stage, m)
         key = action._replace(op=Op.F)
         if op is Op.F:

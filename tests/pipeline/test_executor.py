@@ -136,6 +136,15 @@ def test_transfer_and_pairing_change_nothing(transfer_ticks, in_flight):
     assert_close(*run(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, **execution))
 
 
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+def test_halves_of_a_cell_in_two_branches(name, transfer_ticks):
+    schedule = schedule_of(name, 4, more=True)
+    counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
+    execution = {"transfer_ticks": transfer_ticks, "poison_bubbles": True}
+    assert_close(*run(schedule, counts, 2, pairs=False, **execution))
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv", "dualpipe"])
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 def test_forward_only_gives_the_same_losses(name, transfer_ticks):

@@ -46,14 +46,16 @@ def legal(name, pp, microbatches, chunks):
     chunks=st.integers(1, 3),
     transfer_ticks=st.sampled_from([1, 2]),
     ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
+    pairs=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_tables_bring_every_value_where_it_is_read(
-    name, pp, microbatches, chunks, transfer_ticks, ends
+    name, pp, microbatches, chunks, transfer_ticks, ends, pairs
 ):
     schedule = legal(name, pp, microbatches, chunks)
-    tables = lower(schedule, transfer_ticks=transfer_ticks, **ends)
+    tables = lower(schedule, transfer_ticks=transfer_ticks, pairs=pairs, **ends)
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
+    assert bool(tables.pairs) == (pairs and name in ("dualpipe", "dualpipev"))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
