@@ -1,5 +1,10 @@
-"""Rings: fixed-size buffers on a rank whose slots the tables assign."""
+"""Rings: fixed-size buffers on a rank whose slots the tables assign.
 
+Slots are never negative, and JAX is told so: else every read and write also counts from the end,
+which is 5 to 7 % of a step's compiled program.
+"""
+
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 Tree = Any
+
+_get = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+_set = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
 
 
 def make_ring(slots: int, like: Any, *, poison: bool = False) -> jax.Array:
@@ -23,15 +31,13 @@ def poison_of(dtype: Any) -> Any:
 
 def read(rings: Tree, slot: jax.Array) -> Tree:
     """One slot of every ring of a tree."""
-    return jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, slot, keepdims=False), rings)
+    return jax.tree.map(lambda ring: _get(ring, slot), rings)
 
 
 def write(rings: Tree, values: Tree, slot: jax.Array) -> Tree:
     """The rings with `values` in one slot."""
     return jax.tree.map(
-        lambda r, value: lax.dynamic_update_index_in_dim(r, value.astype(r.dtype), slot, 0),
-        rings,
-        values,
+        lambda ring, value: _set(ring, value.astype(ring.dtype), slot), rings, values
     )
 
 
@@ -40,6 +46,6 @@ def spoil(rings: Tree, slot: jax.Array) -> Tree:
 
     def spoilt(ring: jax.Array) -> jax.Array:
         value = jnp.full(ring.shape[1:], poison_of(ring.dtype), ring.dtype)
-        return lax.dynamic_update_index_in_dim(ring, value, slot, 0)
+        return _set(ring, value, slot)
 
     return jax.tree.map(spoilt, rings)
