@@ -135,7 +135,7 @@ class TrainConfig(_Section, kw_only=True):
     seed: Count = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    remat: Literal["none", "elementwise", "selective", "full"] = "none"  # what B repeats
+    remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss

@@ -76,7 +76,7 @@ def test_replicas_that_share_sequences(schedule, mesh, sdp):
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
 
 
-@pytest.mark.parametrize("remat", ["elementwise", "selective", "full"])
+@pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "zb_h1", 2, 2, 1, sdp=2, remat=remat))
     assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, vocab_parallel=True))
@@ -213,7 +213,7 @@ def test_forward_only_on_a_whole_mesh():
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("remat", ["elementwise", "selective", "full"])
+@pytest.mark.parametrize("remat", ["selective", "full"])
 def test_what_is_computed_again_is_gathered_again(remat):
     assert_close(*run("tied", "zb_h1", 2, 1, 2, sequence=True, remat=remat))
     assert_close(*run("tied", "1f1b", 2, 1, 2, sequence=True, remat=remat))

@@ -61,7 +61,7 @@ def test_slices_of_layers_that_every_action_gathers(schedule):
 
 @pytest.mark.parametrize(
     "how",
-    [{"remat": "full"}, {"remat": "selective"}, {"remat": "elementwise"}, {"defer_ends": True},
+    [{"remat": "full"}, {"remat": "selective"}, {"defer_ends": True},
      {"vocab_parallel": True}, {"transfer_ticks": 2}, {"in_flight": 6}, {"loss_chunks": 2}],
     ids=str,
 )  # fmt: skip

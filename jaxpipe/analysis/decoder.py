@@ -22,7 +22,7 @@ from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
 from jaxpipe.tensor import Cut
 
-REMAT = ("none", "elementwise", "selective", "full")
+REMAT = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,10 @@ def layer_bytes(
     sdp: int = 1,
     slices: int = 1,
     sequence_parallel: bool = False,
-    wide_attention: bool = False,
 ) -> LayerBytes:
     """Bytes that one layer stores for one microbatch on one device.
 
-    `itemsize` is the bytes of one value of the compute dtype; `wide_attention`: `xla`'s
-    attention computes in float32, as it does of float16. W needs the input and the output
+    `itemsize` is the bytes of one value of the compute dtype. W needs the input and the output
     gradient of every matrix whatever `remat` is: the input is a residual where F stores it, and
     part of the stash where B computes it again.
 
@@ -142,7 +140,7 @@ def layer_bytes(
     q, kv, hidden = (tokens * w * itemsize for w in (widths.q, widths.kv, widths.hidden))
     # Keys and values as attention reads them are in the state of slices, as the weights make them
     # only norms need the keys.
-    read, made = (2 * kv, 2 * kv) if slices == 1 else (0, kv * model.qk_norm)
+    made = 2 * kv if slices == 1 else kv * model.qk_norm
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
     gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
     # The fused attention's second output: a float32 logsumexp a query.
@@ -154,28 +152,12 @@ def layer_bytes(
             products = q + made + stream + 2 * hidden
             for_w = q if fused else 0  # the attention's output is stored only if it is fused
             return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
-    wide, widened = max(itemsize, 4), wide_attention and not fused
-    if remat == "elementwise":
-        heads = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-        # Scores and two numbers a row in the wide dtype.
-        scores = logsumexp or tokens * widths.heads * wide * (seq_len + 2)
-        for_b = 2 * stream + q + made + 2 * hidden + heads * wide + scores
-        # A wide product is stored for B, which narrows it for W again.
-        again = q * wide // itemsize if widened else 0
-        for_w = 0 if widened else q
-        return LayerBytes(for_b + again, for_w, inputs - for_w + gradients)
-    norms = 2 * _norm_bytes(stream, rows, wide)
-    if model.qk_norm:
-        norms += _norm_bytes(q, tokens * widths.heads, wide)
-        norms += _norm_bytes(kv, tokens * widths.kv_heads, wide)
-    if fused:
-        softmax = logsumexp
-    else:
-        # Exponentials and two numbers a row in the wide dtype, probabilities in the narrow one.
-        narrow = wide if widened else itemsize
-        softmax = tokens * widths.heads * (seq_len * (wide + narrow) + 2 * wide)
-    activation = 5 * hidden  # gate, its sigmoid, the sigmoid's slope, silu, up
-    return LayerBytes(norms + q + read + softmax + activation, inputs, gradients)
+    wide = max(itemsize, 4)
+    # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
+    norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
+    softmax = logsumexp or tokens * widths.heads * wide * (seq_len + 1)
+    for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax
+    return LayerBytes(for_b, q, inputs - q + gradients)
 
 
 def state_bytes(model: ModelConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
@@ -248,11 +230,6 @@ class _Widths:
         self.heads, self.kv_heads = model.n_heads // tp, max(model.n_kv_heads // tp, 1)
         self.q, self.kv = self.heads * model.head_size, self.kv_heads * model.head_size
         self.hidden = model.d_ff // tp
-
-
-def _norm_bytes(values: int, rows: int, wide: int) -> int:
-    """One RMSNorm for B: its input and the normalised values, and two wide numbers a row."""
-    return 2 * values + 2 * rows * wide
 
 
 def _stretch(seq_len: int, sdp: int, slices: int) -> int:

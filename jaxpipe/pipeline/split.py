@@ -8,9 +8,10 @@ either depends on the output gradient `dy` (backward) or does not (forward). The
   W = the other backward equations, those that reach the gradients of matrices.
 
 Residuals are the forward values that B or W reads *and that depend on x*; what depends only on
-parameters, constants or the microbatch's own data is computed again, never stored. The stash is
-what W reads of B. Rematerialisation is the same cut made elsewhere: a policy says which forward
-values may be stored, and B computes the others again from those.
+parameters, constants or the microbatch's own data is computed again, never stored, and so is what
+elementwise equations make of other residuals. The stash is what W reads of B. Rematerialisation is
+the same cut made elsewhere: a policy says which forward values may be stored, and B computes the
+others again from those.
 
 Slices of a sequence leave a state for each other (keys and values, say), which then travels with
 `x`: a layer takes `(x, state)` and returns `(y, state)`. None of it is a residual: B is given the
@@ -27,7 +28,14 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, run_slice, trace_flat
+from jaxpipe.pipeline.jaxpr import (
+    dependents,
+    equations_to,
+    reads,
+    run_slice,
+    trace_flat,
+    variables_in,
+)
 
 Tree = Any
 Layer = Callable[[Tree, Tree, Tree], Tree]  # (params, x, microbatch) -> y
@@ -48,8 +56,8 @@ def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
 
-# Computed value by value from operands of the same shape, or only moved about.
-_ELEMENTWISE = _LAYOUT | {
+# Computed value by value from operands of the same shape, or only moved about, on one device.
+_ELEMENTWISE = _LAYOUT - {"all_gather"} | {
     "abs", "add", "add_any", "and", "concatenate", "cos", "div", "eq", "erf", "exp", "expm1", "ge",
     "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
     "ne", "not", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt",
@@ -57,14 +65,8 @@ _ELEMENTWISE = _LAYOUT | {
 }  # fmt: skip
 
 
-def _save_all_but_elementwise(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Store products, reductions and whatever is not known to be cheap."""
-    return primitive.name not in _ELEMENTWISE
-
-
 POLICIES: dict[str, Policy] = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "elementwise": _save_all_but_elementwise,
     "selective": _save_products,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -258,6 +260,9 @@ def _cut(
         for var in eqn.outvars
         if var in on_x - layout and policy(eqn.primitive, *_avals(eqn), **eqn.params) is True
     }
+    backward, made_before = [*b_outputs, *w_outputs], free | saved | {*y.gradients}
+    saved &= {*reads(equations_to(jaxpr, backward, made_before), backward)}
+    saved -= _repeated(jaxpr, saved, on_x)
     # W stops at what B has made and at forward values that B will compute again for it.
     by_b = {var for eqn in equations_to(jaxpr, b_outputs, free) for var in eqn.outvars}
     handed = ((by_b & on_dy) | (on_x - saved) | {*y.gradients}) - layout
@@ -278,6 +283,28 @@ def _cut(
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
     gathered = tuple(var for var in gathers if var in made)
     return Residuals(tuple(for_b), tuple(for_w)), tuple(stash), gathered
+
+
+def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
+    """What elementwise equations make of the rest of `saved`, and of what does not depend on x.
+
+    B makes it again for less than it costs to store: the sigmoid of a stored gate, probabilities
+    beside their exponentials, the input of a matrix that is a norm's output.
+    """
+    cheap = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in _ELEMENTWISE and on_x.issuperset(eqn.outvars)
+    ]
+    left = set(saved)
+    for var in [var for eqn in reversed(cheap) for var in eqn.outvars if var in saved]:
+        made = left - {var}
+        for eqn in cheap:
+            if made.issuperset(on_x.intersection(variables_in(eqn))):
+                made.update(eqn.outvars)
+        if var in made:
+            left.remove(var)
+    return saved - left
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:

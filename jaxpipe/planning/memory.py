@@ -58,10 +58,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
         read = held_slots * layer.whole * ((cast or layer.whole != layer.part) + mirrored)
     if cast or end.whole != end.part:
         read += end.whole
-    stored = layer_bytes(
-        model, itemsize=item, remat=train.remat, wide_attention=train.compute_dtype == "float16",
-        **sizes,
-    )  # fmt: skip
+    stored = layer_bytes(model, itemsize=item, remat=train.remat, **sizes)
     of_sequences = state_bytes(
         model, batch=train.microbatch_size, seq_len=train.seq_len, itemsize=item, tp=parallel.tp
     )

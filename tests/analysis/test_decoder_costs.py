@@ -80,8 +80,8 @@ def test_bytes_and_flops(remat, dtype, qk_norm, heads):
     model = model_of(qk_norm=qk_norm, **heads)
     split, *arguments = split_of(model, dtype, remat)
     sizes = {"batch": BATCH, "seq_len": LENGTH, "remat": remat}
-    width = {"itemsize": jnp.dtype(dtype).itemsize, "wide_attention": dtype == "float16"}
-    assert layer_bytes(model, **width, **sizes) == stored(split)
+    itemsize = jnp.dtype(dtype).itemsize
+    assert layer_bytes(model, itemsize=itemsize, **sizes) == stored(split)
     assert layer_flops(model, **sizes) == computed(split, *arguments)
 
 

@@ -64,9 +64,7 @@ def test_equals_vjp_bitwise(layer_case, policy):
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(
-    ("policy", "repeats"), [("none", 0), ("elementwise", 0), ("selective", 0), ("full", 1)]
-)
+@pytest.mark.parametrize(("policy", "repeats"), [("none", 0), ("selective", 0), ("full", 1)])
 def test_flops_of_the_pieces(layer_case, policy, repeats):
     params, x, microbatch, dy = layer_case
     split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
@@ -133,12 +131,40 @@ def test_residuals_depend_on_x(layer_case):
         assert split._x.values[0] in inputs
 
 
-def test_the_stash_is_one_gradient_and_one_input_a_matrix(layer_case):
+def shapes(leaves):
+    return sorted(leaf.shape for leaf in leaves)
+
+
+def test_w_reads_one_gradient_and_one_input_a_matrix(layer_case):
+    """Of the inputs only the sum over positions is a residual; B makes the others again."""
     params, x, microbatch, _ = layer_case
     split = split_layer(TOY.layer, params, x, microbatch)
     wide, narrow = (3, 6, 16), (3, 6, 8)
-    assert sorted(s.shape for s in split.stash) == sorted([wide, wide, narrow])
-    assert sorted(s.shape for s in split.residuals.for_w) == sorted([wide, narrow, narrow])
+    assert shapes(split.residuals.for_w) == [narrow]
+    assert shapes(split.stash) == sorted([wide, wide, narrow, narrow, wide])
+
+
+def test_what_elementwise_equations_make_of_residuals_is_not_stored(layer_case):
+    """Of a gated layer its input, one number a row of its norm and the products; no activation."""
+    params, x, microbatch, _ = layer_case
+    split = split_layer(TOY.layer, params, x, microbatch)
+    wide, narrow, row = (3, 6, 16), (3, 6, 8), (3, 6, 1)
+    found = shapes(split.residuals.for_b)
+    assert [shape for shape in found if shape != row] == sorted([narrow, wide, wide])
+    assert found.count(row) <= 2
+
+
+def test_what_is_made_of_a_value_that_is_not_stored_is(layer_case):
+    """The gradient of tanh needs its output alone, and to repeat it a product would be needed."""
+    params, x, microbatch, _ = layer_case
+
+    def layer(params, x, microbatch):
+        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+    split = split_layer(layer, params, x, microbatch)
+    (squared,) = split.residuals.for_b
+    assert squared.shape == (3, 6, 16)
+    assert shapes(split.residuals.for_w) == [(3, 6, 8), (3, 6, 16)]
 
 
 def test_an_opaque_layer_has_no_w(layer_case):

@@ -31,7 +31,7 @@ def estimates_of(*overrides, ticks=1):
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("remat", ["none", "elementwise", "selective", "full"])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_bytes_are_the_trainers(pp, remat):
     overrides = (f"parallel.pp={pp}", "model.n_layers=6", f"train.remat={remat}",
                  "train.grad_accum_steps=8", "parallel.dp=1")  # fmt: skip
