@@ -9,4 +9,8 @@ if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
 fi
-exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"
+# A step that several tests compile, in this process or another, is compiled once.
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
+export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"
