@@ -260,6 +260,7 @@ def _cut(
         for var in eqn.outvars
         if var in on_x - layout and policy(eqn.primitive, *_avals(eqn), **eqn.params) is True
     }
+    # Of what may be stored, all that B and W read, but what B makes again of the rest.
     backward, made_before = [*b_outputs, *w_outputs], free | saved | {*y.gradients}
     saved &= {*reads(equations_to(jaxpr, backward, made_before), backward)}
     saved -= _repeated(jaxpr, saved, on_x)
