@@ -60,8 +60,8 @@ def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
 _ELEMENTWISE = _LAYOUT - {"all_gather"} | {
     "abs", "add", "add_any", "and", "concatenate", "cos", "div", "eq", "erf", "exp", "expm1", "ge",
     "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-    "ne", "not", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh",
+    "ne", "not", "one_minus_square", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sin",
+    "slice", "split", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
 }  # fmt: skip
 
 
