@@ -63,7 +63,7 @@ class ModelConfig(_Section, kw_only=True):
     norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the embedding, transposed
-    attention: Literal["xla", "cudnn"] = "xla"  # implementation of jax.nn.dot_product_attention
+    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
 
     @property
     def head_size(self) -> int:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
+from jaxpipe.model.attention import grouped_attention
 from jaxpipe.sequence import WholeSequence
 from jaxpipe.tensor import Cut, OneDevice
 
@@ -143,13 +144,14 @@ class Attention(nnx.Module):
             )
             k_BSGK, v_BSGK, _ = past
         mask_11LS = self._causal(x_BLD.shape[1], past)
-        if config.attention == "xla" and x_BLD.dtype == jnp.float16:  # which XLA on CPU lacks
-            q_BLHK, k_BSGK, v_BSGK = (a.astype(jnp.float32) for a in (q_BLHK, k_BSGK, v_BSGK))
-        mixed_BLHK = jax.nn.dot_product_attention(
-            q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
-            implementation=config.attention,
-        )  # fmt: skip
-        mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1).astype(x_BLD.dtype)
+        if config.attention == "xla":
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
+        else:
+            mixed_BLHK = jax.nn.dot_product_attention(
+                q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
+                implementation=config.attention,
+            )  # fmt: skip
+        mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype)), past
 
     def _causal(self, length: int, past: Past | None) -> jax.Array | None:
