@@ -56,8 +56,9 @@ def test_values_and_gradients_equal_a_plain_twin(heads, keys, dtype, within):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_has_wide_scores(dtype):
-    """Within two roundings of the same operands in float32."""
-    given = arguments((4, 2), dtype)
+    """Within two roundings of the same operands in float32, with scores that need more digits."""
+    q, *given = arguments((4, 2), dtype)
+    given = [8 * q, *given]
     mixed = grouped_attention(*given, None)
     wide = twin(*(a.astype(jnp.float32) for a in given), None)
     assert mixed.dtype == dtype
