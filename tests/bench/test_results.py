@@ -79,7 +79,10 @@ def test_the_readme_is_filled_from_the_kept_results(tmp_path, monkeypatch, capsy
     assert "old" not in once
     assert once.startswith("before\n") and once.endswith("after <!-- end -->\n")  # noqa: PT018
     assert show.filled(once) == once
-    assert (tmp_path / "one.svg").read_text().startswith("<?xml")
+    picture = (tmp_path / "one.svg").read_bytes()
+    assert picture.startswith(b"<?xml")
+    assert bench.main(["show", "--files", str(readme)]) == 0
+    assert (tmp_path / "one.svg").read_bytes() == picture
     readme.write_text("<!-- results two -->\n<!-- end -->\n")
     assert bench.main(["show", "--files", str(readme)]) == 2
     assert "there is no two.json" in capsys.readouterr().err
