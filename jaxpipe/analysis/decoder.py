@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
+from jaxpipe.sequence import query_blocks
 from jaxpipe.tensor import Cut
 
 REMAT = ("none", "selective", "full")
@@ -57,9 +58,10 @@ def layer_flops(
 ) -> OpFlops:
     """FLOPs of the matrix products of one layer, on one device, with what B computes again.
 
-    Attention counts as the full square, which `xla` computes; `causal` counts only the pairs that
-    the mask lets through, on the average of `sdp` devices. `cudnn` computes the scores once more in
-    B (Dao et al. 2022, Algorithm 4); that is taken from the algorithm, not measured.
+    Attention counts the pairs that `xla` computes, the full square where a device has a part of a
+    sequence or `cudnn` computes it; `causal` counts only those that the mask lets through, on the
+    average of `sdp` devices. `cudnn` computes the scores once more in B (Dao et al. 2022, Algorithm
+    4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
     an `sdp` x `slices` that does not divide `seq_len`.
@@ -67,7 +69,7 @@ def layer_flops(
     widths = _Widths(model, tp)
     _check_remat(remat)
     tokens = batch * _stretch(seq_len, sdp, slices)
-    pairs = tokens * ((seq_len + 1) / 2 if causal else seq_len)
+    pairs = tokens * ((seq_len + 1) / 2 if causal else _keys(model, seq_len, sdp * slices))
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
     product = 2.0 * pairs * widths.q  # scores, or scores @ v
@@ -155,7 +157,8 @@ def layer_bytes(
     wide = max(itemsize, 4)
     # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-    softmax = logsumexp or tokens * widths.heads * wide * (seq_len + 1)
+    keys = _keys(model, seq_len, sdp * slices)
+    softmax = logsumexp or int(tokens * widths.heads * wide * (keys + 1))
     for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax
     return LayerBytes(for_b, q, inputs - q + gradients)
 
@@ -236,6 +239,12 @@ def _stretch(seq_len: int, sdp: int, slices: int) -> int:
     """Tokens of a sequence's slice that one of the devices sharing it has."""
     _check_divides(sdp * slices, "seq_len", seq_len, by="sdp x slices")
     return seq_len // (sdp * slices)
+
+
+def _keys(model: ModelConfig, seq_len: int, parts: int) -> float:
+    """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
+    blocks = query_blocks(seq_len) if model.attention == "xla" and parts == 1 else 1
+    return seq_len * (blocks + 1) / (2 * blocks)
 
 
 def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> int:

@@ -7,11 +7,29 @@ R * L rows, the queries of all heads that read the same keys.
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.sequence import query_blocks
+
+
+def causal_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+    """Attention of every token to itself and all before it, `[B, L, H, K]`.
+
+    A block of queries reads no keys after its last, so that of four blocks five eighths of the
+    scores are made and stored.
+    """
+    length = q_BLHK.shape[1]
+    rows = length // query_blocks(length)
+
+    def block(begin: int, end: int) -> jax.Array:
+        mask_11LS = jnp.tri(rows, end, begin, dtype=bool)[None, None]
+        return grouped_attention(q_BLHK[:, begin:end], k_BLGK[:, :end], v_BLGK[:, :end], mask_11LS)
+
+    return jnp.concatenate([block(i, i + rows) for i in range(0, length, rows)], axis=1)
+
 
 def grouped_attention(
-    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array | None
+    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`; causal without a mask.
+    """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
 
     Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` has scores of float64 in
     float32, and makes XLA on CPU copy scores or probabilities into another order six times a layer.
@@ -24,8 +42,6 @@ def grouped_attention(
     dtype, wide = q_BLHK.dtype, jnp.promote_types(q_BLHK.dtype, jnp.float32)
     if dtype == jnp.float16:
         q_BLHK, k_BSGK, v_BSGK = (a.astype(wide) for a in (q_BLHK, k_BSGK, v_BSGK))
-    if mask_11LS is None:
-        mask_11LS = jnp.tri(length, dtype=bool)[None, None]
     q_BGRLK = q_BLHK.reshape(b, length, g, h // g, k).transpose(0, 2, 3, 1, 4)
     q_BGMK = q_BGRLK.reshape(b, g, -1, k)
     k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)

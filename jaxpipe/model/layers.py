@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
-from jaxpipe.model.attention import grouped_attention
+from jaxpipe.model.attention import causal_attention, grouped_attention
 from jaxpipe.sequence import WholeSequence
 from jaxpipe.tensor import Cut, OneDevice
 
@@ -144,13 +144,15 @@ class Attention(nnx.Module):
             )
             k_BSGK, v_BSGK, _ = past
         mask_11LS = self._causal(x_BLD.shape[1], past)
-        if config.attention == "xla":
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
-        else:
+        if config.attention == "cudnn":
             mixed_BLHK = jax.nn.dot_product_attention(
                 q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
-                implementation=config.attention,
+                implementation="cudnn",
             )  # fmt: skip
+        elif mask_11LS is None:
+            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK)
+        else:
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype)), past
 

@@ -85,6 +85,20 @@ def test_bytes_and_flops(remat, dtype, qk_norm, heads):
     assert layer_flops(model, **sizes) == computed(split, *arguments)
 
 
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize(("length", "share"), [(128, 3 / 4), (256, 5 / 8), (130, 3 / 4), (129, 1)])
+def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
+    """Long sequences: a block of queries makes and stores no scores of later keys."""
+    model = model_of()
+    split, *arguments = split_of(model, "float32", remat, length=length)
+    sizes = {"batch": BATCH, "seq_len": length}
+    assert layer_bytes(model, itemsize=4, remat=remat, **sizes) == stored(split)
+    assert layer_flops(model, remat=remat, **sizes) == computed(split, *arguments)
+    square = layer_flops(model_of(attention="cudnn"), **sizes).F
+    left_out = (1 - share) * 4 * BATCH * length**2 * 4 * 8
+    assert square - left_out == layer_flops(model, **sizes).F
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
 def test_bytes_and_flops_of_slices(remat, dtype, qk_norm):

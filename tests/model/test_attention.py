@@ -1,36 +1,39 @@
 """Attention of grouped heads: values, gradients and layout."""
 
 import re
+from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.model.attention import grouped_attention
+from jaxpipe.model.attention import causal_attention, grouped_attention
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
 
-def arguments(heads, dtype, keys=10):
-    shapes = [(2, 10, heads[0], 8), (2, keys, heads[1], 8), (2, keys, heads[1], 8)]
+def arguments(heads, dtype, queries=10, keys=10):
+    shapes = [(2, queries, heads[0], 8), (2, keys, heads[1], 8), (2, keys, heads[1], 8)]
     return [
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes)
     ]
 
 
+def causal(length):
+    return jnp.tri(length, dtype=bool)[None, None]
+
+
 def twin(q, k, v, mask):
     """Head by head, every one with keys and values of its own."""
-    if mask is None:
-        mask = jnp.tri(q.shape[1], dtype=bool)[None, None]
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("blhk,bshk->bhls", q, k) / jnp.sqrt(q.shape[3]).astype(q.dtype)
     return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(scores, where=mask), v)
 
 
-def values_and_gradients(attention, given, mask):
+def values_and_gradients(attention, given, *mask):
     def loss(given):
-        mixed = attention(*given, mask)
+        mixed = attention(*given, *mask)
         weights = jnp.sin(jnp.arange(mixed.size, dtype=mixed.dtype)).reshape(mixed.shape)
         return jnp.sum(weights * mixed), mixed
 
@@ -42,16 +45,29 @@ def values_and_gradients(attention, given, mask):
 @pytest.mark.parametrize("keys", [10, 16])
 @pytest.mark.parametrize(("dtype", "within"), [("float64", 1e-13), ("float32", 1e-6)])
 def test_values_and_gradients_equal_a_plain_twin(heads, keys, dtype, within):
-    """Causal over its own tokens, and by a mask that lets some queries see later keys too."""
+    """By a mask that lets some queries see later keys too."""
     with jax.enable_x64(True):
-        mask = None
-        if keys > 10:
-            mask = (jnp.arange(10)[:, None] * 2 >= jnp.arange(keys)[None])[None, None]
-        given = arguments(heads, dtype, keys)
+        mask = (jnp.arange(10)[:, None] * 2 >= jnp.arange(keys)[None])[None, None]
+        given = arguments(heads, dtype, keys=keys)
         found = values_and_gradients(grouped_attention, given, mask)
-        for a, b in zip(found, values_and_gradients(twin, given, mask)):
-            assert a.dtype == b.dtype == dtype
-            assert jnp.abs(a - b).max() <= within * jnp.abs(b).max()
+        equal(found, values_and_gradients(twin, given, mask), dtype, within)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("length", [10, 128, 129, 256])
+@pytest.mark.parametrize(("dtype", "within"), [("float64", 1e-13), ("float32", 1e-6)])
+def test_blocks_of_queries_are_causal_attention(heads, length, dtype, within):
+    """One, two and four blocks, and a length that cannot be cut."""
+    with jax.enable_x64(True):
+        given = arguments(heads, dtype, length, length)
+        found = values_and_gradients(causal_attention, given)
+        equal(found, values_and_gradients(twin, given, causal(length)), dtype, within)
+
+
+def equal(found, wanted, dtype, within):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert jnp.abs(a - b).max() <= within * jnp.abs(b).max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -59,25 +75,27 @@ def test_half_precision_has_wide_scores(dtype):
     """Within two roundings of the same operands in float32, with scores that need more digits."""
     q, *given = arguments((4, 2), dtype)
     given = [8 * q, *given]
-    mixed = grouped_attention(*given, None)
-    wide = twin(*(a.astype(jnp.float32) for a in given), None)
+    mixed = causal_attention(*given)
+    wide = twin(*(a.astype(jnp.float32) for a in given), causal(10))
     assert mixed.dtype == dtype
     assert jnp.abs(mixed - wide).max() <= 2 * jnp.finfo(dtype).eps * jnp.abs(wide).max()
 
 
-def test_no_score_is_moved():
+@pytest.mark.parametrize("length", [10, 128])
+def test_no_score_is_moved(length):
     """Neither copied nor transposed by the compiled gradient, as those of JAX's own form are."""
 
-    def library(q, k, v, _):
+    def library(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
+    given = arguments((4, 2), "float32", length, length)
+
     def moves(attention):
-        given = arguments((4, 2), "float32")
-        gradient = jax.grad(lambda given: jnp.sum(attention(*given, None) ** 2))
+        """How often something larger than q is."""
+        gradient = jax.grad(lambda given: jnp.sum(attention(*given) ** 2))
         text = jax.jit(gradient).lower(given).compile().as_text()
         shapes = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-        sizes = [len([n for n in shape.split(",") if n == "10"]) for shape in shapes]
-        return sum(size == 2 for size in sizes)
+        return sum(prod(map(int, shape.split(","))) > given[0].size for shape in shapes)
 
-    assert moves(grouped_attention) == 0
+    assert moves(causal_attention) == 0
     assert moves(library) > 0
