@@ -54,14 +54,13 @@ def test_values_and_gradients_equal_a_plain_twin(heads, keys, dtype, within):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("length", [10, 128, 129, 256])
-@pytest.mark.parametrize(("dtype", "within"), [("float64", 1e-13), ("float32", 1e-6)])
-def test_blocks_of_queries_are_causal_attention(heads, length, dtype, within):
+@pytest.mark.parametrize("length", [10, 256, 257, 512])
+def test_blocks_of_queries_are_causal_attention(heads, length):
     """One, two and four blocks, and a length that cannot be cut."""
     with jax.enable_x64(True):
-        given = arguments(heads, dtype, length, length)
+        given = arguments(heads, "float64", length, length)
         found = values_and_gradients(causal_attention, given)
-        equal(found, values_and_gradients(twin, given, causal(length)), dtype, within)
+        equal(found, values_and_gradients(twin, given, causal(length)), "float64", 1e-13)
 
 
 def equal(found, wanted, dtype, within):
@@ -81,7 +80,7 @@ def test_half_precision_has_wide_scores(dtype):
     assert jnp.abs(mixed - wide).max() <= 2 * jnp.finfo(dtype).eps * jnp.abs(wide).max()
 
 
-@pytest.mark.parametrize("length", [10, 128])
+@pytest.mark.parametrize("length", [10, 256])
 def test_no_score_is_moved(length):
     """Neither copied nor transposed by the compiled gradient, as those of JAX's own form are."""
 
