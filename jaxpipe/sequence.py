@@ -32,10 +32,10 @@ WHOLE_SEQUENCE = WholeSequence()
 def query_blocks(length: int) -> int:
     """In how many blocks of queries causal attention is made, each with the keys up to its end.
 
-    Of n blocks (n + 1) / 2n of the square is computed. Four at most, for each is code of its own,
-    and none of fewer than 128 queries, which take longer to compile than they save.
+    Of n blocks (n + 1) / 2n of the square is computed. Each is code of its own to compile, so they
+    are two, and one where they would have fewer than 128 queries.
 
-    >>> [query_blocks(length) for length in (16, 128, 256, 258, 4096)]
-    [1, 1, 2, 2, 4]
+    >>> [query_blocks(length) for length in (16, 256, 257, 4096)]
+    [1, 2, 1, 2]
     """
-    return next(n for n in (4, 2, 1) if n == 1 or (length % n == 0 and length >= 128 * n))
+    return 2 if length % 2 == 0 and length >= 256 else 1

@@ -13,7 +13,7 @@ from jaxpipe.sequence import query_blocks
 def causal_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
     """Attention of every token to itself and all before it, `[B, L, H, K]`.
 
-    A block of queries reads no keys after its last, so that of four blocks five eighths of the
+    A block of queries reads no keys after its last, so that of two blocks three quarters of the
     scores are made and stored.
     """
     length = q_BLHK.shape[1]

@@ -54,9 +54,9 @@ def test_values_and_gradients_equal_a_plain_twin(heads, keys, dtype, within):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("length", [10, 256, 257, 512])
+@pytest.mark.parametrize("length", [10, 256, 257])
 def test_blocks_of_queries_are_causal_attention(heads, length):
-    """One, two and four blocks, and a length that cannot be cut."""
+    """One and two blocks, and a length that cannot be cut."""
     with jax.enable_x64(True):
         given = arguments(heads, "float64", length, length)
         found = values_and_gradients(causal_attention, given)
