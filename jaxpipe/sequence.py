@@ -33,7 +33,7 @@ def query_blocks(length: int) -> int:
     """In how many blocks of queries causal attention is made, each with the keys up to its end.
 
     Of n blocks (n + 1) / 2n of the square is computed. Each is code of its own to compile, so they
-    are two, and one where they would have fewer than 128 queries.
+    are two, and one where they would be unequal or of fewer than 128 queries.
 
     >>> [query_blocks(length) for length in (16, 256, 257, 4096)]
     [1, 2, 1, 2]
