@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.checks import check_replicas, filled, validate
 from jaxpipe.config import ConfigError
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
@@ -36,7 +35,8 @@ from jaxpipe.planning import (
     estimate,
     op_seconds,
 )
-from jaxpipe.presets import DEVICES
+from jaxpipe.planning.checks import check_replicas, filled, validate
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import Costs, ScheduleError, timeline
 from jaxpipe.schedule.picture import picture
 

@@ -29,13 +29,13 @@ from jaxpipe.bench.ticks import (
     ticks_of,
     write_trace,
 )
-from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+from jaxpipe.planning.checks import filled, validate
+from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.trainer import Trainer
+    from jaxpipe.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

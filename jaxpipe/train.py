@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jaxpipe import config as configs
-from jaxpipe import processes
-from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError, first_line
-from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+from jaxpipe.planning.checks import filled, validate
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
-    from jaxpipe.metrics import MetricsLog
-    from jaxpipe.progress import Progress
-    from jaxpipe.run import Run
-    from jaxpipe.start import describe, on_one_device, start
-    from jaxpipe.summary import summary
-    from jaxpipe.trainer import Trainer
+    from jaxpipe.training.loop import Run
+    from jaxpipe.training.metrics import MetricsLog
+    from jaxpipe.training.progress import Progress
+    from jaxpipe.training.start import describe, on_one_device, start
+    from jaxpipe.training.summary import summary
+    from jaxpipe.training.trainer import Trainer
 
     directory = Path(config.run.dir)
     if only_seed:

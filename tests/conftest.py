@@ -2,7 +2,7 @@
 
 import os
 
-from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.runtime.environment import use_cpu_devices
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     # Tiny programs are compiled and run once: machine code that is not optimised, of the same HLO,

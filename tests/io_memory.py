@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from jaxpipe import config as configs
-from jaxpipe import processes
 from jaxpipe.bench import memory
-from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.environment import use_cpu_devices
 
 SIZES = {"n_layers": 8, "d_model": 1536, "d_ff": 1536, "n_heads": 24, "n_kv_heads": 24,
          "vocab_size": 256}  # fmt: skip
@@ -25,7 +25,7 @@ def main(mode, directory, pp):
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
-    from jaxpipe.trainer import Trainer
+    from jaxpipe.training.trainer import Trainer
 
     overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
     overrides += [f"parallel.pp={pp}", "parallel.dp=1"]

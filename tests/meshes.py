@@ -15,10 +15,10 @@ from jaxpipe.parallel import (
     deal_batch,
     make_mesh,
 )
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
 from jaxpipe.schedule import build
-from jaxpipe.sequence import WHOLE_SEQUENCE
-from jaxpipe.tensor import ONE_DEVICE
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 MODELS = {

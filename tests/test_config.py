@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.checks import filled, validate
 from jaxpipe.config import Config, ConfigError, load, to_toml
-from jaxpipe.presets import PRESETS
+from jaxpipe.config.presets import PRESETS
+from jaxpipe.planning.checks import filled, validate
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet

@@ -30,6 +30,7 @@ from jaxpipe.parallel import (
     TensorParallel,
     make_mesh,
 )
+from jaxpipe.partition.devices import Cut
 from jaxpipe.pipeline import (
     POLICIES,
     Execution,
@@ -39,7 +40,6 @@ from jaxpipe.pipeline import (
     split_layer,
 )
 from jaxpipe.schedule import build, lower
-from jaxpipe.tensor import Cut
 
 
 @pytest.mark.parametrize("sequence", [False, True])

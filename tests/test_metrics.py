@@ -8,9 +8,9 @@ from rich.console import Console
 
 from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import LogConfig, ModelConfig
-from jaxpipe.metrics import MetricsLog, memory_peak, peak_flops
-from jaxpipe.presets import PRESETS
-from jaxpipe.progress import Progress
+from jaxpipe.config.presets import PRESETS
+from jaxpipe.training.metrics import MetricsLog, memory_peak, peak_flops
+from jaxpipe.training.progress import Progress
 
 
 @pytest.mark.parametrize(

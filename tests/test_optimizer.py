@@ -7,7 +7,13 @@ import optax
 import pytest
 
 from jaxpipe.config import OptimizerConfig
-from jaxpipe.optimizer import build, clip_by_global_norm, global_norm, groups, learning_rate
+from jaxpipe.training.optimizer import (
+    build,
+    clip_by_global_norm,
+    global_norm,
+    groups,
+    learning_rate,
+)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from meshes import pipeline_of, problem, run
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.parallel import DP, PP, TP
+from jaxpipe.partition.devices import Cut
+from jaxpipe.partition.storage import cutting
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
-from jaxpipe.storage import cutting
-from jaxpipe.tensor import Cut
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.training.trainer import State, Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
 ODD = ("model.n_layers=4", "model.d_model=64", "model.d_ff=80", "train.seq_len=8",

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from commands import SMALL, losses, start, train_command
 
-from jaxpipe import processes, train
+from jaxpipe import train
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime import processes
 
 DEVICES = 8
 MESH = {  # other layouts of the same global batch, each process with whole ranks or parts of them

@@ -17,8 +17,8 @@ from compare import relative
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Keying
-from jaxpipe.checks import validate
-from jaxpipe.trainer import Trainer
+from jaxpipe.planning.checks import validate
+from jaxpipe.training.trainer import Trainer
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48
 BASE = f"""

@@ -11,9 +11,9 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
-from jaxpipe.checks import validate
 from jaxpipe.config import ConfigError
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.planning.checks import validate
+from jaxpipe.training.trainer import State, Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
 SAVED, MICROBATCHES, EXAMPLES, LENGTH = 2, 8, 4, 16  # the step saved; sizes of a global batch

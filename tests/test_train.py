@@ -12,7 +12,7 @@ from commands import SMALL, complete, metrics, start, train_command
 from jaxpipe import train
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
-from jaxpipe.trainer import Trainer
+from jaxpipe.training.trainer import Trainer
 
 FEWER = {  # other layouts of the same global batch
     "pp2_dp1": ["parallel.pp=2", "parallel.dp=1", "train.microbatch_size=2"],

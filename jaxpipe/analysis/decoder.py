@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
-from jaxpipe.sequence import query_blocks
-from jaxpipe.tensor import Cut
+from jaxpipe.partition.devices import Cut
+from jaxpipe.partition.sequence import query_blocks
 
 REMAT = ("none", "selective", "full")
 

@@ -66,8 +66,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     import jax
 
     from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
-    from jaxpipe.metrics import peak_flops
-    from jaxpipe.trainer import Trainer
+    from jaxpipe.training.metrics import peak_flops
+    from jaxpipe.training.trainer import Trainer
 
     device = jax.devices()[0]
     part = of_one_device(config)

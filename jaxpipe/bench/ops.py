@@ -20,7 +20,7 @@ from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.schedule import Op
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2

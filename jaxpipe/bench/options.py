@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.runtime import use_cpu_devices, use_gpu_memory
+from jaxpipe.planning.checks import validate
+from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:

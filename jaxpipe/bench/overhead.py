@@ -14,7 +14,7 @@ import msgspec
 from jaxpipe.bench.options import at_least_one
 from jaxpipe.bench.processes import seconds_of
 from jaxpipe.config import Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig
-from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.runtime.environment import use_cpu_devices
 
 _ASKED = 300e-6  # seconds of a tick beside its work
 

@@ -25,7 +25,6 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.analysis import flops_per_token
 from jaxpipe.bench.options import add_config
-from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
     ITEMSIZE,
@@ -38,7 +37,8 @@ from jaxpipe.planning import (
     op_seconds,
     rank_bytes,
 )
-from jaxpipe.presets import DEVICES
+from jaxpipe.planning.checks import validate
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError
 
 RANKS = (2, 4, 8, 16, 32, 64)

@@ -47,9 +47,9 @@ from jaxpipe.bench.variants import (
     predicted,
     single_config,
 )
-from jaxpipe.checks import validate
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import OpSeconds
+from jaxpipe.planning.checks import validate
 
 _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
 _OPS = "ops after "  # in names of turns

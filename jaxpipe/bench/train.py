@@ -17,8 +17,8 @@ from rich.table import Table
 
 from jaxpipe.analysis import flops_per_token
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
-from jaxpipe.checks import validate
 from jaxpipe.config import Config
+from jaxpipe.planning.checks import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
     from jaxpipe.bench.processes import seconds_of
     from jaxpipe.bench.worker import Worker
-    from jaxpipe.metrics import memory_peak, peak_flops
+    from jaxpipe.training.metrics import memory_peak, peak_flops
 
     parallel, train = config.parallel, config.train
     devices = parallel.pp * parallel.dp * parallel.tp

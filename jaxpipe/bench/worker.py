@@ -21,9 +21,9 @@ from jax import lax
 from jaxpipe.bench import memory
 from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import Config
-from jaxpipe.runtime import use_cpu_devices
+from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.schedule.cells import Grid, place
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 

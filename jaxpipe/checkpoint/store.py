@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxpipe import processes
 from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.checkpoint.memory import freed_at_once
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.runtime import processes
 
 Tree = Any
 FORMAT = 1  # raised when the keys on disk change

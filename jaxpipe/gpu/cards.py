@@ -4,7 +4,7 @@ import os
 import re
 from importlib.resources import files
 
-from jaxpipe.runtime import GPU_MEMORY_SHARE
+from jaxpipe.runtime.environment import GPU_MEMORY_SHARE
 
 CARDS = ("h100", "h200")
 PER_HOST = 8

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxpipe import compiler
-from jaxpipe.compiler import Option
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.gpu import cards
 from jaxpipe.gpu.program import Graphs, Program, graphs
-from jaxpipe.trainer import Trainer
+from jaxpipe.runtime import compiler
+from jaxpipe.runtime.compiler import Option
+from jaxpipe.training.trainer import Trainer
 
 INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
 _CUDNN = (

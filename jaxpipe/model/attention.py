@@ -7,7 +7,7 @@ R * L rows, the queries of all heads that read the same keys.
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.sequence import query_blocks
+from jaxpipe.partition.sequence import query_blocks
 
 
 def causal_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxpipe.config import ModelConfig
 from jaxpipe.model.layers import DecoderLayer, Ends, Init, Past, init_from
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
-from jaxpipe.sequence import WHOLE_SEQUENCE, WholeSequence
-from jaxpipe.tensor import ONE_DEVICE, Cut, OneDevice
+from jaxpipe.partition.devices import ONE_DEVICE, Cut, OneDevice
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
 
 Tree = Any
 

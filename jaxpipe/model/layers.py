@@ -19,8 +19,8 @@ from flax import nnx
 
 from jaxpipe.config import ModelConfig
 from jaxpipe.model.attention import causal_attention, grouped_attention
-from jaxpipe.sequence import WholeSequence
-from jaxpipe.tensor import Cut, OneDevice
+from jaxpipe.partition.devices import Cut, OneDevice
+from jaxpipe.partition.sequence import WholeSequence
 
 # (name, shape, standard deviation or None for ones, how devices share it)
 Init = Callable[[str, tuple[int, ...], float | None, Cut], nnx.Param]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.model.layers import own_entries
-from jaxpipe.tensor import ONE_DEVICE, OneDevice
+from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
 IGNORE = -100  # a target that counts for nothing
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.parallel.mesh import DP
-from jaxpipe.sequence import WholeSequence
+from jaxpipe.partition.sequence import WholeSequence
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """How each leaf is stored on the mesh, and the collectives that follow from it.
 
-A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.storage` says. Where
-several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp. What
-dp divides nowhere is stored with zeros at the end of an axis, which stay zeros: their gradients,
-moments and updates are. What ops read has none.
+A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.partition.storage` says.
+Where several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp.
+What dp divides nowhere is stored with zeros at the end of an axis, which stay zeros: their
+gradients, moments and updates are. What ops read has none.
 """
 
 from collections.abc import Collection
@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.parallel.mesh import DP, PP, TP
-from jaxpipe.storage import cutting
-from jaxpipe.tensor import Cut
+from jaxpipe.partition.devices import Cut
+from jaxpipe.partition.storage import cutting
 
 Tree = Any
 _NESTING = (TP, PP, DP)  # where they cut the same axis: from the largest parts to the smallest

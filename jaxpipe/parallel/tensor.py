@@ -12,7 +12,7 @@ import jax
 from jax import lax
 
 from jaxpipe.parallel.mesh import PP, TP
-from jaxpipe.tensor import ONE_DEVICE, OneDevice
+from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
 _SEQUENCE = 1  # the axis of L in [B, L, ...]
 

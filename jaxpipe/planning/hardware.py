@@ -9,7 +9,7 @@ import msgspec
 
 from jaxpipe.analysis import OpFlops, head_flops, hidden_bytes, layer_flops
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.presets import DEVICES
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import Costs
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves, state_bytes
 from jaxpipe.config import Config
+from jaxpipe.partition.storage import cutting
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
 from jaxpipe.schedule import Schedule, Tables
-from jaxpipe.storage import cutting
 
 _FLOAT32 = 4
 

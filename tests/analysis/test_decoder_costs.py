@@ -24,8 +24,8 @@ from jaxpipe.analysis import (
 )
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import Decoder
+from jaxpipe.partition.devices import OneDevice
 from jaxpipe.pipeline import POLICIES, split_layer
-from jaxpipe.tensor import OneDevice
 
 BATCH, LENGTH = 3, 16
 GROUPED = {"n_heads": 4, "n_kv_heads": 2}

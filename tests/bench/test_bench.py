@@ -19,7 +19,7 @@ from jaxpipe.bench.ops import OpTimer, UpdateTimer
 from jaxpipe.bench.results import Result
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
 from jaxpipe.planning import Hardware, LayerSeconds, OpSeconds, candidate, estimate, op_seconds
-from jaxpipe.trainer import Trainer
+from jaxpipe.training.trainer import Trainer
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

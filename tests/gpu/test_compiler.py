@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxpipe import compiler
-from jaxpipe.compiler import GPU, Option
+from jaxpipe.runtime import compiler
+from jaxpipe.runtime.compiler import GPU, Option
 
 
 @pytest.fixture(autouse=True)

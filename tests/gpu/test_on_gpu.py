@@ -11,7 +11,7 @@ from compare import cal_diff
 from jaxpipe import config as configs
 from jaxpipe.bench import train
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
-from jaxpipe.trainer import Trainer
+from jaxpipe.training.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ModelConfig
+from jaxpipe.config.presets import PRESETS
 from jaxpipe.model import IGNORE, Decoder
 from jaxpipe.model.layers import rotary
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
-from jaxpipe.presets import PRESETS
-from jaxpipe.tensor import ONE_DEVICE
+from jaxpipe.partition.devices import ONE_DEVICE
 
 SMALL = ModelConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, vocab_size=50

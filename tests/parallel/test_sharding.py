@@ -10,7 +10,7 @@ from compare import relative
 from jax.sharding import PartitionSpec as Spec
 
 from jaxpipe.parallel import DP, PP, TP, Sharding, TensorParallel, make_mesh
-from jaxpipe.tensor import ONE_DEVICE, Cut
+from jaxpipe.partition.devices import ONE_DEVICE, Cut
 
 CUTS = {
     "shared": {"embed": Cut(0), "head": Cut(1), "odd": Cut(), "norm": Cut(summed=True)},

@@ -15,7 +15,7 @@ from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
 from jaxpipe.schedule import lower
-from jaxpipe.trainer import Trainer
+from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 CONFIGS = Path(__file__).parents[2] / "configs"

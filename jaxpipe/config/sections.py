@@ -1,37 +1,16 @@
-"""The configuration of a run: frozen records, read from TOML.
+"""Every setting of a run, by section: frozen records with types, ranges, units and defaults."""
 
-Every error is a `ConfigError` whose message is one sentence: the rule, the values, the place and
-the remedy.
-"""
-
-import difflib
 import math
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
-import tomli_w
 from msgspec import Meta
-
-from jaxpipe.presets import PRESETS
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
-
-
-class ConfigError(ValueError):
-    """Something the user gave cannot be used; the message says what, where and what to do."""
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough to stand in a sentence of ours."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,122 +199,3 @@ class Config(_Section, kw_only=True):
     def tokens_per_step(self) -> int:
         """Over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply overrides `section.key=value`, and check names, types and ranges.
-
-    An override is a line of TOML; a value that is no TOML value is taken as a string, so
-    `parallel.schedule=gpipe` needs no quotes. Checks across fields are in `jaxpipe.checks`.
-    """
-    path = Path(path)
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
-            f"file, such as configs/quickstart.toml."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    for override in overrides:
-        tree = _merge(tree, _parse_override(override))
-    tree = _with_preset(tree)
-    _check_names(tree)
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_sentence(str(error), tree)) from error
-    _check_finite(config)
-    if config.run.dir:
-        return config
-    run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
-    return msgspec.structs.replace(config, run=run)
-
-
-def to_toml(config: Config) -> str:
-    """The whole configuration, defaults included, as TOML that `load` reads back to the same."""
-    return tomli_w.dumps(msgspec.to_builtins(config))
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
-        raise ConfigError(
-            f"override {text!r} is not of the form section.key=value, such as parallel.pp=2."
-        )
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return tomllib.loads(tomli_w.dumps({"value": value.strip()}).replace("value", key, 1))
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
-    model = tree.get("model")
-    name = model.get("preset") if isinstance(model, Mapping) else None
-    if not name or not isinstance(name, str):
-        return tree
-    if name not in PRESETS:
-        raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
-    return tree | {"model": PRESETS[name] | model}
-
-
-def _check_names(tree: Mapping[str, Any]) -> None:
-    sections = get_type_hints(Config)
-    for name, section in tree.items():
-        if name not in sections:
-            raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}.")
-        if not isinstance(section, Mapping):
-            raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
-        fields = sections[name].__struct_fields__
-        for key in section:
-            if key not in fields:
-                near = _nearest(key, fields, prefix=f"{name}.")
-                raise ConfigError(
-                    f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}."
-                )
-
-
-def _check_finite(config: Config) -> None:
-    for name, section in msgspec.to_builtins(config).items():
-        for key, value in section.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{name}.{key}={value} is not finite: give a finite number.")
-
-
-def _nearest(word: str, known: Any, prefix: str = "") -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
-
-
-def _sentence(message: str, tree: Mapping[str, Any]) -> str:
-    """msgspec's message with the key first and the value at the end."""
-    what, _, where = message.partition(" - at `$")
-    key = where.strip("`.").removeprefix(".")
-    value: Any = tree
-    for part in re.findall(r"\w+", key):
-        value = value.get(part) if isinstance(value, Mapping) else value
-    if what.startswith("Object missing"):
-        field = what.split("`")[1]
-        return f"{key}.{field} is missing: give it a value.".removeprefix(".")
-    if what.startswith("Invalid enum value"):
-        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key))}."
-    what = re.sub(", got `.*`$", "", what)
-    return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."
-
-
-def _choices(key: str) -> list[str]:
-    """What the `Literal` field at `section.field` may hold."""
-    section, field = key.split(".")
-    hint = get_type_hints(get_type_hints(Config)[section])[field]
-    kinds = (hint, *get_args(hint))
-    literals = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
-    return literals + ["a list of integers" for kind in kinds if get_origin(kind) is tuple]

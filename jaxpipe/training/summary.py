@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpipe.planning import Candidate, rank_bytes
 from jaxpipe.schedule import Report, Tables, lower, simulate, timeline
-from jaxpipe.trainer import Trainer
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 _WIDEST = 40  # ticks of a timeline that still fits a terminal

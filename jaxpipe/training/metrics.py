@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
-from jaxpipe.presets import DEVICES
+from jaxpipe.runtime.devices import DEVICES
 
 
 def peak_flops(device_kind: str) -> float | None:

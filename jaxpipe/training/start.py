@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe import processes
 from jaxpipe.checkpoint import Checkpoints, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
 from jaxpipe.data import Data
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.runtime import processes
+from jaxpipe.training.trainer import State, Trainer
 
 Say = Callable[[str], None]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from jaxpipe.tensor import Cut
+from jaxpipe.partition.devices import Cut
 
 Names = tuple[str, ...]
 _BLOCK = 32  # values along a padded axis, of which every replica has whole blocks

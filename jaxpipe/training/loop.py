@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe import processes
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data import Data
-from jaxpipe.metrics import MetricsLog
-from jaxpipe.progress import Progress
-from jaxpipe.start import describe
-from jaxpipe.trainer import State, Trainer
+from jaxpipe.runtime import processes
+from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.progress import Progress
+from jaxpipe.training.start import describe
+from jaxpipe.training.trainer import State, Trainer
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Published models and devices by name: the numbers of their configurations and data sheets."""
-
-from typing import NamedTuple
+"""Published models by name: the numbers of their configurations."""
 
 _LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5, "head_dim": 128}
 _QWEN3 = {
@@ -31,22 +29,4 @@ PRESETS: dict[str, dict[str, int | float | bool]] = {
     "llama3_2_1b": _LLAMA3 | _sizes(16, 2048, 32, 8, 8192) | _LLAMA3_2,
     "qwen3_0_6b": _QWEN3 | _sizes(28, 1024, 16, 8, 3072) | {"tie_embeddings": True},
     "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),
-}
-
-
-class Device(NamedTuple):
-    """Dense bfloat16 FLOP/s without sparsity, and bytes of memory."""
-
-    flops: float
-    memory: int
-
-
-_GB = 10**9
-DEVICES: dict[str, Device] = {
-    "B200": Device(2250e12, 180 * _GB),
-    "H200": Device(989e12, 141 * _GB),
-    "H100": Device(989e12, 80 * _GB),
-    "A100": Device(312e12, 80 * _GB),
-    "L40S": Device(362e12, 48 * _GB),
-    "RTX 4090": Device(165e12, 24 * _GB),
 }

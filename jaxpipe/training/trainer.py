@@ -11,11 +11,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe import compiler
-from jaxpipe import optimizer as optimizers
 from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
-from jaxpipe.metrics import memory_peak, peak_flops
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import (
     DP,
@@ -31,11 +28,14 @@ from jaxpipe.parallel import (
     is_stage_form,
     make_mesh,
 )
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
 from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
-from jaxpipe.sequence import WHOLE_SEQUENCE
-from jaxpipe.tensor import ONE_DEVICE
+from jaxpipe.training import optimizer as optimizers
+from jaxpipe.training.metrics import memory_peak, peak_flops
 
 Tree = Any
 

@@ -1,0 +1,139 @@
+"""A configuration read from TOML and overrides, and written back.
+
+Every error is a `ConfigError` whose message is one sentence: the rule, the values, the place and
+the remedy.
+"""
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import tomli_w
+
+from jaxpipe.config.errors import ConfigError
+from jaxpipe.config.presets import PRESETS
+from jaxpipe.config.sections import Config
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides `section.key=value`, and check names, types and ranges.
+
+    An override is a line of TOML; a value that is no TOML value is taken as a string, so
+    `parallel.schedule=gpipe` needs no quotes. Checks across fields: `jaxpipe.planning.checks`.
+    """
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
+            f"file, such as configs/quickstart.toml."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    tree = _with_preset(tree)
+    _check_names(tree)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_sentence(str(error), tree)) from error
+    _check_finite(config)
+    if config.run.dir:
+        return config
+    run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
+    return msgspec.structs.replace(config, run=run)
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, defaults included, as TOML that `load` reads back to the same."""
+    return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
+        raise ConfigError(
+            f"override {text!r} is not of the form section.key=value, such as parallel.pp=2."
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return tomllib.loads(tomli_w.dumps({"value": value.strip()}).replace("value", key, 1))
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
+    model = tree.get("model")
+    name = model.get("preset") if isinstance(model, Mapping) else None
+    if not name or not isinstance(name, str):
+        return tree
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
+    return tree | {"model": PRESETS[name] | model}
+
+
+def _check_names(tree: Mapping[str, Any]) -> None:
+    sections = get_type_hints(Config)
+    for name, section in tree.items():
+        if name not in sections:
+            raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}.")
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
+        fields = sections[name].__struct_fields__
+        for key in section:
+            if key not in fields:
+                near = _nearest(key, fields, prefix=f"{name}.")
+                raise ConfigError(
+                    f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}."
+                )
+
+
+def _check_finite(config: Config) -> None:
+    for name, section in msgspec.to_builtins(config).items():
+        for key, value in section.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name}.{key}={value} is not finite: give a finite number.")
+
+
+def _nearest(word: str, known: Any, prefix: str = "") -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
+
+
+def _sentence(message: str, tree: Mapping[str, Any]) -> str:
+    """msgspec's message with the key first and the value at the end."""
+    what, _, where = message.partition(" - at `$")
+    key = where.strip("`.").removeprefix(".")
+    value: Any = tree
+    for part in re.findall(r"\w+", key):
+        value = value.get(part) if isinstance(value, Mapping) else value
+    if what.startswith("Object missing"):
+        field = what.split("`")[1]
+        return f"{key}.{field} is missing: give it a value.".removeprefix(".")
+    if what.startswith("Invalid enum value"):
+        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key))}."
+    what = re.sub(", got `.*`$", "", what)
+    return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."
+
+
+def _choices(key: str) -> list[str]:
+    """What the `Literal` field at `section.field` may hold."""
+    section, field = key.split(".")
+    hint = get_type_hints(get_type_hints(Config)[section])[field]
+    kinds = (hint, *get_args(hint))
+    literals = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
+    return literals + ["a list of integers" for kind in kinds if get_origin(kind) is tuple]

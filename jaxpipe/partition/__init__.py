@@ -1,0 +1,1 @@
+"""How parameters, layers and sequences are divided among devices. Nothing here needs jax."""

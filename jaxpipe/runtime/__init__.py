@@ -1,0 +1,1 @@
+"""What a program runs on and with: devices, processes, the options of XLA."""

@@ -1,0 +1,1 @@
+"""A run: its state and steps, where it begins, its loop, what it shows and logs."""
