@@ -39,7 +39,9 @@ from jaxpipe.pipeline import (
     losses_and_gradients_ref,
     split_layer,
 )
-from jaxpipe.schedule import build, lower
+from jaxpipe.schedule import Lockstep, build
+
+SHARED = Lockstep(vocab_parallel=True)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -79,19 +81,19 @@ def test_replicas_that_share_sequences(schedule, mesh, sdp):
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "zb_h1", 2, 2, 1, sdp=2, remat=remat))
-    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, vocab_parallel=True))
+    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, lockstep=SHARED))
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv", "dualpipe"])
 def test_all_ranks_share_the_vocabulary(schedule, mesh):
-    execution = {"vocab_parallel": True, "zero_stage": 2, "transfer_ticks": 1 + (mesh[0] == 2)}
+    lockstep = Lockstep(transfer_ticks=1 + (mesh[0] == 2), vocab_parallel=True)
     with jax.enable_x64(True):
         worst = jax.tree.map(
             cal_diff,
             *run(
                 "deep", schedule, *mesh, sequence=mesh[2] > 1, loss_chunks=mesh[2],
-                dtype=jnp.float64, **execution,
+                dtype=jnp.float64, lockstep=lockstep, zero_stage=2,
             ),
         )  # fmt: skip
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
@@ -100,7 +102,8 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 @pytest.mark.parametrize("in_flight", [None, 4])
 def test_shared_vocabulary_in_single_precision(in_flight, zero_stage):
-    how = {"vocab_parallel": True, "zero_stage": zero_stage, "in_flight": in_flight}
+    lockstep = Lockstep(in_flight=in_flight, vocab_parallel=True)
+    how = {"lockstep": lockstep, "zero_stage": zero_stage}
     got, want = run("grouped", "1f1b", 2, 2, 2, **how)
     assert_close(got, want)
     poisoned, _ = run("grouped", "1f1b", 2, 2, 2, poison_bubbles=True, **how)
@@ -110,7 +113,7 @@ def test_shared_vocabulary_in_single_precision(in_flight, zero_stage):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_no_rank_has_a_whole_vocabulary(schedule):
     """Stored, gathered, summed or multiplied: nothing in the program is as long as it."""
-    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, vocab_parallel=True)
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, lockstep=SHARED)
     held = jax.tree.map(lambda s, leaf: NamedSharding(pipeline.mesh, s).shard_shape(leaf.shape),
                         pipeline.sharding.specs(params), params)  # fmt: skip
     assert held["shared"]["embed"] == (SIZES["vocab_size"] // 4, SIZES["d_model"])
@@ -124,18 +127,18 @@ def test_no_rank_has_a_whole_vocabulary(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipe"])
 def test_a_shared_vocabulary_gives_every_rank_the_same_work(schedule):
     """As many operations of matrix products on each rank, and those of one device in all."""
-    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, vocab_parallel=True)
-    tables = lower(pipeline.schedule, vocab_parallel=True)
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, lockstep=SHARED)
+    tables = pipeline.tables
     trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
     of_ranks = {executed_flops(trace, tables, rank) for rank in range(4)}
     alone, _, params, batch = pipeline_of("deep", "1f1b", 1, 1, 1)
     trace = jax.jit(alone.losses_and_gradients).trace(params, batch)
-    assert of_ranks == {executed_flops(trace, lower(alone.schedule), 0) / 4}
+    assert of_ranks == {executed_flops(trace, alone.tables, 0) / 4}
 
 
 def test_forward_only_with_a_shared_vocabulary():
     pipeline, _, params, batch = pipeline_of(
-        "tied", "dualpipe", 2, 2, 2, sequence=True, vocab_parallel=True
+        "tied", "dualpipe", 2, 2, 2, sequence=True, lockstep=SHARED
     )
     losses = jax.jit(pipeline.losses)(params, batch)
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)

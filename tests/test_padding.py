@@ -18,6 +18,7 @@ from jaxpipe.parallel import DP, PP, TP
 from jaxpipe.partition.devices import Cut
 from jaxpipe.partition.storage import cutting
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
+from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import State, Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
@@ -97,7 +98,11 @@ def test_padding_beside_tensor_parallelism(how):
 
 
 def test_padding_beside_a_shared_vocabulary():
-    assert_close(*run("odd", "1f1b", 2, 3, 1, examples=6, zero_stage=2, vocab_parallel=True))
+    assert_close(
+        *run(
+            "odd", "1f1b", 2, 3, 1, examples=6, zero_stage=2, lockstep=Lockstep(vocab_parallel=True)
+        )
+    )
 
 
 def trainer_of(mesh, *overrides):
@@ -150,7 +155,7 @@ def test_padded_bytes_are_planned(mesh, optimizer):
     seconds = analytic(trainer.config, Hardware())
     found, _ = candidates(trainer.config, seconds)
     one = next(each for each in found if each.label == "1f1b")
-    planned = estimate(trainer.config, one, seconds, transfer_ticks=1).bytes
+    planned = estimate(trainer.config, one, seconds).bytes
     state, _ = trained(trainer, trainer.init(), range(1))
     first = jax.devices()[0]
 

@@ -12,6 +12,7 @@ from meshes import MODELS, functions_of, pipeline_of, problem, run, wanted
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import deal_batch
 from jaxpipe.pipeline import losses_and_gradients_ref, split_layer
+from jaxpipe.schedule import Lockstep
 
 
 def worst_of(*args, **how):
@@ -61,14 +62,16 @@ def test_slices_of_layers_that_every_action_gathers(schedule):
 
 @pytest.mark.parametrize(
     "how",
-    [{"remat": "full"}, {"remat": "selective"}, {"defer_ends": True},
-     {"vocab_parallel": True}, {"transfer_ticks": 2}, {"in_flight": 6}, {"loss_chunks": 2}],
+    [{"remat": "full"}, {"remat": "selective"}, {"loss_chunks": 2},
+     *({"lockstep": Lockstep(**{knob: value})} for knob, value in
+       [("defer_ends", True), ("vocab_parallel", True), ("transfer_ticks", 2), ("in_flight", 6)])],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_slices_however_they_are_run(schedule, how):
-    if schedule == "interleaved_1f1b" and "in_flight" in how:
-        how = {"in_flight": 20}  # a round of two microbatches in two slices for each of two chunks
+    if schedule == "interleaved_1f1b" and how.get("lockstep") == Lockstep(in_flight=6):
+        # a round of two microbatches in two slices for each of two chunks
+        how = {"lockstep": Lockstep(in_flight=20)}
     assert_close(*run("normed", schedule, 2, 1, 1, slices=2, **how))
 
 

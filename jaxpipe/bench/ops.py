@@ -19,13 +19,12 @@ from jaxpipe.pipeline.carry import LeftByB, LeftByF
 from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
 from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.schedule import Op
+from jaxpipe.schedule import Op, Row
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2
 _OF_LAYER = ("F", "B", "W", "BW")
-_ROW = ("for_b_write", "for_w_write", "for_b_read", "for_w_read", "stash_write", "stash_read")
 
 
 class OpTimer:
@@ -112,12 +111,12 @@ def _loops(
     )
     inputs = jnp.stack([x] * _SLOTS)
 
-    def forward(state: Tree, given: Tree, row: Tree) -> Tree:
+    def forward(state: Tree, given: Tree, row: Row) -> Tree:
         chunk = Chunk(given["layers"], (None,) * len(layers))
         return chunk.forward(split, state[0], given["microbatch"], state[1], row)
 
     def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, given: Tree, row: Tree) -> Tree:
+        def run(state: Tree, given: Tree, row: Row) -> Tree:
             dy, by_b, totals = state
             chunk = Chunk(given["layers"], (None,) * len(layers))
             return chunk.gradient(
@@ -128,26 +127,25 @@ def _loops(
 
         return run
 
-    def leave(state: Tree, given: Tree, row: Tree) -> Tree:
-        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row["for_b_read"])
+    def leave(state: Tree, given: Tree, row: Row) -> Tree:
+        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row.for_b_read)
         loss, kept = head_split.forward(params, y, given["microbatch"])
         dy, used = head_split.backward(params, given["microbatch"], kept, jnp.ones_like(loss))
         return loss, dy, head.add(state[2], used)
 
-    def enter(state: Tree, given: Tree, row: Tree) -> Tree:
-        tokens = jax.tree.map(
-            lambda leaf: leaf.at[0, 0].set(row["for_b_read"]), given["microbatch"]
-        )
+    def enter(state: Tree, given: Tree, row: Row) -> Tree:
+        tokens = jax.tree.map(lambda leaf: leaf.at[0, 0].set(row.for_b_read), given["microbatch"])
         return functions.embed(given["shared"], tokens)
 
-    def enter_gradient(state: Tree, given: Tree, row: Tree) -> Tree:
-        dx = buffers.read(given["inputs"], row["for_b_read"])
+    def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
+        dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
     def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
         def loop(state: Tree, given: Tree) -> Tree:
             def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-                return run(state, given, dict.fromkeys(_ROW, slot)), None
+                every = Row._make([slot] * len(Row._fields))  # the same slot in every ring
+                return run(state, given, every), None
 
             return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
 

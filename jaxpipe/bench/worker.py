@@ -134,13 +134,7 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
 
 def grid_of(trainer: Trainer) -> Grid:
     """The ticks of its step, `[tick][rank]`."""
-    execution = trainer.execution
-    return place(
-        trainer.schedule,
-        transfer_ticks=execution.transfer_ticks,
-        in_flight=execution.in_flight,
-        vocab_parallel=execution.vocab_parallel,
-    )
+    return place(trainer.schedule, trainer.execution.lockstep)
 
 
 def _batch(trainer: Trainer) -> dict[str, np.ndarray]:

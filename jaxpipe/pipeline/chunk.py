@@ -12,10 +12,9 @@ from jaxpipe.parallel import DP, Stored
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import LeftByB, LeftByF
 from jaxpipe.pipeline.split import Layer, LayerSplit, Residuals
-from jaxpipe.schedule import Op
+from jaxpipe.schedule import Op, Row
 
 Tree = Any
-Row = dict[str, jax.Array]  # the tables' columns at this tick and rank, each a scalar
 
 
 class Kept(NamedTuple):
@@ -29,27 +28,25 @@ class Kept(NamedTuple):
     @classmethod
     def read(cls, by_f: LeftByF, by_b: LeftByB, row: Row, op: Op) -> "Kept":
         """From a layer slot's rings: W takes a stash, the others `for_b` and what slices share."""
-        for_w = buffers.read(by_f.residuals.for_w, row["for_w_read"])
+        for_w = buffers.read(by_f.residuals.for_w, row.for_w_read)
         if op is Op.W:
-            stash = buffers.read(by_b.stash, row["stash_read"])
+            stash = buffers.read(by_b.stash, row.stash_read)
             return cls(Residuals(None, for_w), stash, None, None)
-        for_b = buffers.read(by_f.residuals.for_b, row["for_b_read"])
-        state = None if by_f.state is None else buffers.read(by_f.state, row["state_read"])
-        dstate = _state(by_b.dstate, row, "dstate", begins="last_slice")
+        for_b = buffers.read(by_f.residuals.for_b, row.for_b_read)
+        state = None if by_f.state is None else buffers.read(by_f.state, row.state_read)
+        dstate = _state(by_b.dstate, row.dstate, begins=row.last_slice)
         return cls(Residuals(for_b, for_w), None, state, dstate)
 
 
-def _state(ring: Tree, row: Row, slot: str, begins: str) -> Tree:
+def _state(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:
     """What slices of a sequence have left for the next, zeros where it begins; None of whole ones.
 
     The barrier ends the reading before the slot is written: else XLA copies the ring.
     """
     if ring is None:
         return None
-    values = buffers.read(ring, row[slot])
-    return lax.optimization_barrier(
-        jax.tree.map(lambda value: jnp.where(row[begins], 0, value), values)
-    )
+    values = buffers.read(ring, slot)
+    return lax.optimization_barrier(jax.tree.map(lambda value: jnp.where(begins, 0, value), values))
 
 
 def _joined(x: jax.Array, state: Tree) -> Tree:
@@ -57,12 +54,12 @@ def _joined(x: jax.Array, state: Tree) -> Tree:
     return x if state is None else (x, state)
 
 
-def _parted(y: Tree, ring: Tree, row: Row, slot: str) -> tuple[jax.Array, Tree]:
+def _parted(y: Tree, ring: Tree, slot: jax.Array) -> tuple[jax.Array, Tree]:
     """y alone, and the ring with the state that came with it written."""
     if ring is None:
         return y, None
     y, state = y
-    return y, buffers.write(ring, state, row[slot])
+    return y, buffers.write(ring, state, slot)
 
 
 @dataclass(frozen=True)
@@ -88,17 +85,17 @@ class Chunk:
         for slot in range(len(self.layers)):
 
             def run(x: jax.Array, ring: LeftByF, slot: int = slot) -> tuple[jax.Array, LeftByF]:
-                state = _state(ring.state, row, "state", begins="first_slice")
+                state = _state(ring.state, row.state, begins=row.first_slice)
                 given, kept = _joined(x, state), ring.residuals
                 if isinstance(layer, LayerSplit):
                     y, made = layer.forward(self._params(slot), given, microbatch)
                     kept = Residuals(
-                        buffers.write(kept.for_b, made.for_b, row["for_b_write"]),
-                        buffers.write(kept.for_w, made.for_w, row["for_w_write"]),
+                        buffers.write(kept.for_b, made.for_b, row.for_b_write),
+                        buffers.write(kept.for_w, made.for_w, row.for_w_write),
                     )
                 else:
                     y = layer(self._params(slot), given, microbatch)
-                y, state = _parted(y, ring.state, row, "state")
+                y, state = _parted(y, ring.state, row.state)
                 return y, LeftByF(kept, state)
 
             x, rings[slot] = self._if_active(slot, run, x, rings[slot])
@@ -139,8 +136,8 @@ class Chunk:
                     dx, gradients = split.backward(params, *given)
                 else:
                     dx, gradients, made = split.backward_input(params, *given)
-                    stash = buffers.write(stash, made, row["stash_write"])
-                dx, dstate = _parted(dx, ring.dstate, row, "dstate")
+                    stash = buffers.write(stash, made, row.stash_write)
+                dx, dstate = _parted(dx, ring.dstate, row.dstate)
                 return dx, self._add(total, gradients), LeftByB(stash, dstate)
 
             dy, totals[slot], rings[slot] = self._if_active(

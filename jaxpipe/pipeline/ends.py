@@ -10,10 +10,9 @@ from jax import lax
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.chunk import Row
 from jaxpipe.pipeline.split import LayerSplit
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
-from jaxpipe.schedule import Tables
+from jaxpipe.schedule import Row, Tables
 
 Tree = Any
 
@@ -67,7 +66,7 @@ class OwnEnds(Ends):
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
         """The loss after the last layer; the gradient it leaves takes the place of y."""
-        m = row["forward_mb"]
+        m = row.forward_mb
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Any]:
             microbatch = self._microbatch(m)
@@ -79,7 +78,7 @@ class OwnEnds(Ends):
             return self._record(carry.losses, loss, m), dy, gradients, ring
 
         passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head
-        losses, y, gradients, ring = lax.cond(row["head"], run, lambda: passed)
+        losses, y, gradients, ring = lax.cond(row.head, run, lambda: passed)
         return carry._replace(losses=losses, y=y, shared_gradients=gradients, for_head=ring)
 
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
@@ -96,34 +95,34 @@ class OwnEnds(Ends):
         loss, kept = self.split.forward(params, carry.y, microbatch)
         seed = self.seed.astype(loss.dtype)
         dy, used, stash = self.split.backward_input(params, microbatch, kept, seed)
-        ring = buffers.write(carry.for_head, (kept.for_w, stash), row["head_write"])
+        ring = buffers.write(carry.for_head, (kept.for_w, stash), row.head_write)
         return loss, dy, self.head.add(carry.shared_gradients, used), ring
 
     def _head_weight(self, carry: Carry, row: Row) -> Carry:
         """The gradients of the head's matrices, where they have waited for W."""
 
         def run() -> Tree:
-            microbatch = self._microbatch(row["gradient_mb"])
-            for_w, stash = buffers.read(carry.for_head, row["head_read"])
+            microbatch = self._microbatch(row.gradient_mb)
+            for_w, stash = buffers.read(carry.for_head, row.head_read)
             used = self.split.backward_weight(self.head.pick(self.shared), microbatch, for_w, stash)
             return self.head.add(carry.shared_gradients, used)
 
-        gradients = lax.cond(row["head_weight"], run, lambda: carry.shared_gradients)
+        gradients = lax.cond(row.head_weight, run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
 
     def _gradient_of_embedding(self, carry: Carry, row: Row) -> Carry:
         """From the dx of stage 0, just made or kept until W."""
         waited = self.tables.slots.embed
         if waited:
-            ring = buffers.write(carry.for_embed, carry.dx, row["dx_write"])
+            ring = buffers.write(carry.for_embed, carry.dx, row.dx_write)
             carry = carry._replace(for_embed=ring)
 
         def run() -> Tree:
-            dx = buffers.read(carry.for_embed, row["dx_read"]) if waited else carry.dx
-            microbatch = self._microbatch(row["gradient_mb"])
+            dx = buffers.read(carry.for_embed, row.dx_read) if waited else carry.dx
+            microbatch = self._microbatch(row.gradient_mb)
             return self._embed_gradient(dx, microbatch, carry.shared_gradients)
 
-        gradients = lax.cond(row["embed_gradient"], run, lambda: carry.shared_gradients)
+        gradients = lax.cond(row.embed_gradient, run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
 
 
@@ -137,13 +136,13 @@ class SharedEnds(Ends):
 
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
         """The loss and the embedding's gradient of what was made last; the embedding for now."""
-        tables = self.tables
-        for rank in tables.last_ranks:
-            carry = self._head_of(rank, carry, row[f"head_{rank}"], row["dy_write"])
-        for rank in tables.first_ranks:
+        tables, ends = self.tables, row.ends
+        for rank, which in zip(tables.last_ranks, ends.head):
+            carry = self._head_of(rank, carry, which, ends.dy_write)
+        for rank, which, returned in zip(tables.first_ranks, ends.embed, ends.embed_gradient):
             if tables.trains:
-                carry = self._embed_gradient_of(rank, carry, row[f"embed_gradient_{rank}"])
-            carry = self._embed_for(rank, carry, row[f"embed_{rank}"], row["embed_write"])
+                carry = self._embed_gradient_of(rank, carry, returned)
+            carry = self._embed_for(rank, carry, which, ends.embed_write)
         return carry
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:

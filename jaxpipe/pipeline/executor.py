@@ -1,8 +1,8 @@
 """The pipelined step: one `shard_map`, one scan over the ticks of a schedule's tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxpipe.pipeline.parameters import RankParameters
 from jaxpipe.pipeline.split import split_layer
 from jaxpipe.pipeline.stage import SharedPart, StageFunctions
 from jaxpipe.pipeline.tick import RankWork
-from jaxpipe.schedule import Schedule, Tables, forward_only, lower
+from jaxpipe.schedule import Row, Schedule, Tables, forward_only, lower
 
 Tree = Any
 
@@ -49,8 +49,23 @@ class Pipeline:
         """How parameters, and gradients as they are returned, are stored."""
         execution = self.execution
         return Sharding(
-            self.mesh, self.functions.cuts, execution.zero_stage, execution.vocab_parallel
+            self.mesh,
+            self.functions.cuts,
+            execution.zero_stage,
+            execution.lockstep.vocab_parallel,
         )
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What the scan of a step reads; raises what `lower` raises."""
+        return lower(self.schedule, self.execution.lockstep)
+
+    @cached_property
+    def forward_tables(self) -> Tables:
+        """What the scan of a forward-only pass reads; nothing is held, so nothing limits it."""
+        schedule = self.schedule
+        forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
+        return lower(forward, replace(self.execution.lockstep, in_flight=None))
 
     def losses_and_gradients(self, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """Each microbatch's share of the loss, `[M]`, and the gradients of their sum.
@@ -58,27 +73,17 @@ class Pipeline:
         The loss is the sum over all examples divided by the number of its terms (0 where there are
         none). Gradients come in the form, dtype and sharding of `params`.
         """
-        return self._run(self.schedule, params, batch)
+        return self._run(self.tables, params, batch)
 
     def losses(self, params: Tree, batch: Tree) -> jax.Array:
         """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
-        schedule = self.schedule
-        forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        return self._run(forward, params, batch)[0]
+        return self._run(self.forward_tables, params, batch)[0]
 
-    def _run(self, schedule: Schedule, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def _run(self, tables: Tables, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         self._check_fit(params, batch)
-        tables = lower(
-            schedule,
-            transfer_ticks=self.execution.transfer_ticks,
-            in_flight=self.execution.in_flight,
-            defer_ends=self.execution.defer_ends,
-            vocab_parallel=self.execution.vocab_parallel,
-            pairs=self.execution.pairs,
-        )
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
-        active = self._active(len(params["layers"]) // schedule.placement.own_chunks)
+        active = self._active(len(params["layers"]) // self.schedule.placement.own_chunks)
         return jax.shard_map(
             partial(_rank_program, self.functions, tables, self.execution, active, stored),
             mesh=self.mesh,
@@ -169,7 +174,7 @@ def _rank_program(
     stored: Tree,
     params: Tree,
     batch: Tree,
-    columns: dict[str, jax.Array],
+    columns: Row,
 ) -> tuple[jax.Array, Tree]:
     """The whole step as one rank sees it: local shapes, pp, dp and tp bound."""
     own = RankParameters.of(params, stored, execution)
@@ -195,7 +200,7 @@ def _rank_program(
     carry, _ = lax.scan(
         lambda carry, row: (work.tick(carry, row), None),
         work.first_carry(x, own.totals(chunks)),
-        {name: column[:, 0] for name, column in columns.items()},
+        jax.tree.map(lambda column: column[:, 0], columns),
     )
     losses = lax.psum(carry.losses, (PP, DP))
     if split is None:
@@ -220,7 +225,7 @@ def _ends(
     terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
     loss = jax.eval_shape(functions.head, shared, x, microbatch)
     share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
-    return (SharedEnds if tables.vocab_parallel else OwnEnds)(
+    return (SharedEnds if tables.lockstep.vocab_parallel else OwnEnds)(
         functions=functions,
         embed=SharedPart.trace(functions.embed, shared, microbatch),
         head=head,

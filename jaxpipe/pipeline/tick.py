@@ -11,17 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry, LeftByB, LeftByF
-from jaxpipe.pipeline.chunk import Chunk, Kept, Row
+from jaxpipe.pipeline.chunk import Chunk, Kept
 from jaxpipe.pipeline.ends import OwnEnds, SharedEnds
 from jaxpipe.pipeline.split import LayerSplit, Residuals
 from jaxpipe.pipeline.stage import StageFunctions
 from jaxpipe.pipeline.transfers import Transfers
-from jaxpipe.schedule import Op, Tables
-from jaxpipe.schedule.lower import Pair
+from jaxpipe.schedule import Op, Pair, Row, Tables
 
 Tree = Any
 GradientState = tuple[jax.Array, tuple[LeftByB, ...], tuple[Tree, ...]]
@@ -115,14 +115,14 @@ class RankWork:
         read = {op: self._read(carry, row, op) for op in {pair.op for pair in self.tables.pairs}}
         for index, pair in enumerate(self.tables.pairs):
             with jax.named_scope(f"F_chunk{pair.forward}+{pair.op.name}_chunk{pair.gradient}"):
-                carry = self._pair(carry, row, row["pair"] == index + 1, pair, read[pair.op])
+                carry = self._pair(carry, row, row.pair == index + 1, pair, read[pair.op])
         for chunk in self.tables.forwards:
             with jax.named_scope(f"F_chunk{chunk}"):
-                carry = self._forward(carry, row, row["F"] == chunk + 1, chunk)
+                carry = self._forward(carry, row, row.chunk_of(Op.F) == chunk + 1, chunk)
         carry = self.ends.after_forward(carry, row)
         for op, chunk in self.tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
-                carry = self._gradient(carry, row, row[op.name] == chunk + 1, op, chunk)
+                carry = self._gradient(carry, row, row.chunk_of(op) == chunk + 1, op, chunk)
         carry = self.ends.after_gradient(carry, row)
         return self._spoil(carry, row) if self.poison else carry
 
@@ -192,13 +192,13 @@ class RankWork:
         in_turn: bool = False,
     ) -> GradientState:
         dx, rings, totals = self._gradient_state(carry, op, chunk)
-        microbatch = buffers.read(self.batch, row["gradient_mb"])
+        microbatch = buffers.read(self.batch, row.gradient_mb)
         if op is not Op.W:
             dx = self._choose(
-                "dy_of_head",
-                row,
+                row.dy_of_head,
+                self.tables.columns.dy_of_head,
                 lambda: carry.y,
-                lambda: buffers.read(carry.inbox, row["dy_read"]),
+                lambda: buffers.read(carry.inbox, row.dy_read),
             )
         return self.chunks[chunk].gradient(
             self.split, op, dx, microbatch, kept, rings, totals, row, in_turn=in_turn
@@ -218,50 +218,54 @@ class RankWork:
 
     def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
         """x of F, from the embedding or the inbox, and its microbatch."""
-        microbatch = buffers.read(self.batch, row["forward_mb"])
+        microbatch = buffers.read(self.batch, row.forward_mb)
         x = self._choose(
-            "embed",
-            row,
+            row.embed,
+            self.tables.columns.embed,
             lambda: self.functions.embed(self.shared, microbatch),
-            lambda: buffers.read(carry.inbox, row["x_read"]),
+            lambda: buffers.read(carry.inbox, row.x_read),
         )
         return x, microbatch
 
+    @staticmethod
     def _choose(
-        self, flag: str, row: Row, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]
+        flag: jax.Array,
+        column: np.ndarray,
+        yes: Callable[[], jax.Array],
+        no: Callable[[], jax.Array],
     ) -> jax.Array:
-        """One of two values by a flag; the other is left out where no cell raises it."""
-        return lax.cond(row[flag], yes, no) if self.tables.columns[flag].any() else no()
+        """One of two values by a flag; the other is left out where no cell of the column has it."""
+        return lax.cond(flag, yes, no) if column.any() else no()
 
     def _spoil(self, carry: Carry, row: Row) -> Carry:
         """Poison in every slot that this tick has read for the last time."""
-        inbox = buffers.spoil(carry.inbox, row["x_read"])
-        carry = carry._replace(inbox=buffers.spoil(inbox, row["dy_read"]))
+        inbox = buffers.spoil(carry.inbox, row.x_read)
+        carry = carry._replace(inbox=buffers.spoil(inbox, row.dy_read))
         if self.split is None:
             return carry
         if self.tables.slots.embed:
-            carry = carry._replace(for_embed=buffers.spoil(carry.for_embed, row["dx_read"]))
+            carry = carry._replace(for_embed=buffers.spoil(carry.for_embed, row.dx_read))
 
         def ran(*ops: Op) -> jax.Array:
             """Whether the cell's gradient is one of these."""
-            flags = [row[op.name] > 0 for op in ops]
+            flags = [row.chunk_of(op) > 0 for op in ops]
             flags += [
-                row["pair"] == index + 1
+                row.pair == index + 1
                 for index, pair in enumerate(self.tables.pairs)
                 if pair.op in ops
             ]
             return jnp.stack(flags).any()
 
-        def spoil(rings: Tree, slot: str, when: jax.Array) -> Tree:
-            return lax.cond(when, lambda: buffers.spoil(rings, row[slot]), lambda: rings)
+        def spoil(rings: Tree, slot: jax.Array, when: jax.Array) -> Tree:
+            return lax.cond(when, lambda: buffers.spoil(rings, slot), lambda: rings)
 
         if self.tables.slots.head:
-            waited = spoil(carry.for_head, "head_read", row["head_weight"] > 0)
+            waited = spoil(carry.for_head, row.head_read, row.head_weight > 0)
             carry = carry._replace(for_head=waited)
         if self.tables.splits:
             carry = carry._replace(
                 by_b=tuple(
-                    left._replace(stash=spoil(left.stash, "stash_read", ran(Op.W)))
+                    left._replace(stash=spoil(left.stash, row.stash_read, ran(Op.W)))
                     for left in carry.by_b
                 )
             )
@@ -269,8 +273,8 @@ class RankWork:
             by_f=tuple(
                 left._replace(
                     residuals=Residuals(
-                        spoil(left.residuals.for_b, "for_b_read", ran(Op.B, Op.BW)),
-                        spoil(left.residuals.for_w, "for_w_read", ran(Op.W, Op.BW)),
+                        spoil(left.residuals.for_b, row.for_b_read, ran(Op.B, Op.BW)),
+                        spoil(left.residuals.for_w, row.for_w_read, ran(Op.W, Op.BW)),
                     )
                 )
                 for left in carry.by_f

@@ -65,7 +65,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     held = tables.slots
     rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
     rings += (held.state + held.dstate) * of_sequences
-    both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
+    both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
     rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)

@@ -31,7 +31,7 @@ from jaxpipe.parallel import (
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
-from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
@@ -84,15 +84,11 @@ class Trainer:
         parallel, train = self.config.parallel, self.config.train
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
-            in_flight=parallel.in_flight or None,
+            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
             remat=train.remat,
-            defer_ends=parallel.defer_ends,
-            vocab_parallel=parallel.vocab_parallel_pp,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshard_after_forward,
-            pairs=not on_cpu,  # there collectives wait, whatever stands beside them
         )
 
     @cached_property

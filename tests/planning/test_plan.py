@@ -14,7 +14,7 @@ from jaxpipe.pipeline import POLICIES, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
-from jaxpipe.schedule import lower
+from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -22,11 +22,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def estimates_of(*overrides, ticks=1):
-    config = configs.load(SMALL, overrides)
+    config = configs.load(SMALL, [*overrides, f"parallel.transfer_ticks={ticks}"])
     seconds = analytic(config, Hardware(link=1e15))
     found, refused = candidates(config, seconds)
     return config, refused, {
-        one.label: estimate(config, one, seconds, transfer_ticks=ticks) for one in found
+        one.label: estimate(config, one, seconds) for one in found
     }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].candidate.schedule, defer_ends=True).slots
+        slots = lower(at_once[label].candidate.schedule, Lockstep(defer_ends=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations
