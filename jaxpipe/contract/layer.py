@@ -43,8 +43,8 @@ class Side(NamedTuple):
     """
 
     loss: "jax.Array | None" = None
-    sums: Mapping[str, "jax.Array"] = {}  # noqa: RUF012
-    maxima: Mapping[str, "jax.Array"] = {}  # noqa: RUF012
+    sums: Mapping[str, "jax.Array"] = {}
+    maxima: Mapping[str, "jax.Array"] = {}
 
 
 class LayerOutput(NamedTuple):

@@ -73,5 +73,7 @@ class StageFunctions:
         """The kind of each of so many layers; `ValueError` where the order has another number."""
         order = self.order or (next(iter(self.by_name)),) * layers
         if len(order) != layers:
-            raise ValueError(f"order names the kinds of {len(order)} layers, but there are {layers}.")
+            raise ValueError(
+                f"order names the kinds of {len(order)} layers, but there are {layers}: name all."
+            )
         return order

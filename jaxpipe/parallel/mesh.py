@@ -1,4 +1,5 @@
-"""The (pp, dp, ep, tp) mesh. A coordinate on pp is a rank; tp varies fastest, so it stays in a host.
+"""The (pp, dp, ep, tp) mesh. A coordinate on pp is a rank; tp varies fastest, so it stays in a
+host.
 
 Replicas are on two axes, dp and ep: a leaf may be cut over the inner one, ep, alone. Where nothing
 is, ep has a single coordinate.

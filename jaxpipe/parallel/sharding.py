@@ -21,6 +21,7 @@ from jaxpipe.partition.leaf import Leaf, Names, cutting
 
 Tree = Any
 _NESTING = (TP, PP, EP, DP)  # the order in which axes cut, from the largest parts to the smallest
+_PLAIN = Leaf()
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Stored:
     """
 
     names: tuple[Names, ...]
-    leaf: Leaf = Leaf()
+    leaf: Leaf = _PLAIN
     padding: int = 0
 
     @cached_property

@@ -1,6 +1,6 @@
 """F, B, W and BW of one chunk: the loop over its layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

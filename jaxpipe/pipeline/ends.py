@@ -72,9 +72,7 @@ class Ends(ABC):
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
         """What follows B, W or BW."""
 
-    def _loss(
-        self, y: jax.Array, rows: Tree, totals: Tree
-    ) -> tuple[jax.Array, jax.Array, Tree]:
+    def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         """Loss, the gradient at y, and the totals with the head's gradients added."""
         if self.split is None:
             return self.functions.head(self.step.shared, y, rows), y, totals

@@ -240,15 +240,15 @@ class _RankProgram:
             gradients = jax.tree.map(lambda gradient: gradient * step.share, gradients)
         return StepOutput(losses, gradients, side)
 
-    def _kinds(self, own: RankParameters, x: Any, rows: Tree, variables: Tree) -> dict[str, RunKind]:
+    def _kinds(
+        self, own: RankParameters, x: Any, rows: Tree, variables: Tree
+    ) -> dict[str, RunKind]:
         """The kinds of the layers that there are, traced at this device's shapes."""
         context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, variables)
         policy = self.execution.policy if self.tables.trains else None
         slots = self.layout.slot_kinds
         return {
-            name: RunKind.trace(
-                name, kind, own.one_layer(slots.index(name)), x, context, policy
-            )
+            name: RunKind.trace(name, kind, own.one_layer(slots.index(name)), x, context, policy)
             for name, kind in self.functions.by_name.items()
             if name in slots
         }

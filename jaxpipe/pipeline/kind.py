@@ -1,4 +1,4 @@
-"""One kind of layer as the ticks of a step run it: traced at a device's shapes, cut if it trains."""
+"""One kind of layer as a step runs it: traced at a device's shapes, and cut if it trains."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,11 +64,8 @@ def empty_side(kinds: Iterable[RunKind]) -> Side:
     for kind in kinds:
         sums |= kind.output.side.sums
         maxima |= kind.output.side.maxima
-    return Side(
-        None,
-        {name: jnp.zeros(like.shape, like.dtype) for name, like in sums.items()},
-        {name: jnp.full(like.shape, _least(like.dtype), like.dtype) for name, like in maxima.items()},
-    )
+    sums = {name: jnp.zeros(like.shape, like.dtype) for name, like in sums.items()}
+    return Side(None, sums, {name: _least(like) for name, like in maxima.items()})
 
 
 def add_side(total: Side, more: Side) -> Side:
@@ -78,10 +75,9 @@ def add_side(total: Side, more: Side) -> Side:
     return Side(total.loss, {**total.sums, **sums}, {**total.maxima, **maxima})
 
 
-def _least(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
-    return jnp.iinfo(dtype).min
+def _least(like: Any) -> jax.Array:
+    inexact = jnp.issubdtype(like.dtype, jnp.inexact)
+    return jnp.full(like.shape, -jnp.inf if inexact else jnp.iinfo(like.dtype).min, like.dtype)
 
 
 def _check_alike(kind: str, what: str, got: Tree, other: str, want: Tree) -> None:

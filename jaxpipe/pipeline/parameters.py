@@ -50,7 +50,9 @@ class RankParameters:
         """Shapes of a slot's whole layer as ops read it."""
         if not self.execution.reshard_after_forward:
             return jax.eval_shape(lambda layer: layer, self.layers[slot])
-        return jax.eval_shape(lambda layer: _whole(self.stored["layers"][slot], layer), self.layers[slot])
+        return jax.eval_shape(
+            lambda layer: _whole(self.stored["layers"][slot], layer), self.layers[slot]
+        )
 
     def chunks(
         self, layout: StageLayout, kinds: Mapping[str, RunKind], *, mirrored: bool

@@ -54,9 +54,7 @@ class LeftByB(NamedTuple):
 
     def of(self, op: Op) -> "LeftByB":
         """The rings that an op writes; in place of the others nothing."""
-        return LeftByB(
-            self.stash if op is Op.B else (), self.dstate if op in (Op.B, Op.BW) else ()
-        )
+        return LeftByB(self.stash if op is Op.B else (), self.dstate if op in (Op.B, Op.BW) else ())
 
     def after_op(self, op: Op, written: "LeftByB") -> "LeftByB":
         """All rings, once an op has written those of `of`."""
@@ -91,6 +89,4 @@ def _begun(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:
     The barrier ends the reading before the slot is written: else XLA copies the ring.
     """
     values = buffers.read(ring, slot)
-    return lax.optimization_barrier(
-        jax.tree.map(lambda value: jnp.where(begins, 0, value), values)
-    )
+    return lax.optimization_barrier(jax.tree.map(lambda value: jnp.where(begins, 0, value), values))

@@ -138,9 +138,7 @@ class LayerSplit:
     def _known(self, context: Context, residuals: Residuals, dy: Cotangent) -> dict[Var, Any]:
         ports, kept = self._ports, self._crossing.residuals
         known = dict(zip(ports.next_state, jax.tree.leaves(context.state)))
-        known |= dict(
-            zip((*kept.for_b, *kept.for_w), (*residuals.for_b, *residuals.for_w))
-        )
+        known |= dict(zip((*kept.for_b, *kept.for_w), (*residuals.for_b, *residuals.for_w)))
         known |= {ports.dy: dy.value} | dict(zip(ports.dstate, dy.state))
         return known | self._seed(dy.loss)
 
@@ -159,9 +157,7 @@ class LayerSplit:
 
 def inexact(tree: Tree) -> tuple[Any, ...]:
     """The leaves that can be differentiated, in order."""
-    return tuple(
-        leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    )
+    return tuple(leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def split_layer(

@@ -16,11 +16,11 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, Made
+from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.ends import Ends, StepData
 from jaxpipe.pipeline.kind import RunKind, empty_side
 from jaxpipe.pipeline.poison import spoil
 from jaxpipe.pipeline.rings import NOTHING, Kept, LeftByB, LeftByF
-from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import inexact
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, Pair, Row
@@ -118,7 +118,7 @@ class RankWork:
                 carry = self._pair(carry, row, row.pair == index + 1, pair, read[pair.op])
         for chunk in tables.forwards:
             with jax.named_scope(f"F_chunk{chunk}"):
-                carry = self._forward(carry, row, row.F == chunk + 1, chunk)
+                carry = self._forward(carry, row, chunk + 1 == row.F, chunk)
         carry = self.ends.after_forward(carry, row)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
@@ -157,9 +157,7 @@ class RankWork:
 
         def run() -> tuple[Any, Gradients]:
             made = self._run_forward(carry, row, pair.forward)
-            return made, self._run_gradient(
-                carry, row, pair.op, pair.gradient, read.__getitem__
-            )
+            return made, self._run_gradient(carry, row, pair.op, pair.gradient, read.__getitem__)
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
         carry = _with_forward(carry, *forward)

@@ -83,7 +83,7 @@ def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformat
 
 
 def groups(params: Tree, stored: Stores) -> Tree:
-    """Every leaf's group: `matrix` of a layer, `end` (embedding and head), `vector` (norm gains)."""
+    """Every leaf's group: `matrix` of a layer, `end` (embedding, head), or `vector` (gains)."""
 
     def group(matrices: str, how: Stored) -> str:
         return "vector" if how.leaf.matrix is None else matrices

@@ -21,6 +21,7 @@ from jaxpipe.parallel import (
     SequenceDataParallel,
     Sharding,
     StageLayout,
+    Stored,
     TensorParallel,
     VocabularyParallel,
     batch_spec,
@@ -31,7 +32,7 @@ from jaxpipe.parallel import (
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, Side
-from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
@@ -92,15 +93,11 @@ class Trainer:
         parallel, train = self.config.parallel, self.config.train
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
-            in_flight=parallel.in_flight or None,
+            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
             remat=train.remat,
-            defer_ends=parallel.defer_ends,
-            vocab_parallel=parallel.vocab_parallel_pp,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshard_after_forward,
-            pairs=not on_cpu,  # there collectives wait, whatever stands beside them
         )
 
     @cached_property
@@ -193,7 +190,7 @@ class Trainer:
         )
 
     def update(
-        self, state: State, loss: jax.Array, gradients: Tree, side: Side = Side()
+        self, state: State, loss: jax.Array, gradients: Tree, side: Side
     ) -> tuple[State, dict[str, jax.Array]]:
         """The state after an update, unless loss or gradient norm is not finite; and the metrics.
 
@@ -284,11 +281,16 @@ class Trainer:
         stored = self.sharding.stored(self.state_shapes.params)
         rank = jax.lax.axis_index(PP)
 
+        def own_part(how: Stored, leaf: jax.Array) -> jax.Array:
+            return how.of_rank.part(leaf, {TP, *REPLICAS})
+
         def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
             layer = self.decoder.init_layer(key, index)
             return jax.tree.map(
-                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[None],
+                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
+                    None
+                ],
                 layer,
                 leaves,
             )

@@ -1,7 +1,7 @@
 """Kinds of layers with all that the contract allows, for tests: none of it is in any model yet.
 
 `routed` makes a loss, counts, maxima, and indices that must be kept; it reads its index and a
-variable. `experts` has matrices cut over ep, and sends every token to the devices that have its own.
+variable. `experts` has matrices cut over ep, and sends tokens to the devices that have theirs.
 """
 
 import jax

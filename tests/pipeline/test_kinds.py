@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
+from jaxpipe.schedule.families import smallest
 from kinds import CHOICES, layer_params, mixed
 from toy import toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import BUILDERS, Lockstep, build
-from jaxpipe.schedule.families import smallest
 
 ORDERS = {
     "mixed": ("toy", "routed", "experts", "routed", "toy", "experts", "experts", "routed"),
