@@ -118,7 +118,7 @@ class Row(NamedTuple, Generic[Leaf]):
 
         >>> from jaxpipe.schedule import build, lower
         >>> lower(build("1f1b", pp=1, microbatches=2)).columns.chunk_of(Op.BW).T.tolist()
-        [[1, 1]]
+        [[0, 1, 0, 1]]
         """
         return getattr(self, op.name)
 
