@@ -164,6 +164,19 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
 
 
+def test_forward_only_holds_nothing_and_so_has_no_limit():
+    """A limit below the number of microbatches is for what waits for gradients."""
+    schedule = build("1f1b", pp=2, microbatches=4)
+    mesh = make_mesh(2, devices=jax.devices()[:2])
+    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(Lockstep(in_flight=3)))
+    shared, layers = toy_params(jax.random.key(0), 2)
+    params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    batch = toy_batch(jax.random.key(1), 4, 2)
+    losses = jax.jit(pipeline.losses)(params, batch)
+    want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
+    np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
+
+
 def _swap_slots(columns):
     columns.for_b_read[(columns.B + columns.BW) > 0] ^= 1
 
