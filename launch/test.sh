@@ -1,18 +1,35 @@
 #!/usr/bin/env bash
-# Lint and test everything: ./launch/test.sh; or a part: ./launch/test.sh tests/schedule -k 1f1b
+# Lint and test. ./launch/test.sh: what is worth a few minutes after every change; --all: everything;
+# --mutants: the faults planted by tests/mutants; or a part: ./launch/test.sh tests/schedule -k 1f1b
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 extras=(test)
 [ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs is made for Linux only
 prepare "${extras[@]}"
-if [ $# -eq 0 ]; then
+python=.venv/bin/python
+
+# A step that several tests compile, in this process or another, today or tomorrow, is compiled
+# once. What is compiled for one processor may crash on another, so each has a cache of its own.
+processor=$({ uname -m; grep -m 2 -E '^(model name|flags|Features)' /proc/cpuinfo ||
+    sysctl -n machdep.cpu.brand_string; } 2>/dev/null | sort | cksum | cut -d ' ' -f 1)
+version=$($python -c 'from importlib.metadata import version; print(version("jaxlib"))')
+cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/compiled-$version-$processor
+mkdir -p "$cache"
+find "$cache" -type f -mtime +30 -delete
+export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+
+if [ "${1:-}" = --mutants ]; then
+    exec $python tests/mutants/run.py "${@:2}"
+fi
+case "${1:-}" in
+'') set -- --short ;;
+--all) shift ;;
+*) part=yes ;;
+esac
+if [ -z "${part:-}" ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
 fi
-# A step that several tests compile, in this process or another, is compiled once.
-cache=$(mktemp -d)
-trap 'rm -rf "$cache"' EXIT
-export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 # Each worker takes a run of neighbouring tests, which share what their file makes; one that is
 # done takes half of what another has left.
-.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"
+$python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and numbers that fail loudly."""
+"""Eight virtual CPU devices, numbers that fail loudly, and the short selection (`--short`)."""
 
 import os
 
@@ -12,5 +12,6 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     use_cpu_devices(8)
 
 import jax
+from selection import pytest_addoption, pytest_configure  # noqa: F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

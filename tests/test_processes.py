@@ -194,7 +194,6 @@ def test_launchers_are_asked_how_many_there_are(monkeypatch):
     assert processes.started() == 16
 
 
-@pytest.mark.slow
 def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
     """Two processes with half of 1.5 GiB each; then one with all of it, under another pp."""
     script = str(Path(__file__).parent / "io_memory.py")

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -56,7 +57,7 @@ def test_loss_falls_and_every_step_is_logged(uninterrupted):
     assert logged[12]["eval_loss"] < logged[6]["eval_loss"] < logged[1]["loss"]
 
 
-@pytest.mark.parametrize("layout", FEWER)
+@pytest.mark.parametrize("layout", ["pp3_dp1", "zbv", "vocab"])  # all: restored, below
 def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted, layout):
     """kill -9 in the middle of a later save; the run goes on with another pp, dp or schedule."""
     process = spawn(tmp_path, "checkpoint.every=1", "train.steps=12")
@@ -88,7 +89,7 @@ def restored(directory, *overrides):
     keying = Keying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
     with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
-        state, meta = checkpoints.restore(trainer.init().parts(), say=pytest.fail)
+        state, meta = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     return jax.tree.map(np.asarray, keying.keyed(state)), meta
 
 
@@ -100,13 +101,15 @@ def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@cache
+def initial(*overrides):
+    trainer = trainer_of(*overrides)
+    keyed = Keying(trainer.layout, trainer.sharding).keyed(trainer.init().params)
+    return jax.tree.map(np.asarray, keyed)
+
+
 @pytest.mark.parametrize("layout", FEWER)
 def test_initial_values_are_the_same_on_every_layout(layout):
-    def initial(*overrides):
-        trainer = trainer_of(*overrides)
-        keyed = Keying(trainer.layout, trainer.sharding).keyed(trainer.init().params)
-        return jax.tree.map(np.asarray, keyed)
-
     jax.tree.map(np.testing.assert_array_equal, initial(*FEWER[layout]), initial())
 
 

@@ -9,6 +9,7 @@ give the memory (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from jaxpipe.schedule.action import Placement
@@ -28,7 +29,8 @@ class Block:
         return max(max(backward) for _, backward in self.phases)
 
 
-def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> Iterator[Block]:
+@lru_cache(maxsize=8)  # many searches are for few placements
+def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, ...]:
     """Every block with `1..steps` ticks between neighbours in each run and `1..gaps` at its turns.
 
     A run is all of F or B through one chunk, in the order of the stages: the loop placement with
@@ -36,12 +38,14 @@ def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> Iterator[Bloc
     """
     period = 3 * placement.stages // placement.pp
     ranks = [*placement.rank_of, *reversed(placement.rank_of)]  # of the 2 S ops of a microbatch
+    every = []
     for ticks in _extended([], ranks, placement.pp, period, steps, gaps):
         own: list[list[int]] = [[] for _ in range(placement.pp)]
         for rank, tick in zip(ranks, ticks):
             own[rank].append(tick)
         phases = tuple(map(_phases, own))
-        yield Block(phases, period, max(_held(*phase, period) for phase in phases))
+        every.append(Block(phases, period, max(_held(*phase, period) for phase in phases)))
+    return tuple(every)
 
 
 def _extended(

@@ -82,10 +82,28 @@ class Problem:
         return int(self.limit / self.memory.F * (1 + SLACK))
 
     @cached_property
+    def work(self) -> list[float]:
+        """The time of all ops of every rank."""
+        per_stage = [sum(times) for times in zip(*self.times)]
+        return [self.microbatches * sum(per_stage[s] for s in own) for own in self.stages_of]
+
+    @cached_property
     def least(self) -> float:
         """What no schedule can beat: the work of the busiest rank."""
-        per_stage = [sum(times) for times in zip(*self.times)]
-        return self.microbatches * max(sum(per_stage[s] for s in own) for own in self.stages_of)
+        return max(self.work)
+
+    @cached_property
+    def following(self) -> list[list[tuple[int, int, float] | None]]:
+        """Of `[op][stage]`: the op and stage that need its result, and how long that travels."""
+        rank_of, last = self.placement.rank_of, self.placement.stages - 1
+        table: list[list[tuple[int, int, float] | None]] = [[], [], [None] * (last + 1)]
+        for stage, rank in enumerate(rank_of):
+            for op, other in ((F, stage + 1), (B, stage - 1)):
+                if 0 <= other <= last:
+                    table[op].append((op, other, self.costs.transfer * (rank_of[other] != rank)))
+                else:
+                    table[op].append((B, last, 0.0) if op == F else None)
+        return table
 
     def schedule(self, orders: Orders) -> Schedule:
         """The orders as a schedule."""
@@ -94,22 +112,8 @@ class Problem:
 
     def score(self, orders: Orders) -> Score | None:
         """The objective, then what decides between equals; None for a deadlock."""
-        begins = self.replay(orders)
-        if begins is None:
-            return None
-        starts = [line[0] for line in begins]
-        ends = [
-            line[-1] + self.times[order[-1][0]][order[-1][1]] for line, order in zip(begins, orders)
-        ]
-        makespan = max(ends) - min(starts)
-        span = max(end - start for start, end in zip(starts, ends))
-        match self.objective:
-            case "span":
-                return span, makespan
-            case "makespan":
-                return makespan, span
-        grid = place(self.schedule(orders), Lockstep(self.transfer_ticks))
-        return lockstep_cost(grid, self.costs, self.transfer_ticks), makespan
+        replay = self.replay(orders)
+        return replay and replay.score(orders)
 
     def fits(self, order: Sequence[Step]) -> bool:
         """Whether a rank's order stays within the memory."""
@@ -121,53 +125,31 @@ class Problem:
                 return False
         return True
 
-    def replay(self, orders: Orders) -> list[list[float]] | None:
-        """When every op begins, each as early as can be; None for a deadlock."""
-        times, transfer, rank_of = self.times, self.costs.transfer, self.placement.rank_of
-        last, m = self.placement.stages - 1, self.microbatches
-        made = [[NEVER] * (m * (last + 1)) for _ in (F, B)]  # ends, by stage and microbatch
-        waits: dict[tuple[int, int], int] = {}
-        begins: list[list[float]] = [[] for _ in orders]
-        clock = [0.0] * len(orders)
-        runnable = list(range(len(orders)))
+    def replay(self, orders: Orders, most: float = NEVER) -> "Replay | None":
+        """The orders, each op as early as can be.
+
+        None for a deadlock, and as soon as the score is sure to begin with more than `most`.
+        """
+        replay, left = Replay(self, most), sum(map(len, orders))
+        runnable = replay.runnable
+        runnable += range(len(orders))
         while runnable:
             rank = runnable.pop()
-            now, line = clock[rank], begins[rank]
-            for op, stage, i in islice(orders[rank], len(line), None):
-                own, need = stage * m + i, None
-                if op == W or (op == B and stage == last):
-                    begin = made[B if op == W else F][own]
-                elif op == F and stage == 0:
-                    begin = now
-                elif op == B and made[F][own] == NEVER:
-                    begin = NEVER
-                else:
-                    other = stage - 1 if op == F else stage + 1
-                    need = (op, other * m + i)
-                    begin = made[op][need[1]] + (transfer if rank_of[other] != rank else 0.0)
-                if begin == NEVER:
-                    if need:
-                        waits[need] = rank
+            for step in islice(orders[rank], len(replay.begins[rank]), None):
+                if not replay.add(rank, step):
+                    if replay.hopeless:
+                        return None
+                    replay.waits[step] = rank
                     break
-                begin = max(begin, now)
-                line.append(begin)
-                now = begin + times[op][stage]
-                if op != W:
-                    made[op][own] = now
-                    if (op, own) in waits:
-                        runnable.append(waits.pop((op, own)))
-            clock[rank] = now
-        if any(len(line) < len(order) for line, order in zip(begins, orders)):
-            return None
-        return begins
+                left -= 1
+        return None if left else replay
 
-    def critical(self, orders: Orders) -> list[tuple[int, int]]:
+    def critical(self, orders: Orders, begins: list[list[float]]) -> list[tuple[int, int]]:
         """The `(rank, position)` of ops on the longest path that began when the one before ended.
 
         The path is traced back from the end of the rank with the longest span, or of the last
         rank to end where the makespan counts. Only a change of order at these ops can shorten it.
         """
-        begins = self.replay(orders)
         where = {step: (r, at) for r, order in enumerate(orders) for at, step in enumerate(order)}
         ends = [
             [begin + self.times[op][stage] for begin, (op, stage, _) in zip(line, order)]
@@ -191,3 +173,66 @@ class Problem:
             else:
                 before = (op, stage - 1 if op == F else stage + 1, i)
             rank, at = where[before]
+
+
+class Replay:
+    """Ops begun as early as can be, each rank in its order; `begins[rank]` is when.
+
+    `most` is what the score may begin with at most. A rank can spare as much idle time as that
+    leaves beside its own work; once it is used up, the rest is `hopeless`.
+    """
+
+    def __init__(self, problem: Problem, most: float = NEVER):
+        ranks, count = range(problem.placement.pp), problem.placement.stages * problem.microbatches
+        self.problem, self.m = problem, problem.microbatches
+        self.times, self.following = problem.times, problem.following
+        self.begins: list[list[float]] = [[] for _ in ranks]
+        self.clocks = [0.0 for _ in ranks]
+        # When the input of an op is there, by op and by stage and microbatch.
+        self.ready = [[NEVER] * count for _ in _OPS]
+        self.ready[F][: self.m] = [0.0] * self.m
+        self.waits: dict[Step, int] = {}  # the rank that cannot go on without this step's input
+        self.runnable: list[int] = []  # ranks that can, again
+        self.late_start_counts = problem.objective == "makespan"
+        most = NEVER if problem.objective == "lockstep" else most * (1 + SLACK)
+        self.spare = [most - work for work in problem.work]
+        self.hopeless = False
+
+    def add(self, rank: int, step: Step) -> bool:
+        """Begin it, unless its input is missing or the score is hopeless."""
+        op, stage, i = step
+        at, line = stage * self.m + i, self.begins[rank]
+        begin, clock = self.ready[op][at], self.clocks[rank]
+        if begin <= clock:
+            begin = clock
+        elif begin == NEVER:
+            return False
+        elif line or self.late_start_counts:
+            self.spare[rank] -= begin - clock
+            if self.spare[rank] < 0:
+                self.hopeless = True
+                return False
+        line.append(begin)
+        self.clocks[rank] = end = begin + self.times[op][stage]
+        if op == B:
+            self.ready[W][at] = end
+        if following := self.following[op][stage]:
+            op, stage, delay = following
+            self.ready[op][stage * self.m + i] = end + delay
+            if self.waits and (op, stage, i) in self.waits:
+                self.runnable.append(self.waits.pop((op, stage, i)))
+        return True
+
+    def score(self, orders: Orders) -> Score:
+        """The objective, then what decides between equals."""
+        starts = [line[0] for line in self.begins]
+        makespan = max(self.clocks) - min(starts)
+        span = max(end - start for start, end in zip(starts, self.clocks))
+        match self.problem.objective:
+            case "span":
+                return span, makespan
+            case "makespan":
+                return makespan, span
+        problem = self.problem
+        grid = place(problem.schedule(orders), Lockstep(problem.transfer_ticks))
+        return lockstep_cost(grid, problem.costs, problem.transfer_ticks), makespan

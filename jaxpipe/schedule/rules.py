@@ -8,7 +8,7 @@ import heapq
 import random
 from dataclasses import dataclass, replace
 
-from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, W
+from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Replay, Score, Step, W
 
 
 @dataclass(frozen=True)
@@ -58,128 +58,145 @@ _EVERY_RANK = 0.2  # of the changes; of two chunks, half of that
 _RULES = ("phases", "phases", "follow", "wait", "fill", "warmup")  # phases change twice as often
 
 
-def list_schedule(problem: Problem, rules: Rules) -> Orders | None:
-    """The orders that the rules lead to, or None where they lead into a deadlock."""
-    return _Listing(problem, rules).run()
+def list_schedule(
+    problem: Problem, rules: Rules, most: float = NEVER
+) -> tuple[Score, Orders] | None:
+    """The score and the orders that the rules lead to.
+
+    None where they lead into a deadlock, and as soon as the score is sure to begin with more than
+    `most`.
+    """
+    ranks = [_Rank(problem, rules, rank) for rank in range(problem.placement.pp)]
+    replay = Replay(problem, most)
+    transfer, rank_of = problem.costs.transfer, problem.placement.rank_of
+    last, left = problem.placement.stages - 1, problem.steps
+    events = [(0.0, rank) for rank in range(len(ranks))]
+    while events and left:
+        now, at = heapq.heappop(events)
+        rank = ranks[at]
+        chosen = rank.choose(now, ranks) if now >= rank.free else None
+        if chosen is None:
+            continue
+        op, stage, i = step = rank.start(now, *chosen)
+        if not replay.add(at, step):
+            return None
+        left -= 1
+        heapq.heappush(events, (rank.free, at))
+        if op == W:
+            continue
+        following = stage + 1 if op == F else stage - 1
+        if following > last:
+            rank.arrivals[B][stage][i] = rank.free
+        elif following >= 0:
+            to = rank_of[following]
+            there = rank.free + (transfer if to != at else 0.0)
+            other = ranks[to]
+            other.arrivals[op][following][i] = there
+            # The neighbour may decide anew now that it knows, and when the input is there.
+            if other.free <= now:
+                heapq.heappush(events, (now, to))
+            if other.free < there:
+                heapq.heappush(events, (there, to))
+    if left:
+        return None
+    orders = [rank.order for rank in ranks]
+    return replay.score(orders), orders
 
 
-class _Listing:
-    """All ranks in time order; each decides with what it knows by then."""
+class _Rank:
+    """What a rank knows by now, and how it decides."""
 
-    def __init__(self, problem: Problem, rules: Rules):
-        self.rules, self.m = rules, problem.microbatches
-        self.stages_of, self.rank_of = problem.stages_of, problem.placement.rank_of
-        self.last = problem.placement.stages - 1
-        self.times, self.transfer = problem.times, problem.costs.transfer
-        self.change = (problem.memory.F, problem.memory.B, problem.memory.W)
-        self.limit = problem.limit * (1 + SLACK)
-        ranks, stages = range(problem.placement.pp), range(self.last + 1)
-        self.orders: Orders = [[] for _ in ranks]
-        self.done = [[0] * len(stages) for _ in (F, B)]
-        self.arrivals: list[list[list[float]]] = [[[] for _ in stages] for _ in (F, B)]
-        self.arrivals[F][0] = [0.0] * self.m  # when each input is there, as far as known
-        self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]  # B done, W not
-        self.taken = [0] * len(ranks)  # of pending
-        self.free = [0.0] * len(ranks)  # when a rank may decide again
-        self.held = [0.0] * len(ranks)
-        self.idle = [0.0] * len(ranks)
-        self.events = [(0.0, rank) for rank in ranks]
-        heapq.heapify(self.events)
+    __slots__ = (
+        "arrivals", "done", "fill", "first", "follow", "free", "held", "idle", "limit", "lines",
+        "m", "memory", "order", "pending", "period", "taken", "times", "wait", "warmup",
+    )  # fmt: skip
 
-    def run(self) -> Orders | None:
-        left = 3 * (self.last + 1) * self.m
-        while self.events and left:
-            now, rank = heapq.heappop(self.events)
-            if now < self.free[rank]:
-                continue
-            chosen = self._choose(rank, now)
-            if chosen is not None:
-                self._start(rank, now, *chosen)
-                left -= 1
-        return None if left else self.orders
+    def __init__(self, problem: Problem, rules: Rules, rank: int):
+        stages, memory = problem.stages_of[rank], problem.memory
+        self.m, self.times, self.period = problem.microbatches, problem.times, rules.period
+        self.follow, self.wait, self.fill = rules.follow[rank], rules.wait[rank], rules.fill[rank]
+        self.first, self.warmup = stages[0], rules.warmup[rank]
+        self.memory, self.limit = (memory.F, memory.B, memory.W), problem.limit * (1 + SLACK)
+        self.free = self.idle = self.held = 0.0  # free: when it may decide again
+        # By op and stage: how many are done, and when the input of each is there, as far as known.
+        self.done = [dict.fromkeys(stages, 0) for _ in (F, B)]
+        self.arrivals = [{stage: [NEVER] * self.m for stage in stages} for _ in (F, B)]
+        if 0 in stages:
+            self.arrivals[F][0] = [0.0] * self.m
+        self.pending: list[Step] = []  # the W whose B is done, first to last
+        self.taken = 0  # of pending
+        self.order: list[Step] = []
+        # An F of an early stage leaves room for those that must follow it here.
+        rooms = [1] * len(stages) if self.follow else range(len(stages), 0, -1)
+        self.lines = [
+            (stage, *(rules.phases[rank][op][chunk] for op in (F, B)), room * memory.F)
+            for chunk, (stage, room) in enumerate(zip(stages, rooms))
+        ]
 
-    def _choose(self, rank: int, now: float) -> tuple[int, int] | None:
-        """The op and stage that a free rank starts at this moment; None: it waits."""
-        rules = self.rules
-        heads, blocked = self._heads(rank, now)
-        soonest, chosen = NEVER, None
+    def choose(self, now: float, ranks: "list[_Rank]") -> tuple[int, int] | None:
+        """The op and stage that it starts at this moment; None: it waits."""
+        heads, blocked = self._heads(now)
+        soonest = NEVER
         for _, there, op, stage in heads:
             if there <= now:
-                if soonest >= now + self.times[op][stage] or not rules.wait[rank]:
-                    chosen = op, stage
+                if not self.wait or soonest >= now + self.times[op][stage]:
+                    return op, stage
                 break
-            soonest = min(soonest, there)
-        if chosen:
-            return chosen
-        if self.taken[rank] == len(self.pending[rank]):
+            if there < soonest:
+                soonest = there
+        if self.taken == len(self.pending):
             return None
-        gap = min((there for _, there, _, _ in heads if there > now), default=NEVER) - now
-        stage = self.pending[rank][self.taken[rank]][0]
-        fits = gap >= self.times[W][stage] * (1 - SLACK)
-        fill = rules.fill[rank]
-        worst = fill == 1 and self.idle[rank] + gap >= max(self.idle)
-        return (W, stage) if fits or blocked or worst or fill == 2 else None
+        stage = self.pending[self.taken][1]
+        if blocked or self.fill == 2:
+            return W, stage
+        gap = min([there for _, there, _, _ in heads if there > now], default=NEVER) - now
+        if gap >= self.times[W][stage] * (1 - SLACK):
+            return W, stage
+        if self.fill == 1 and self.idle + gap >= max([rank.idle for rank in ranks]):
+            return W, stage
+        return None
 
-    def _heads(self, rank: int, now: float) -> tuple[list[tuple[float, float, int, int]], bool]:
+    def _heads(self, now: float) -> tuple[list[tuple[float, float, int, int]], bool]:
         """The next F and B of each stage, most urgent first: (urgency, when there, op, stage).
 
         Second: is an F that is there, or soon will be, kept out by the memory alone?
         """
-        rules, stages = self.rules, self.stages_of[rank]
-        phases, follow = rules.phases[rank], rules.follow[rank]
-        first = stages[0]
-        warm = not self.done[B][first] and (len(stages) > 1 or not self.pending[rank])
         heads, blocked = [], False
-        for chunk, stage in enumerate(stages):
-            for op in (F, B):
-                i = self.done[op][stage]
-                if i == self.m:
-                    continue
-                known = self.arrivals[op][stage]
-                there = known[i] if i < len(known) else NEVER
-                if op == F:
-                    if warm and stage == first and i >= rules.warmup[rank]:
-                        continue
-                    # An F of an early stage leaves room for those that must follow it here.
-                    room = 1 if follow else len(stages) - chunk
-                    if self.held[rank] + room * self.change[F] > self.limit:
-                        blocked |= there < now + self.times[W][stage]
-                        if not follow:
-                            continue
-                        there = NEVER
-                heads.append((phases[op][chunk] + i * rules.period, there, op, stage))
+        m, period, follow, held, limit = self.m, self.period, self.follow, self.held, self.limit
+        (forward, backward), (to_f, to_b) = self.done, self.arrivals
+        for stage, phase_f, phase_b, room in self.lines:
+            i, k = forward[stage], backward[stage]
+            if i < m and (i < self.warmup or stage != self.first or k):
+                there = to_f[stage][i]
+                if held + room <= limit:
+                    heads.append((phase_f + i * period, there, F, stage))
+                else:
+                    blocked = blocked or there < now + self.times[W][stage]
+                    if follow:
+                        heads.append((phase_f + i * period, NEVER, F, stage))
+            if k < m:
+                heads.append((phase_b + k * period, to_b[stage][k], B, stage))
         heads.sort()
         if follow == 2:
             return heads[:1], blocked
-        if follow == 1:
-            forward = next((head for head in heads if head[2] == F), None)
-            ahead = heads and heads[0] is forward
-            heads = [head for head in heads if head[2] == B or (ahead and head is forward)]
+        if follow == 1:  # of the forwards only one that is the most urgent of all
+            heads = heads[:1] + [head for head in heads[1:] if head[2] == B]
         return heads, blocked
 
-    def _start(self, rank: int, now: float, op: int, stage: int) -> None:
-        """Do it: the clock, the memory, and what it makes known to others."""
-        end = now + self.times[op][stage]
-        if self.orders[rank]:
-            self.idle[rank] += now - self.free[rank]
-        self.free[rank] = end
-        self.held[rank] += self.change[op]
-        heapq.heappush(self.events, (end, rank))
+    def start(self, now: float, op: int, stage: int) -> Step:
+        """Do it: the clock and the memory of this rank."""
         if op == W:
-            stage, i = self.pending[rank][self.taken[rank]]
-            self.taken[rank] += 1
+            step = self.pending[self.taken]
+            self.taken += 1
         else:
-            i = self.done[op][stage]
-            self.done[op][stage] += 1
+            done = self.done[op]
+            step = op, stage, done[stage]
+            done[stage] += 1
             if op == B:
-                self.pending[rank].append((stage, i))
-            following = stage + 1 if op == F else stage - 1
-            if following > self.last:
-                self.arrivals[B][stage].append(end)
-            elif following >= 0:
-                there = end + (self.transfer if self.rank_of[following] != rank else 0.0)
-                self.arrivals[op][following].append(there)
-                # The neighbour may decide anew now that it knows, and when the input is there.
-                heapq.heappush(self.events, (now, self.rank_of[following]))
-                heapq.heappush(self.events, (there, self.rank_of[following]))
-        self.orders[rank].append((op, stage, i))
+                self.pending.append((W, stage, step[2]))
+        if self.order:
+            self.idle += now - self.free
+        self.order.append(step)
+        self.free = now + self.times[op][stage]
+        self.held += self.memory[op]
+        return step

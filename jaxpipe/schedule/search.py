@@ -18,7 +18,7 @@ from itertools import islice, product
 
 from jaxpipe.schedule.action import Op, Schedule, ScheduleError
 from jaxpipe.schedule.blocks import blocks
-from jaxpipe.schedule.problem import SLACK, B, F, Orders, Problem, Score, Step, W
+from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Score, Step, W
 from jaxpipe.schedule.rules import Rules, list_schedule
 
 _WALKS = 5  # local searches, from the best starting points of different worth
@@ -49,7 +49,8 @@ def search(
         for _, orders, rules in _walks(short, effort, dice)[: None if thorough else 2]:
             starts.append(stretched(orders, m - short.microbatches))
             if m > short.microbatches and thorough:
-                starts.append(list_schedule(problem, rules))
+                listed = list_schedule(problem, rules)
+                starts += [listed[1]] if listed else []
         scored = _scored(problem, starts)
     if not scored:
         raise ScheduleError(
@@ -98,22 +99,20 @@ def stretched(orders: Orders, more: int) -> Orders | None:
 
 def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Score, Orders, Rules]]:
     """A good schedule from each of the best starting points, best first."""
-    found: list[tuple[Score, Orders, Rules]] = []
-
-    def attempt(rules: Rules) -> tuple[Score, Orders] | None:
-        orders = list_schedule(problem, rules)
-        return None if orders is None else (problem.score(orders), orders)
-
+    found: dict[Score, tuple[Orders, Rules]] = {}  # the best, of different worth
     for rules in islice(_starts(problem, dice), max(4, int(effort * _STARTS / problem.steps))):
-        if result := attempt(rules):
-            found.append((*result, rules))
-    distinct = {item[0]: item for item in reversed(found)}
-    found = sorted(distinct.values(), key=lambda item: item[0])[:_WALKS]
+        most = max(found)[0] if len(found) == _WALKS else NEVER
+        result = list_schedule(problem, rules, most)
+        if result and result[0] not in found:
+            score, orders = result
+            found[score] = orders, rules
+            if len(found) > _WALKS:
+                del found[max(found)]
     walks = []
-    for best, orders, rules in found:
+    for best, (orders, rules) in sorted(found.items(), key=lambda item: item[0]):
         for _ in range(int(effort * _CHANGES / problem.steps / len(found))):
             changed = rules.changed(dice)
-            result = attempt(changed)
+            result = list_schedule(problem, changed, best[0])
             if result and result[0] <= best:  # along equals too: plateaus are wide
                 (best, orders), rules = result, changed
         share = int(effort * _MOVES / problem.steps / len(found))
@@ -128,11 +127,14 @@ def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
     that needs more memory, which is of use where ops may overtake its order.
     """
     pp, room = problem.placement.pp, max(1, problem.room)
+    every = list(product((0, 1, 2), (False, True), (0, 1, 2)))  # follow, wait, fill
+    overtaking = [rules for rules in every if rules[0] == 0]
     fit, tall = [], []
     for block in blocks(problem.placement):
-        for follow, wait, fill in product((0, 1, 2), (False, True), (0, 1, 2)):
-            if block.held <= room or follow == 0:
-                (fit if block.held <= room else tall).append((block, follow, wait, fill))
+        if block.held <= room:
+            fit += [(block, rules) for rules in every]
+        else:
+            tall += [(block, rules) for rules in overtaking]
     dice.shuffle(fit)
     dice.shuffle(tall)
     fullest = sorted(fit, key=lambda start: start[0].held)
@@ -142,7 +144,7 @@ def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
             start = source.pop() if source else None
             if start and start not in seen:
                 seen.add(start)
-                block, *rules = start
+                block, rules = start
                 yield Rules(
                     block.period, block.phases, *((rule,) * pp for rule in (*rules, room)), room
                 )
@@ -153,7 +155,7 @@ def _move_steps(
 ) -> tuple[Score, Orders]:
     """The score and orders after moving steps of the longest path to and fro within their rank."""
     orders = list(orders)
-    critical = problem.critical(orders)
+    critical = problem.critical(orders, problem.replay(orders).begins)
     for _ in range(evaluations if critical else 0):
         rank, at = dice.choice(critical)
         distance = dice.choice(_DISTANCES)
@@ -168,9 +170,10 @@ def _move_steps(
         if not _in_order(new[min(at, to) : max(at, to) + 1]) or not problem.fits(new):
             continue
         orders[rank] = new
-        moved = problem.score(orders)
+        replay = problem.replay(orders, score[0])
+        moved = replay and replay.score(orders)
         if moved and moved <= score:
-            score, critical = moved, problem.critical(orders)
+            score, critical = moved, problem.critical(orders, replay.begins)
         else:
             orders[rank] = old
     return score, orders
