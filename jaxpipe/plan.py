@@ -37,7 +37,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.checks import check_replicas, filled, validate
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import Costs, ScheduleError, timeline
+from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
@@ -48,7 +48,8 @@ _COLUMNS = ("schedule", "bubble", "span", "scan", "held", "GiB", "stored", "sent
 _LEGEND = (
     "bubble, span: of ranks that run freely, over the whole step and over a rank's own; scan: of "
     "the lockstep that the executor runs. held: microbatches x stages on a rank. GiB: a device's "
-    "(! too much), stored: activations of it, sent: to neighbours in a step."
+    "(! too much), stored: activations of it, sent: to neighbours in a step. *: what the "
+    "configuration names, as it would run."
 )
 
 
@@ -195,7 +196,7 @@ def _print(
         fits = one.bytes.total <= memory
         chosen = label == advice.best
         table.add_row(
-            label,
+            label + (" *" if one.candidate.configured else ""),
             f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
             f"{report.bubble_lockstep:.1%}", str(one.held),
             f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
@@ -209,7 +210,12 @@ def _print(
         labels = ", ".join(label for label, reason in refused.items() if reason == why)
         console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
     if advice.best:
-        console.print(f"fastest within {memory / _GIB:.1f} GiB: {advice.best}", soft_wrap=True)
+        fastest = next(one.candidate for one in estimates if one.candidate.label == advice.best)
+        console.print(
+            f"fastest within {memory / _GIB:.1f} GiB: {advice.best} "
+            f"({FAMILIES[fastest.variant.family].summary})",
+            soft_wrap=True,
+        )
     for sentence in advice.sentences:
         console.print(sentence, soft_wrap=True)
 
@@ -224,6 +230,7 @@ def _as_json(
     rows = [
         {
             "schedule": one.candidate.label,
+            "configured": one.candidate.configured,
             "fits": one.bytes.total <= memory,
             "tokens_per_second": one.tokens_per_second,
             **asdict(one.report),

@@ -1,7 +1,7 @@
 """`python -m jaxpipe.profile CONFIG [section.key=value ...]`: where the time of one step goes.
 
 Trains three steps on random tokens on the present devices and records the last. Writes ticks.json,
-a track a rank with every tick by name (op, microbatch, stage) and every exchange, for Perfetto, and
+a track a rank with every tick by its label (op, microbatch) and every exchange, for Perfetto, and
 the profiler's own recording, whose operations are named by tick part, for XProf. Prints what each
 rank did, and its bubble: the share of the loop in which it worked on nothing. Exit codes: 0 done;
 1 the recording does not show the ticks; 2 bad input.
@@ -86,7 +86,9 @@ def profile(config: Config, out: Path) -> Ranks:
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error
     newest = max(out.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    ranks = ticks_of(events_of(newest), grid_of(trainer), _ranks(trainer))
+    ranks = ticks_of(
+        events_of(newest), grid_of(trainer), _ranks(trainer), stages=trainer.schedule.labels_stages
+    )
     write_trace(ranks, out / "ticks.json")
     return ranks
 

@@ -34,10 +34,11 @@ from jaxpipe.planning import (
     estimate,
     op_seconds,
     rank_bytes,
+    sizes_of,
 )
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import ScheduleError
+from jaxpipe.schedule import ScheduleError, Variant
 
 RANKS = (2, 4, 8, 16, 32, 64)
 REPLICAS = (1, 4, 16, 64, 256, 1024)
@@ -53,7 +54,7 @@ class Point:
 
     scaling: str  # "weak" or "strong"
     config: Config
-    schedule: str
+    variant: Variant
     seconds: float  # of a step
     bubble: float
     transfers: float  # by which messages lengthen the step
@@ -121,10 +122,10 @@ class _Scaler:
         config = msgspec.structs.replace(self.config, parallel=parallel, train=train)
         seconds = op_seconds(config, self.given.hardware)
         found = []
-        for label in _labels(pp, config.model.n_layers):
+        for variant in _variants(config):
             try:
-                one = candidate(config, seconds, label)
-            except (ScheduleError, StopIteration):
+                one = candidate(config, seconds, variant)
+            except ScheduleError:
                 continue
             found.append(
                 (estimate(config, one, seconds),
@@ -141,7 +142,7 @@ class _Scaler:
         return Point(
             scaling,
             config,
-            timed.candidate.label,
+            timed.candidate.variant,
             seconds,
             timed.report.bubble_lockstep * timed.report.lockstep_makespan / seconds,
             (pipeline - free.seconds) / seconds,
@@ -150,11 +151,13 @@ class _Scaler:
         )
 
 
-def _labels(pp: int, layers: int) -> list[str]:
-    """Schedules that need no search, as the plan names them."""
-    chunks = [v for v in (2, 4) if layers >= pp * v]
-    return ["1f1b", f"1f1b in_flight={2 * pp - 1}", "zb_h1", "dualpipe",
-            *(f"interleaved_1f1b v={v}" for v in chunks)]  # fmt: skip
+def _variants(config: Config) -> list[Variant]:
+    """Schedules that need no search."""
+    sizes = sizes_of(config)
+    chunks = [v for v in (2, 4) if sizes.layers >= sizes.pp * v]
+    packed = Variant("1f1b", in_flight=sizes.packed)
+    return [*map(Variant, ("1f1b", "zb_h1", "dualpipe")), packed,
+            *(Variant("interleaved_1f1b", virtual_stages=v) for v in chunks)]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +192,7 @@ def run(arguments: argparse.Namespace) -> None:
         over = "!" if point.bytes > device.memory else ""
         table.add_row(
             point.scaling, str(row["pp"]), str(row["dp"]), f"{point.devices:,}", str(row["M"]),
-            point.schedule, *(f"{row[name]:.1%}" for name in ("bubble", "transfers", "sums")),
+            point.variant.label, *(f"{row[name]:.1%}" for name in ("bubble", "transfers", "sums")),
             f"{point.bytes / 2**30:.1f}{over}", f"{point.tokens_per_device:,.0f}",
             f"{row['mfu']:.1%}",
         )  # fmt: skip
@@ -207,7 +210,7 @@ def _as_json(point: Point, peak: float) -> dict[str, Any]:
         "dp": parallel.dp,
         "tp": parallel.tp,
         "M": point.config.train.grad_accum_steps,
-        "schedule": point.schedule,
+        "schedule": point.variant.label,
         "step_seconds": point.seconds,
         "bubble": point.bubble,
         "transfers": point.transfers,

@@ -8,11 +8,11 @@ exchange is the message and the wait for neighbours; the time up to the next one
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from jaxpipe.schedule import Cell, Op
+from jaxpipe.schedule import Cell, Op, label
 
 _PERMUTES = ("ppermute", "collective-permute")
 
@@ -40,20 +40,27 @@ class Tick:
     begin: float
     works: float
     end: float
+    stages: bool = False  # whether its label names them
 
     @property
     def label(self) -> str:
-        """Such as `F3@1+B0@1`: microbatch and stage of every action."""
-        return "+".join(f"{op.name}{m}@{stage}" for op, stage, m in self.cell.actions) or "idle"
+        """That of its cell."""
+        return label(*self.cell.actions, stages=self.stages) or "idle"
 
 
 Ranks = Mapping[int, Sequence[Tick]]
 
 
 def ticks_of(
-    events: Iterable[Event], grid: Sequence[Sequence[Cell]], ranks: Mapping[int, int]
+    events: Iterable[Event],
+    grid: Sequence[Sequence[Cell]],
+    ranks: Mapping[int, int],
+    *,
+    stages: bool = False,
 ) -> Ranks:
     """The ticks of every recorded rank; `ranks` maps the devices that are wanted to theirs.
+
+    `stages`: the labels of ticks name them.
 
     Raises `ProfileError` where the recording has no permute that runs once a tick.
     """
@@ -63,7 +70,9 @@ def ticks_of(
             by_device[event.device].append(event)
     found = {}
     for device, recorded in by_device.items():
-        found[ranks[device]] = _of_device(recorded, [row[ranks[device]] for row in grid])
+        cells = [row[ranks[device]] for row in grid]
+        ticks = _of_device(recorded, cells)
+        found[ranks[device]] = [replace(tick, stages=stages) for tick in ticks]
     if set(found) != set(ranks.values()):
         raise ProfileError("the recording lacks some of the devices: was it another run's?")
     return dict(sorted(found.items()))

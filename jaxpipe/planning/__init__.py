@@ -1,7 +1,7 @@
 """What a run would cost under every schedule, before any device is touched. Nothing needs jax."""
 
 from jaxpipe.planning.advice import Advice, advise
-from jaxpipe.planning.candidates import Candidate, candidate, candidates
+from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
 from jaxpipe.planning.chosen import layers_of, lockstep_of, op_seconds, schedule_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import ITEMSIZE, Hardware, LayerSeconds, OpSeconds, analytic
@@ -20,10 +20,12 @@ __all__ = [
     "analytic",
     "candidate",
     "candidates",
+    "configured",
     "estimate",
     "layers_of",
     "lockstep_of",
     "op_seconds",
     "rank_bytes",
     "schedule_of",
+    "sizes_of",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import candidate
+from jaxpipe.planning.candidates import again
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import ScheduleError
@@ -63,10 +63,10 @@ def _smaller(config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float
         train = msgspec.structs.replace(config.train, grad_accum_steps=m)
         longer = msgspec.structs.replace(config, train=train)
         try:
-            found = candidate(longer, seconds, label)
+            more = again(longer, seconds, chosen.candidate)
         except ScheduleError as error:
             return f"{label}: {error}"
-        result = estimate(longer, found, seconds)
+        result = estimate(longer, more, seconds)
         now = result.report.bubble_lockstep
         if now <= bubble:
             return (

@@ -1,4 +1,4 @@
-"""Which schedules a configuration could have: every builder that its sizes allow."""
+"""Which schedules a configuration could have: every family that its sizes allow."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,72 +6,110 @@ from typing import Any
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.chosen import SEARCHED, V_SHAPED, layers_of, lockstep_of
+from jaxpipe.planning.chosen import layers_of, lockstep_of, schedule_of
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import Lockstep, Schedule, ScheduleError, build
+from jaxpipe.schedule import (
+    FAMILIES,
+    Lockstep,
+    Schedule,
+    ScheduleError,
+    Sizes,
+    Variant,
+    build,
+    family_of,
+)
 
 _SEARCH = 100_000  # steps simulated by each search: less than a second
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule for a configuration, with the layers of every stage, and how GPUs would run it."""
+    """A schedule for a configuration, with the layers of every stage, and how it would run.
 
-    label: str
+    `configured`: it is the one that the configuration names, as a run would have it.
+    """
+
+    variant: Variant
     schedule: Schedule
     layers: tuple[int, ...]
     lockstep: Lockstep
+    configured: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.variant.label
 
 
 def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
-    """The schedules that fit the sizes, and why each of the others does not."""
-    found: list[Candidate] = []
+    """The schedules that fit the sizes, and by label why each of the others does not.
+
+    The configuration's own comes first, and stands for the variant of its label.
+    """
+    own = variant_of(config)
+    fitting: list[Candidate] = []
     refused: dict[str, str] = {}
-    for label, name, options in _variants(config):
+    for variant in (own, *(v for v in variants(config) if v != own)):
         try:
-            found.append(_candidate(config, seconds, label, name, options))
+            made = configured(config) if variant == own else candidate(config, seconds, variant)
         except ScheduleError as error:
-            refused[label] = str(error)
-    return found, refused
+            refused[variant.label] = str(error)
+        else:
+            fitting.append(made)
+    return fitting, refused
 
 
-def candidate(config: Config, seconds: OpSeconds, label: str) -> Candidate:
-    """The candidate of that label; raises `ScheduleError` where the sizes do not allow it."""
-    name, options = next((name, o) for known, name, o in _variants(config) if known == label)
-    return _candidate(config, seconds, label, name, options)
+def variants(config: Config) -> list[Variant]:
+    """All that a plan of the configuration tries."""
+    sizes = sizes_of(config)
+    return [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
 
 
-def _candidate(
-    config: Config, seconds: OpSeconds, label: str, name: str, options: dict[str, Any]
-) -> Candidate:
+def sizes_of(config: Config) -> Sizes:
+    """What decides which variants are worth a try."""
     parallel = config.parallel
-    in_flight = options.pop("in_flight", None)
-    lockstep = replace(lockstep_of(config, on_cpu=False), in_flight=in_flight)
-    stages = parallel.pp * options.get("virtual_stages", 2 if name in V_SHAPED else 1)
+    return Sizes(parallel.pp, config.model.n_layers, parallel.slices, parallel.vocab_parallel_pp)
+
+
+def variant_of(config: Config) -> Variant:
+    """What the configuration names; raises `ScheduleError` for an unknown schedule."""
+    parallel, family = config.parallel, family_of(config.parallel.schedule)
+    return Variant(
+        family.name,
+        virtual_stages=parallel.virtual_stages or family.default("virtual_stages"),
+        memory_limit=parallel.memory_limit or family.default("memory_limit"),
+        in_flight=parallel.in_flight or None,
+    )
+
+
+def configured(config: Config, *, on_cpu: bool = False) -> Candidate:
+    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none."""
+    schedule = schedule_of(config)
+    layers = layers_of(config, schedule.stages)
+    lockstep = lockstep_of(config, on_cpu=on_cpu)
+    return Candidate(variant_of(config), schedule, layers, lockstep, configured=True)
+
+
+def again(config: Config, seconds: OpSeconds, made: Candidate) -> Candidate:
+    """The same for another configuration; raises `ScheduleError` where there is none."""
+    return configured(config) if made.configured else candidate(config, seconds, made.variant)
+
+
+def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:
+    """One of them; raises `ScheduleError` where the sizes do not allow it."""
+    parallel, family = config.parallel, FAMILIES[variant.family]
+    stages = parallel.pp * (variant.virtual_stages or family.stages)
     if not isinstance(parallel.layer_split, str) and len(parallel.layer_split) != stages:
         parallel = msgspec.structs.replace(parallel, layer_split="even")
     layers = layers_of(msgspec.structs.replace(config, parallel=parallel), stages)
-    if name in SEARCHED:
+    options: dict[str, Any] = {}
+    if family.searched:
         costs = seconds.costs(layers, shared_by=parallel.ends_shared_by)
-        options |= {"costs": costs, "effort": _SEARCH}
+        options = {"costs": costs, "effort": _SEARCH}
     schedule = build(
-        name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, slices=parallel.slices,
-        **options,
+        variant.family, pp=parallel.pp, microbatches=config.train.grad_accum_steps,
+        virtual_stages=variant.virtual_stages, memory_limit=variant.memory_limit,
+        slices=parallel.slices, **options,
     )  # fmt: skip
-    return Candidate(label, schedule, layers, lockstep)
-
-
-def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
-    """`(label, builder, options)`, options of the builder and `in_flight`."""
-    pp, layers = config.parallel.pp, config.model.n_layers
-    chunked = [v for v in (2, 3, 4) if layers >= pp * v]
-    found: list[tuple[str, str, dict[str, Any]]] = [("gpipe", "gpipe", {}), ("1f1b", "1f1b", {})]
-    packed = 2 * pp - 1 + config.parallel.vocab_parallel_pp  # as `place` explains
-    for ahead in sorted({(3 * pp - 1) // 2, packed} - {pp - 1, pp}):
-        ahead += config.parallel.slices - 1
-        found.append((f"1f1b in_flight={ahead}", "1f1b", {"in_flight": ahead}))
-    for name in ("interleaved_1f1b", "bfs", "interleaved_zb"):
-        found += [(f"{name} v={v}", name, {"virtual_stages": v}) for v in chunked]
-    found += [(name, name, {}) for name in ("zb_h1", "zb_h2")]
-    found += [(f"zb_auto {p}", "zb_auto", {"memory_limit": p}) for p in ("1p", "2p")]
-    return found + [(name, name, {}) for name in (*V_SHAPED, "dualpipe")]
+    lockstep = replace(lockstep_of(config, on_cpu=False), in_flight=variant.in_flight)
+    return Candidate(variant, schedule, layers, lockstep)

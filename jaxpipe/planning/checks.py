@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import layers_of, lockstep_of, schedule_of
-from jaxpipe.schedule import NAMES, ScheduleError, lower
+from jaxpipe.schedule import FAMILIES, ScheduleError, lower
 
 
 def validate(
@@ -162,25 +162,25 @@ def _check_model(config: Config) -> None:
 
 def _check_pipeline(config: Config) -> None:
     parallel, microbatches = config.parallel, config.train.grad_accum_steps
-    if parallel.schedule.lower() not in NAMES:
+    family = FAMILIES.get(parallel.schedule.lower())
+    if family is None:
         raise ConfigError(
-            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(NAMES)}."
+            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}."
         )
     if parallel.pp > config.model.n_layers:
         raise ConfigError(
             f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
             f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
         )
-    filled = parallel.schedule.lower() in ("gpipe", "bfs", "custom") or parallel.allow_underfilled
-    slices = parallel.slices
-    if microbatches * slices < parallel.pp and not filled:
+    slices, may_underfill = parallel.slices, family.underfills or parallel.allow_underfilled
+    if microbatches * slices < parallel.pp and not may_underfill:
         cut = f" of parallel.slices={slices}" if slices > 1 else ""
         raise ConfigError(
             f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "
             f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
         )
-    if (parallel.schedule.lower() == "custom") != bool(parallel.schedule_file):
+    if family.takes("path") != bool(parallel.schedule_file):
         raise ConfigError(
             f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."

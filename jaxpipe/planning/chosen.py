@@ -6,10 +6,7 @@ from typing import Any
 
 from jaxpipe.config import Config
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
-from jaxpipe.schedule import Lockstep, Schedule, assign_layers, build
-
-V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
-SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
+from jaxpipe.schedule import Lockstep, Schedule, assign_layers, build, family_of
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
@@ -30,7 +27,7 @@ def schedule_of(config: Config) -> Schedule:
     `ScheduleError` where there is none.
     """
     parallel = config.parallel
-    name = parallel.schedule.lower()
+    family = family_of(parallel.schedule)
     options: dict[str, Any] = {
         "virtual_stages": parallel.virtual_stages or None,
         "memory_limit": parallel.memory_limit or None,
@@ -38,13 +35,13 @@ def schedule_of(config: Config) -> Schedule:
     }
     if parallel.schedule_file:
         options["path"] = parallel.schedule_file
-    if name in SEARCHED:
-        layers = layers_of(config, parallel.pp * (2 if name in V_SHAPED else 1))
+    if family.searched:
+        layers = layers_of(config, parallel.pp * family.stages)
         options["costs"] = op_seconds(config).costs(layers, shared_by=parallel.ends_shared_by)
         options["objective"] = parallel.objective
         if parallel.objective == "lockstep":
             options["transfer_ticks"] = parallel.transfer_ticks or 2
-    return _built(name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+    return _built(family.name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
 
 
 def lockstep_of(config: Config, *, on_cpu: bool) -> Lockstep:

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.analysis import hidden_bytes
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.hardware import ITEMSIZE, OpSeconds, device_sizes
+from jaxpipe.planning.hardware import OpSeconds, message_bytes
 from jaxpipe.planning.memory import RankBytes, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Op, Report, Tables, lower, simulate
 
@@ -43,7 +42,7 @@ class Estimate:
 
 def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
     """Simulate a candidate of a configuration."""
-    train, schedule = config.train, candidate.schedule
+    schedule = candidate.schedule
     actions = (action for order in schedule.ranks for cell in order for action in cell.actions)
     costs = seconds.costs(
         candidate.layers,
@@ -52,10 +51,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     )
     report = simulate(schedule, costs, candidate.lockstep)
     tables = lower(schedule, candidate.lockstep)
-    message = hidden_bytes(
-        config.model, itemsize=ITEMSIZE[train.compute_dtype],
-        sequence_parallel=config.parallel.sequence_parallel, **device_sizes(config),
-    )  # fmt: skip
+    message = message_bytes(config)
     mirrored = mirrored_bytes(config, schedule, candidate.layers)
     return Estimate(
         candidate,

@@ -89,15 +89,22 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     """Seconds from FLOPs and bytes."""
-    train, sizes = config.train, device_sizes(config)
-    layer = layer_flops(config.model, remat=train.remat, **sizes)
+    sizes = device_sizes(config)
+    layer = layer_flops(config.model, remat=config.train.remat, **sizes)
     head = head_flops(config.model, **sizes)
-    message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
     return OpSeconds(
         layer=LayerSeconds(*(work / hardware.flops for work in (layer.F, layer.B, layer.W))),
         head=_total(head) / hardware.flops,
-        transfer=message / hardware.link,
+        transfer=message_bytes(config) / hardware.link,
     )
+
+
+def message_bytes(config: Config) -> int:
+    """Bytes of a message between ranks: what a device has of a microbatch between two layers."""
+    return hidden_bytes(
+        config.model, itemsize=ITEMSIZE[config.train.compute_dtype],
+        sequence_parallel=config.parallel.sequence_parallel, **device_sizes(config),
+    )  # fmt: skip
 
 
 def device_sizes(config: Config) -> dict[str, Any]:

@@ -3,12 +3,21 @@
 Pure Python and numpy; nothing here knows jax.
 """
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.schedule.assignment import assign_layers
-from jaxpipe.schedule.builders import BUILDERS, NAMES, build, forward_only
+from jaxpipe.schedule.builders import build, forward_only
 from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
+from jaxpipe.schedule.families import (
+    BUILDERS,
+    FAMILIES,
+    NAMES,
+    Family,
+    Sizes,
+    Variant,
+    family_of,
+)
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import Pair, Tables, lower
 from jaxpipe.schedule.row import Row
@@ -17,10 +26,12 @@ from jaxpipe.schedule.validate import validate
 
 __all__ = [
     "BUILDERS",
+    "FAMILIES",
     "NAMES",
     "Action",
     "Cell",
     "Costs",
+    "Family",
     "Lockstep",
     "Memory",
     "Op",
@@ -30,10 +41,14 @@ __all__ = [
     "Row",
     "Schedule",
     "ScheduleError",
+    "Sizes",
     "Tables",
+    "Variant",
     "assign_layers",
     "build",
+    "family_of",
     "forward_only",
+    "label",
     "lower",
     "peak_memory",
     "read",

@@ -2,7 +2,8 @@
 
 Letters. This package writes B for the gradient of a stage's *input*, W for the gradient of its
 *weights* and BW for both in one action (Qi et al., "Zero Bubble Pipeline Parallelism", section 2).
-The text notation of an order is PyTorch's, where `I` is our B, `W` our W and `B` our BW.
+People read labels, such as `BW3@1`: op, microbatch and stage. Files have PyTorch's notation, `1B3`,
+where `I` is our B, `W` our W and `B` our BW.
 """
 
 import enum
@@ -17,7 +18,7 @@ class ScheduleError(ValueError):
 
 
 class Op(enum.Enum):
-    """The kinds of work; each value is the letter used in the text notation of an order."""
+    """The kinds of work; each name is that of labels, each value the letter of the notation."""
 
     F = "F"
     B = "I"
@@ -38,16 +39,22 @@ class Op(enum.Enum):
 class Action(NamedTuple):
     """One op of one stage on one microbatch.
 
-    >>> str(Action(Op.BW, 2, 5))
-    '2B5'
+    >>> action = Action(Op.BW, stage=2, microbatch=5)
+    >>> str(action), action.notation
+    ('BW5@2', '2B5')
     """
 
     op: Op
     stage: int
     microbatch: int
 
-    def __str__(self) -> str:
+    @property
+    def notation(self) -> str:
+        """PyTorch's text of it, for files."""
         return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    def __str__(self) -> str:
+        return label(self)
 
 
 class Value(NamedTuple):
@@ -61,8 +68,9 @@ class Value(NamedTuple):
 class Cell(NamedTuple):
     """An F, a gradient action (B, W or BW), or both at once; what one rank does in one tick.
 
-    >>> str(Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2)))
-    '(0F7;3B2)OVERLAP_F_B'
+    >>> cell = Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2))
+    >>> str(cell), cell.notation
+    ('F7@0+BW2@3', '(0F7;3B2)OVERLAP_F_B')
     """
 
     forward: Action | None = None
@@ -78,9 +86,23 @@ class Cell(NamedTuple):
         """The actions present, F first."""
         return tuple(action for action in self if action is not None)
 
-    def __str__(self) -> str:
-        text = ";".join(map(str, self.actions))
+    @property
+    def notation(self) -> str:
+        """PyTorch's text of it, for files."""
+        text = ";".join(action.notation for action in self.actions)
         return f"({text})OVERLAP_F_B" if len(self.actions) == 2 else text
+
+    def __str__(self) -> str:
+        return label(*self.actions)
+
+
+def label(*actions: Action, stages: bool = True) -> str:
+    """What people read of actions in one cell: op, microbatch and, unless a rank has one, stage.
+
+    >>> label(Action(Op.F, 0, 7), Action(Op.BW, 0, 2), stages=False)
+    'F7+BW2'
+    """
+    return "+".join(f"{op.name}{m}" + f"@{stage}" * stages for op, stage, m in actions)
 
 
 @dataclass(frozen=True)
@@ -191,9 +213,14 @@ class Schedule:
         """Number of stages."""
         return self.placement.stages
 
+    @property
+    def labels_stages(self) -> bool:
+        """Whether labels name stages: a rank holds several of them."""
+        return self.stages > self.pp
+
     def orders(self) -> list[list[str]]:
-        """Per rank, the cells in text notation, for example `['0F0', '0B0']`."""
-        return [[str(cell) for cell in order] for order in self.ranks]
+        """Per rank, the cells in PyTorch's notation, for example `['0F0', '0B0']`."""
+        return [[cell.notation for cell in order] for order in self.ranks]
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """All `(rank, action)`, rank by rank, in order."""

@@ -1,45 +1,13 @@
 """Schedules by name."""
 
-from functools import partial
 from heapq import heappop, heappush
-from inspect import signature
 from typing import Any
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
-from jaxpipe.schedule.automatic import zb_auto
 from jaxpipe.schedule.cells import Costs, Memory
-from jaxpipe.schedule.custom import custom
-from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
-from jaxpipe.schedule.loop import (
-    bfs,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-)
+from jaxpipe.schedule.families import FAMILIES, family_of
 from jaxpipe.schedule.problem import SLACK, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
-from jaxpipe.schedule.vshape import v_shaped
-
-BUILDERS = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "bfs": bfs,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "zb_auto": zb_auto,
-    "interleaved_zb": interleaved_zb,
-    "zbv": partial(v_shaped, "zbv"),
-    "v_half": partial(v_shaped, "v_half"),
-    "v_min": partial(v_shaped, "v_min"),
-    "dualpipe": dualpipe,
-    "dualpipev": dualpipev,
-}
-_NAMED = BUILDERS | {"custom": custom}
-NAMES = tuple(_NAMED)
 
 
 def build(
@@ -72,9 +40,8 @@ def build(
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
     cannot have, and a memory limit that it breaks.
     """
-    name = name.lower()
-    if name not in _NAMED:
-        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(_NAMED)}.")
+    family = family_of(name)
+    name = family.name
     sizes = {"pp": pp, "microbatches": microbatches, "slices": slices}
     sizes["virtual_stages"] = virtual_stages
     for key, size in sizes.items():
@@ -86,19 +53,17 @@ def build(
     if slices > 1:
         options["slices"] = slices
     for option, value in options.items():
-        takers = [n for n in _NAMED if option in signature(_NAMED[n]).parameters]
-        if name not in takers:
+        if not family.takes(option):
+            takers = [other.name for other in FAMILIES.values() if other.takes(option)]
             raise ScheduleError(
                 f"{name} has no {option}: leave {option}={value!r} out"
                 + (f", or use one of {', '.join(takers)}." if takers else ".")
             )
-    builder = _NAMED[name]
     request = {"costs": costs, "memory": memory, "objective": objective}
     if memory_limit is not None:
         request["memory_limit"] = memory_limit
-    known = signature(builder).parameters
-    options |= {key: value for key, value in request.items() if key in known}
-    schedule = builder(pp, microbatches, **options)
+    options |= {key: value for key, value in request.items() if family.takes(key)}
+    schedule = family.builder(pp, microbatches, **options)
     if memory_limit is not None:
         _check_memory(schedule, memory or Memory(), memory_limit)
     return schedule

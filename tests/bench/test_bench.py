@@ -19,6 +19,7 @@ from jaxpipe.bench.ops import OpTimer, UpdateTimer
 from jaxpipe.bench.results import Result
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
 from jaxpipe.planning import Hardware, LayerSeconds, OpSeconds, candidate, estimate, op_seconds
+from jaxpipe.schedule import Variant
 from jaxpipe.training.trainer import Trainer
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
@@ -234,7 +235,7 @@ def test_scaling_is_the_planners_step_with_the_replicas_sums():
     one, four = found["weak", 2, 1], found["weak", 2, 4]
     assert one.sums == 0
     seconds = op_seconds(one.config)
-    planned = estimate(one.config, candidate(one.config, seconds, one.schedule), seconds)
+    planned = estimate(one.config, candidate(one.config, seconds, one.variant), seconds)
     assert one.seconds == planned.seconds
     parameters = planned.bytes.parameters
     assert four.seconds - one.seconds == pytest.approx(2 * 3 / 4 * parameters / 1e9)
@@ -252,8 +253,8 @@ def test_the_published_comparison_of_schedules_is_reproduced():
     config = configs.load(path, ["parallel.transfer_ticks=1"])
     seconds = op_seconds(config)
     plain, interleaved = (
-        estimate(config, candidate(config, seconds, label), seconds)
-        for label in ("1f1b", "interleaved_1f1b v=2")
+        estimate(config, candidate(config, seconds, variant), seconds)
+        for variant in (Variant("1f1b"), Variant("interleaved_1f1b", virtual_stages=2))
     )
     assert plain.report.makespan / interleaved.report.makespan == pytest.approx(1.28, rel=0.05)
 

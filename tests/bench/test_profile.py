@@ -31,7 +31,7 @@ def recorded(ticks, work=2.0, exchange=1.0):
 def test_ticks_are_what_lies_between_exchanges():
     grid = place(build("1f1b", pp=2, microbatches=2))
     ranks = ticks_of(recorded(len(grid)), grid, {7: 0, 5: 1})
-    assert [tick.label for tick in ranks[0]] == ["F0@0", "F1@0", "idle", "BW0@0", "idle", "BW1@0"]
+    assert [tick.label for tick in ranks[0]] == ["F0", "F1", "idle", "BW0", "idle", "BW1"]
     assert {(tick.works - tick.begin, tick.end - tick.works) for tick in ranks[1]} == {(1.0, 2.0)}
     assert bubbles(ranks) == {rank: pytest.approx(1 - 4 * 2 / 18) for rank in (0, 1)}
     assert op_seconds(ranks) == {(op, s): 2.0 for op in (Op.F, Op.BW) for s in (0, 1)}

@@ -3,11 +3,12 @@
 from math import prod
 
 import jax
+from legal import near
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Op, build
+from jaxpipe.schedule import Op
 from jaxpipe.schedule.lockstep import PLAIN
 
 LAYERS_EACH = 2  # of every stage
@@ -15,8 +16,7 @@ LAYERS_EACH = 2  # of every stage
 
 def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none"):
     """The trace of the step of one schedule, and the schedule."""
-    options = {"effort": 20_000} if name in ("zb_auto", "zbv", "v_half", "v_min") else {}
-    schedule = build(name, pp=pp, microbatches=microbatches, **options)
+    schedule = near(name, pp, microbatches)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers)
     params = {"shared": shared, "layers": layout.stack(layers)}

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, cal_diff
+from legal import near
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import BUILDERS, Lockstep, Op, build, lower
+from jaxpipe.schedule import BUILDERS, FAMILIES, Lockstep, Op, build, lower
 
 
 def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
@@ -30,13 +31,9 @@ def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **ex
 
 def schedule_of(name, pp, *, more=False):
     """A schedule at its least microbatches, or at the next number above pp that it takes."""
-    least = 2 * pp if name in ("dualpipe", "dualpipev") else 1
-    rounds = name in ("interleaved_1f1b", "interleaved_zb")
-    above = 2 * pp + 2 if name in ("dualpipe", "dualpipev") else 2 * pp if rounds else pp + 3
-    options = {"virtual_stages": 2} if name == "bfs" else {}
-    if name in ("zb_auto", "zbv", "v_half", "v_min"):
-        options["effort"] = 20_000
-    return build(name, pp=pp, microbatches=above if more else least, **options)
+    family = FAMILIES[name]
+    above = 2 * pp if family.in_rounds else max(pp + 3, family.least(pp) + 2)
+    return near(name, pp, above if more else family.least(pp), virtual_stages=2)
 
 
 def uneven(stages):

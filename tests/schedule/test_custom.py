@@ -30,10 +30,10 @@ def test_idle_cells_are_passed_over(tmp_path):
         ("(0B0;0F0)OVERLAP_F_B\n", "rank 0, cell 0: .* must pair an F with an I, W or B"),
         ("0B0\n", "holds no forward action"),
         ("0F0,0B0,2F0,2B0\n", "1F0 is missing: every stage needs its forwards"),
-        ("0F0,0F1,0B0\n", "stage 0, microbatch 1 has 0F1: it needs F and then BW"),
-        ("0F0,0F0,0B0\n", "0F0 appears 2 times"),
-        ("0F0,0B0\n1F0,1B0,0F1,0B1\n", "rank 1, 0F1|stage 1, microbatch 1"),
-        ("0F0,0B0\n1B0,1F0\n", "deadlock: rank 0 waits at 0B0"),
+        ("0F0,0F1,0B0\n", "stage 0, microbatch 1 has F1@0: it needs F and then BW"),
+        ("0F0,0F0,0B0\n", "F0@0 appears 2 times"),
+        ("0F0,0B0\n1F0,1B0,0F1,0B1\n", "rank 1, F1@0|stage 1, microbatch 1"),
+        ("0F0,0B0\n1B0,1F0\n", "deadlock: rank 0 waits at BW0@0"),
     ],
 )
 def test_faults_are_named(tmp_path, text, message):

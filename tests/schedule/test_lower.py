@@ -2,15 +2,16 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from inspect import signature
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import interpret
+from legal import near
 
 from jaxpipe.schedule import (
     BUILDERS,
+    FAMILIES,
     Action,
     Lockstep,
     Op,
@@ -25,20 +26,10 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.lifetimes import colour
 
-CHUNKED = ("interleaved_1f1b", "bfs", "interleaved_zb")
 
-
-def legal(name, pp, microbatches, chunks):
-    """The schedule nearest to these sizes that there is."""
-    options = {"virtual_stages": chunks} if name in CHUNKED else {}
-    if name in ("interleaved_1f1b", "interleaved_zb"):
-        microbatches = max(1, microbatches // pp) * min(pp, microbatches)
-    if name in ("dualpipe", "dualpipev"):
-        pp += pp % 2 if name == "dualpipe" else 0
-        microbatches = 2 * pp + 2 * (microbatches // 2)
-    if name in ("zb_auto", "zbv", "v_half", "v_min"):
-        options["effort"] = 20_000  # hardly a search: the tables are what is tested
-    return build(name, pp=pp, microbatches=microbatches, **options)
+def from_least(name, pp, more, chunks):
+    """Near the fewest microbatches on so many ranks, and so many more."""
+    return near(name, pp, FAMILIES[name].least(pp) - 1 + more, chunks)
 
 
 def writable(tables):
@@ -59,7 +50,7 @@ def writable(tables):
 def test_tables_bring_every_value_where_it_is_read(
     name, pp, microbatches, chunks, transfer_ticks, ends, pairs
 ):
-    schedule = legal(name, pp, microbatches, chunks)
+    schedule = from_least(name, pp, microbatches, chunks)
     tables = lower(schedule, Lockstep(transfer_ticks, pairs=pairs, **ends))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert bool(tables.pairs) == (pairs and name in ("dualpipe", "dualpipev"))
@@ -87,7 +78,7 @@ def test_a_cap_on_microbatches_is_kept(
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
     """A buffer is no larger than the order of the actions makes it, whatever ticks they fall in."""
-    schedule = legal(name, 4, 12, 2)
+    schedule = near(name, 4, 12, 2)
     slots, report = lower(schedule, Lockstep(transfer_ticks)).slots, simulate(schedule)
     assert slots.for_b == max(report.peak_until_b)
     assert slots.for_w == max(report.peak_until_w)
@@ -97,7 +88,7 @@ def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 def test_a_pair_of_cells_holds_both_at_once(name):
     """F takes a slot before the gradient beside it frees its own: at most one more."""
-    schedule = legal(name, 4, 12, 2)
+    schedule = near(name, 4, 12, 2)
     slots, report = lower(schedule).slots, simulate(schedule)
     assert max(report.peak_until_w) <= slots.for_w <= max(report.peak_until_w) + 1
 
@@ -120,7 +111,7 @@ def test_forward_only_tables(placement, transfer_ticks, vocab_parallel):
 
 @pytest.mark.parametrize("fault", ["swapped slot", "late store", "dropped W", "other way", "chunk"])
 def test_a_planted_fault_is_caught(fault):
-    schedule = legal("zbv", 4, 6, 2)
+    schedule = near("zbv", 4, 6)
     tables = writable(lower(schedule))
     columns = tables.columns
     if fault == "swapped slot":
@@ -137,7 +128,7 @@ def test_a_planted_fault_is_caught(fault):
         assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
 
 
-SLICED = [name for name in BUILDERS if "slices" in signature(BUILDERS[name]).parameters]
+SLICED = [name for name, family in FAMILIES.items() if family.takes("slices")]
 
 
 @pytest.mark.parametrize("name", SLICED)
@@ -175,7 +166,10 @@ def test_slices_of_few_sequences_are_held():
 
 @pytest.mark.parametrize(
     ("swap", "message"),
-    [(("0F0", "0F1"), "0F1: it must follow 0F0"), (("0B1", "0B0"), "0B0: it must follow 0B1")],
+    [
+        (("F0@0", "F1@0"), "F1@0: it must follow F0@0"),
+        (("BW1@0", "BW0@0"), "BW0@0: it must follow BW1@0"),
+    ],
 )
 def test_slices_out_of_order_are_refused(swap, message):
     schedule = build("gpipe", pp=1, microbatches=2, slices=2)
@@ -224,7 +218,7 @@ def test_colouring_uses_the_fewest_slots(spans):
     ],
 )
 def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
-    assert list(lower(legal(name, pp, 8, 2)).lanes) == lanes
+    assert list(lower(near(name, pp, 8, 2)).lanes) == lanes
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legal import QUICK, near
 
 from jaxpipe.analysis import peak_held
 from jaxpipe.schedule import (
     BUILDERS,
+    FAMILIES,
     Action,
     Cell,
     Costs,
@@ -15,52 +17,32 @@ from jaxpipe.schedule import (
     Placement,
     Schedule,
     ScheduleError,
+    Sizes,
     build,
     forward_only,
+    lower,
     simulate,
     timeline,
     validate,
+    write,
 )
 from jaxpipe.schedule.cells import place
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
-SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
 
-# Per schedule: any (P, M, v) to one that it can have.
-LEGAL = {
-    "gpipe": lambda p, m, v: (p, m, None),
-    "1f1b": lambda p, m, v: (p, m, None),
-    "interleaved_1f1b": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
-    "bfs": lambda p, m, v: (p, m, v),
-    "zb_h1": lambda p, m, v: (p, m, None),
-    "zb_h2": lambda p, m, v: (p, m, None),
-    "zb_auto": lambda p, m, v: (p, min(m, 24), None),
-    "interleaved_zb": lambda p, m, v: (p, m // max(1, m // p) * max(1, m // p), v),
-    "zbv": lambda p, m, v: (p, min(m, 24), None),
-    "v_half": lambda p, m, v: (p, min(m, 24), None),
-    "v_min": lambda p, m, v: (p, min(m, 24), None),
-    "dualpipe": lambda p, m, v: (p + p % 2, max(m + m % 2, 2 * (p + p % 2)), None),
-    "dualpipev": lambda p, m, v: (p, max(m, 2 * p), None),
-}
-
-
-def build_legal(name, *sizes):
-    pp, microbatches, virtual_stages = LEGAL[name](*sizes)
-    options = {"effort": 20_000} if name in SEARCHED else {}
-    return build(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, **options)
-
-
-@pytest.mark.parametrize("name", LEGAL)
+@pytest.mark.parametrize("name", BUILDERS)
 @given(pp=st.integers(1, 16), microbatches=st.integers(1, 96), v=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_every_builder_is_valid(name, pp, microbatches, v):
-    schedule = build_legal(name, pp, microbatches, v)
+    if FAMILIES[name].searched:
+        microbatches = min(microbatches, 24)
+    schedule = near(name, pp, microbatches, v)
     validate(schedule)
     report = simulate(schedule)
     assert report.makespan > 0  # both clocks run to the end
     declared = peak_held(name, schedule.pp, schedule.microbatches, schedule.stages // schedule.pp)
-    if name in SEARCHED:
+    if FAMILIES[name].searched:
         assert all(held <= most for held, most in zip(report.peak_until_w, declared))
     else:
         assert report.peak_until_w == declared
@@ -97,8 +79,8 @@ def test_the_1f1b_figure_of_four_stages_and_eight_microbatches():
     assert timeline(build("1f1b", pp=4, microbatches=8)).splitlines()[3].split("| ")[1].split()[
         3:
     ] == [
-        "F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3", "F4", "B4", "F5", "B5", "F6", "B6", "F7",
-        "B7", ".", ".", ".",
+        "F0", "BW0", "F1", "BW1", "F2", "BW2", "F3", "BW3", "F4", "BW4", "F5", "BW5", "F6", "BW6",
+        "F7", "BW7", ".", ".", ".",
     ]  # fmt: skip
     orders = build("1f1b", pp=4, microbatches=8).orders()
     assert " ".join(orders[0]) == (
@@ -185,20 +167,20 @@ def broken(rank, edit):
 @pytest.mark.parametrize(
     ("rank", "edit", "message"),
     [
-        (0, lambda o: o.pop(), "stage 0, microbatch 1 has 0F1"),
-        (0, lambda o: o.append(o[0]), "0F0 appears 2 times"),
-        (0, lambda o: o.insert(0, o.pop()), "deadlock: rank 0 waits at 0B1"),
-        (1, lambda o: o.reverse(), "deadlock: rank 0 waits at 0B0"),
-        (1, lambda o: o.append(F(0, 0)), "rank 1, 0F0: stage 0 is on rank 0"),
+        (0, lambda o: o.pop(), "stage 0, microbatch 1 has F1@0: it needs F and then BW"),
+        (0, lambda o: o.append(o[0]), "F0@0 appears 2 times"),
+        (0, lambda o: o.insert(0, o.pop()), "deadlock: rank 0 waits at BW1@0"),
+        (1, lambda o: o.reverse(), "deadlock: rank 0 waits at BW0@0"),
+        (1, lambda o: o.append(F(0, 0)), "rank 1, F0@0: stage 0 is on rank 0"),
         (
             1,
             lambda o: o.append(F(1, 2)),
-            "rank 1, 1F2: stage or microbatch out of range",
+            "rank 1, F2@1: stage or microbatch out of range",
         ),
         (
             1,
             lambda o: o.append(Cell.of(Action(Op.W, 1, 0))),
-            "stage 1, microbatch 0 has 1F0 1W0 1B0",
+            "stage 1, microbatch 0 has F0@1 W0@1 BW0@1",
         ),
     ],
 )
@@ -224,12 +206,11 @@ def test_build_rejects(name, pp, microbatches, message):
         build(name, pp=pp, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", LEGAL)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_every_builder_takes_costs_and_a_memory_limit(name):
     """The limit of the schedule's own peak is kept; one below it is refused with the least."""
     costs = Costs(1.0, 1.2, 0.8, transfer=0.1)
-    pp, microbatches, v = LEGAL[name](4, 8, 2)
-    sizes = {"pp": pp, "microbatches": microbatches, "virtual_stages": v, "costs": costs}
+    sizes = {"pp": 4, "microbatches": 8, "costs": costs}
     peak = max(simulate(build(name, **sizes)).peak_until_w)
     schedule = build(name, **sizes, memory_limit=peak, objective="makespan")
     assert max(simulate(schedule).peak_until_w) <= peak
@@ -240,5 +221,66 @@ def test_every_builder_takes_costs_and_a_memory_limit(name):
             build(name, **sizes, memory_limit=peak - 1)
 
 
-def test_every_builder_is_listed():
-    assert set(BUILDERS) == set(LEGAL)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
+    """Its nearest sizes are built, others are refused; placement, stages and slices as said."""
+    family, options = FAMILIES[name], {}
+    assert family.name == name
+    assert "\n" not in family.summary
+    assert len(family.summary) <= 80
+    if family.placement == "file":
+        write(build("1f1b", pp=4, microbatches=8), tmp_path / "order.csv")
+        options = {"path": tmp_path / "order.csv"}
+    if family.searched:
+        options = {"effort": QUICK}
+    pp, microbatches = family.nearest(4, 8)
+    schedule = build(name, pp=pp, microbatches=microbatches, **options)
+    assert schedule.stages == pp * family.stages
+    rank_of = schedule.placement.rank_of
+    turns = len(rank_of) > pp and rank_of[pp - 1] == rank_of[pp]
+    assert turns == (family.placement == "v")
+    mirrored = schedule.placement.mirrored_from is not None
+    assert mirrored == (family.placement == "both ways")
+    if family.takes("slices"):
+        sliced = build(name, pp=pp, microbatches=microbatches, slices=2)
+        assert (sliced.slices, sliced.microbatches) == (2, 2 * microbatches)
+    else:
+        with pytest.raises(ScheduleError, match="has no slices"):
+            build(name, pp=pp, microbatches=microbatches, slices=2, **options)
+
+
+@pytest.mark.parametrize("name", [n for n in BUILDERS if not FAMILIES[n].searched])
+@given(pp=st.integers(1, 9), microbatches=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
+    near_by = FAMILIES[name].nearest(pp, microbatches)
+    build(name, pp=near_by[0], microbatches=near_by[1])
+    if (pp, microbatches) != near_by:
+        with pytest.raises(ScheduleError):
+            build(name, pp=pp, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_variants_to_plan_can_be_built(name):
+    family = FAMILIES[name]
+    variants = list(family.variants(name, Sizes(pp=4, layers=12)))
+    assert variants
+    assert len({variant.label for variant in variants}) == len(variants)
+    for variant in variants:
+        assert variant.family == name
+        options = {"effort": QUICK} if family.searched else {}
+        chosen = {"virtual_stages": variant.virtual_stages, "memory_limit": variant.memory_limit}
+        schedule = build(name, pp=4, microbatches=8, **chosen, **options)
+        lower(schedule, Lockstep(in_flight=variant.in_flight))
+
+
+def test_packed_1f1b_is_as_tight_as_it_can_be():
+    """One in flight less, and the scan waits; slices and a shared vocabulary need more."""
+    for slices, shared in ((1, False), (1, True), (2, False), (2, True)):
+        schedule = build("1f1b", pp=4, microbatches=16, slices=slices)
+        packed = Sizes(4, 8, slices, shared).packed
+        ticks = [
+            lower(schedule, Lockstep(in_flight=n, vocab_parallel=shared)).ticks
+            for n in (packed - 1, packed, packed + 1)
+        ]
+        assert ticks[0] > ticks[1] == ticks[2]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from jaxpipe import config as configs
-from jaxpipe.planning import Candidate, lockstep_of, rank_bytes, schedule_of
+from jaxpipe.planning import configured, lockstep_of, rank_bytes, schedule_of
 from jaxpipe.planning.checks import validate
 from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.summary import readable_bytes, summary
@@ -29,11 +29,9 @@ def test_deferred_ends_are_counted():
                 "parallel.defer_ends=true", "train.grad_accum_steps=8"],
     )  # fmt: skip
     trainer = Trainer(config, tuple(jax.devices()[:2]))
-    schedule, layers = trainer.schedule, trainer.layout.counts
 
     def activations(lockstep):
-        candidate = Candidate("zb_h1", schedule, layers, lockstep)
-        planned = rank_bytes(config, candidate, lower(schedule, lockstep))
+        planned = rank_bytes(config, configured(config), lower(trainer.schedule, lockstep))
         return readable_bytes(planned.activations)
 
     assert activations(Lockstep(defer_ends=True)) != activations(Lockstep())
