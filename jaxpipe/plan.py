@@ -109,35 +109,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     check_replicas(config)
     hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
     memory = arguments.memory or DEVICES[arguments.device].memory
-    ticks = config.parallel.transfer_ticks or 2
     try:
         seconds = op_seconds(config, hardware)
         found, refused = candidates(config, seconds)
-        estimates = [estimate(config, one, seconds, transfer_ticks=ticks) for one in found]
+        estimates = [estimate(config, one, seconds) for one in found]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not estimates:
         raise ConfigError(next(iter(refused.values())))
-    advice = advise(
-        config, estimates, seconds, memory=memory, bubble=arguments.bubble, transfer_ticks=ticks
-    )
+    advice = advise(config, estimates, seconds, memory=memory, bubble=arguments.bubble)
     shown = _shown(estimates, arguments.show or advice.best)
     if arguments.json:
         print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
     else:
-        _print(config, estimates, refused, advice, memory, ticks)
-    knobs = {
-        "transfer_ticks": ticks,
-        "in_flight": shown.candidate.in_flight,
-        "vocab_parallel": config.parallel.vocab_parallel_pp,
-    }
+        _print(config, estimates, refused, advice, memory)
     if arguments.timeline:
-        print(
-            timeline(shown.candidate.schedule, **knobs), file=sys.stderr if arguments.json else None
-        )
+        drawn = timeline(shown.candidate.schedule, shown.candidate.lockstep)
+        print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
         costs = seconds.costs(shown.candidate.layers, shared_by=config.parallel.ends_shared_by)
-        _draw(shown, arguments.picture, costs, knobs)
+        _draw(shown, arguments.picture, costs)
     return 0
 
 
@@ -176,14 +167,8 @@ def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
     )
 
 
-def _draw(shown: Estimate, path: Path, costs: Costs, knobs: dict[str, Any]) -> None:
-    picture(
-        shown.candidate.schedule,
-        path,
-        costs=costs,
-        clock="lockstep",
-        **knobs,
-    )
+def _draw(shown: Estimate, path: Path, costs: Costs) -> None:
+    picture(shown.candidate.schedule, path, costs=costs, lockstep=shown.candidate.lockstep)
     print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
 
 
@@ -193,10 +178,10 @@ def _print(
     refused: dict[str, str],
     advice: Advice,
     memory: float,
-    ticks: int,
 ) -> None:
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
+    ticks = estimates[0].candidate.lockstep.transfer_ticks
     console.print(
         f"{config.model.parameter_count():,} parameters, {parallel.mesh}, "
         f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "

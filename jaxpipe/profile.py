@@ -113,7 +113,7 @@ def _device(process: str) -> int | None:
 
 def _ranks(trainer: "Trainer") -> dict[int, int]:
     """Pipeline ranks of the first replica's first devices, by the number of the device."""
-    return {device.id: rank for rank, device in enumerate(trainer.mesh.devices[:, 0, 0])}
+    return {device.id: rank for rank, device in enumerate(trainer.mesh.devices[:, 0, 0, 0])}
 
 
 def _print(ranks: Ranks) -> None:

@@ -128,7 +128,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.directory} already holds checkpoints of steps "
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
-            checkpoints.save(0, trainer.init()._asdict(), describe(trainer, data, 0))
+            checkpoints.save(0, trainer.init().parts(), describe(trainer, data, 0))
             return 0
         progress.say(summary(trainer))
         state, position = start(trainer, data, checkpoints, progress.say)

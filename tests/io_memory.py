@@ -37,10 +37,10 @@ def main(mode, directory, pp):
         held = [state]
 
         def save():
-            checkpoints.save(1, state._asdict(), {})
+            checkpoints.save(1, state.parts(), {})
 
         def restore():
-            held[0], _ = checkpoints.restore(trainer.state_shapes._asdict(), print)
+            held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
             jax.block_until_ready(held[0])
 
         found = memory.peak(save if mode == "save" else restore)

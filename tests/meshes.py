@@ -17,8 +17,9 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.schedule import build
+from jaxpipe.schedule.lockstep import PLAIN
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 MODELS = {
@@ -30,13 +31,6 @@ MODELS = {
     "odd": ModelConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
-
-
-def functions_of(decoder):
-    state = decoder.state if decoder.slices > 1 else None
-    return StageFunctions(
-        decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts, state
-    )
 
 
 def problem(model, dtype, examples=EXAMPLES):
@@ -55,12 +49,12 @@ def problem(model, dtype, examples=EXAMPLES):
 @cache
 def wanted(model, dtype, examples=EXAMPLES):
     decoder, shared, layers, batch = problem(model, dtype, examples)
-    return losses_and_gradients_ref(functions_of(decoder), shared, layers, batch)
+    return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
-    dtype=jnp.float32, examples=EXAMPLES, **execution,
+    dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters as they are stored, and batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
@@ -68,11 +62,12 @@ def pipeline_of(
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
-    of_ends = VocabularyParallel.of(devices, pp) if execution.get("vocab_parallel") else None
+    of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     stretches = SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE
     decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches, slices)
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
-    pipeline = Pipeline(functions_of(decoder), built, mesh, layout.counts, Execution(**execution))
+    execution = Execution(lockstep, **execution)
+    pipeline = Pipeline(decoder.functions, built, mesh, layout.counts, execution)
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
     return pipeline, layout, params, batch
 

@@ -1,5 +1,7 @@
 """The real decoder through the pipeline against the reference: attention, norms, ends and all."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from compare import assert_close, cal_diff
 from jaxpipe.config import ModelConfig
 from jaxpipe.model import IGNORE, Decoder
 from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.schedule import build
 
 CONFIG = ModelConfig(
@@ -28,7 +30,7 @@ def run(name, counts, dp, dtype=jnp.float32, terms=1, **execution):
     decoder, key = Decoder(CONFIG), jax.random.key(0)
     layout, pp, microbatches = StageLayout(counts), len(counts), len(counts) + 2
     count = lambda microbatch: terms * decoder.count(microbatch)  # noqa: E731
-    functions = StageFunctions(decoder.embed, decoder.layer, decoder.head, count)
+    functions = replace(decoder.functions, count=count)
     cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
     shared = cast(decoder.init_ends(key))
     layers = [cast(decoder.init_layer(key, i)) for i in range(5)]

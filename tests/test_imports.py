@@ -11,7 +11,7 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "partition", "schedule"},
+    {"config", "contract", "partition", "schedule"},
     {"runtime"},
     {"analysis"},
     {"planning"},

@@ -1,5 +1,7 @@
 """The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,6 @@ from meshes import (
     MICROBATCHES,
     MODELS,
     SIZES,
-    functions_of,
     pipeline_of,
     problem,
     run,
@@ -30,16 +31,20 @@ from jaxpipe.parallel import (
     TensorParallel,
     make_mesh,
 )
-from jaxpipe.partition.devices import Cut
+from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import (
     POLICIES,
+    Context,
     Execution,
+    LayerKind,
     Pipeline,
-    StageFunctions,
     losses_and_gradients_ref,
     split_layer,
 )
-from jaxpipe.schedule import build, lower
+from jaxpipe.pipeline.split import Cotangent
+from jaxpipe.schedule import Lockstep, build
+
+SHARED = Lockstep(vocab_parallel=True)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -79,19 +84,19 @@ def test_replicas_that_share_sequences(schedule, mesh, sdp):
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "zb_h1", 2, 2, 1, sdp=2, remat=remat))
-    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, vocab_parallel=True))
+    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, lockstep=SHARED))
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv", "dualpipe"])
 def test_all_ranks_share_the_vocabulary(schedule, mesh):
-    execution = {"vocab_parallel": True, "zero_stage": 2, "transfer_ticks": 1 + (mesh[0] == 2)}
+    lockstep = Lockstep(transfer_ticks=1 + (mesh[0] == 2), vocab_parallel=True)
     with jax.enable_x64(True):
         worst = jax.tree.map(
             cal_diff,
             *run(
                 "deep", schedule, *mesh, sequence=mesh[2] > 1, loss_chunks=mesh[2],
-                dtype=jnp.float64, **execution,
+                dtype=jnp.float64, lockstep=lockstep, zero_stage=2,
             ),
         )  # fmt: skip
     assert max(jax.tree.leaves(worst)) < 1e-13, worst
@@ -100,7 +105,8 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 @pytest.mark.parametrize("in_flight", [None, 4])
 def test_shared_vocabulary_in_single_precision(in_flight, zero_stage):
-    how = {"vocab_parallel": True, "zero_stage": zero_stage, "in_flight": in_flight}
+    lockstep = Lockstep(in_flight=in_flight, vocab_parallel=True)
+    how = {"lockstep": lockstep, "zero_stage": zero_stage}
     got, want = run("grouped", "1f1b", 2, 2, 2, **how)
     assert_close(got, want)
     poisoned, _ = run("grouped", "1f1b", 2, 2, 2, poison_bubbles=True, **how)
@@ -110,7 +116,7 @@ def test_shared_vocabulary_in_single_precision(in_flight, zero_stage):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_no_rank_has_a_whole_vocabulary(schedule):
     """Stored, gathered, summed or multiplied: nothing in the program is as long as it."""
-    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, vocab_parallel=True)
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, lockstep=SHARED)
     held = jax.tree.map(lambda s, leaf: NamedSharding(pipeline.mesh, s).shard_shape(leaf.shape),
                         pipeline.sharding.specs(params), params)  # fmt: skip
     assert held["shared"]["embed"] == (SIZES["vocab_size"] // 4, SIZES["d_model"])
@@ -124,18 +130,18 @@ def test_no_rank_has_a_whole_vocabulary(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipe"])
 def test_a_shared_vocabulary_gives_every_rank_the_same_work(schedule):
     """As many operations of matrix products on each rank, and those of one device in all."""
-    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, vocab_parallel=True)
-    tables = lower(pipeline.schedule, vocab_parallel=True)
+    pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, lockstep=SHARED)
+    tables = pipeline.tables
     trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
     of_ranks = {executed_flops(trace, tables, rank) for rank in range(4)}
     alone, _, params, batch = pipeline_of("deep", "1f1b", 1, 1, 1)
     trace = jax.jit(alone.losses_and_gradients).trace(params, batch)
-    assert of_ranks == {executed_flops(trace, lower(alone.schedule), 0) / 4}
+    assert of_ranks == {executed_flops(trace, alone.tables, 0) / 4}
 
 
 def test_forward_only_with_a_shared_vocabulary():
     pipeline, _, params, batch = pipeline_of(
-        "tied", "dualpipe", 2, 2, 2, sequence=True, vocab_parallel=True
+        "tied", "dualpipe", 2, 2, 2, sequence=True, lockstep=SHARED
     )
     losses = jax.jit(pipeline.losses)(params, batch)
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
@@ -152,24 +158,26 @@ record.defvjp(lambda y, _: (y, y), lambda y, dy: (dy, {"y": y, "dy": dy}))
 
 def recording(decoder):
     """The model with, of every layer, tables of its outputs and of the gradients at them."""
-    devices, cut = decoder.devices, Cut(summed=decoder.devices.sequence)
+    devices = decoder.devices
+    table = Leaf(summed=("tp",) if devices.sequence else ())
 
-    def layer(params, x, microbatch):
-        y = decoder.layer(params["layer"], x, microbatch)
-        place = jax.tree.map(lambda table: table[microbatch["example"]], params["tables"])
+    def layer(params, x, context):
+        output = decoder.layer(params["layer"], x, context)
+        example = context.rows["example"]
+        place = jax.tree.map(lambda table: table[example], params["tables"])
         if devices.sequence:
+            length = output.y.shape[1]
             place = jax.tree.map(
                 lambda table: jax.lax.dynamic_slice_in_dim(
-                    table, devices.index() * y.shape[1], y.shape[1], 1
+                    table, devices.index() * length, length, 1
                 ),
                 place,
             )
-        return record(y, place)
+        return output._replace(y=record(output.y, place))
 
-    cuts = {"layer": decoder.cuts["layer"], "tables": {"y": cut, "dy": cut}}
-    return StageFunctions(
-        decoder.embed, layer, decoder.head, decoder.count, decoder.cuts | {"layer": cuts}
-    )
+    functions = decoder.functions
+    leaves = {"layer": decoder.leaves["layer"], "tables": {"y": table, "dy": table}}
+    return replace(functions, kinds=LayerKind(layer, leaves), reads=(*functions.reads, "example"))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -252,13 +260,13 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
     decoder = Decoder(MODELS["grouped"])
     mesh = make_mesh(2, 2, devices=jax.devices()[:4])
     pipeline = Pipeline(
-        functions_of(decoder), build("1f1b", pp=2, microbatches=MICROBATCHES), mesh,
+        decoder.functions, build("1f1b", pp=2, microbatches=MICROBATCHES), mesh,
         execution=execution,
     )  # fmt: skip
     params = {"shared": shared, "layers": layout.stack(layers)}
     stored = pipeline.sharding.stored(params)
     cut = {
-        part: sum(leaf.axis("dp") is not None for leaf in jax.tree.leaves(stored[part]))
+        part: sum(leaf.dim("dp") is not None for leaf in jax.tree.leaves(stored[part]))
         for part in stored
     }
     assert cut == {"shared": 3, "layers": 2 * 9}
@@ -298,7 +306,8 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
     key, found = jax.random.key(0), []
     layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))
     ends = jax.eval_shape(lambda: decoder.init_ends(key))
-    stored = Sharding(mesh, decoder.cuts).stored(
+    leaves = decoder.leaves
+    stored = Sharding(mesh, leaves["shared"], lambda slot: leaves["layer"]).stored(
         {
             "shared": ends,
             "layers": (
@@ -309,13 +318,14 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
 
     def look(ends, layer, microbatch):
         x = jax.eval_shape(decoder.embed, ends, microbatch)
-        split = split_layer(decoder.layer, layer, x, microbatch, POLICIES[remat])
+        context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+        split = split_layer(decoder.layer, layer, x, context, POLICIES[remat])
         size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))  # noqa: E731
         kept = split.residuals
         if remat == "none":
-            args = layer, microbatch, kept, x
+            args = layer, context, kept, Cotangent(x)
             of_b = jax.make_jaxpr(split.backward_input)(*args)
-            of_w = jax.make_jaxpr(split.backward_weight)(layer, microbatch, kept.for_w, split.stash)
+            of_w = jax.make_jaxpr(split.backward_weight)(layer, context, kept.for_w, split.stash)
             of_both = jax.make_jaxpr(split.backward)(*args)
             gathers = lambda made: sum(  # noqa: E731
                 eqn.primitive.name == "all_gather" for eqn in made.jaxpr.eqns

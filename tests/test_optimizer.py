@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jaxpipe.config import OptimizerConfig
+from jaxpipe.parallel import Sharding, make_mesh
 from jaxpipe.training.optimizer import (
     build,
     clip_by_global_norm,
@@ -50,8 +51,16 @@ PARAMS = {
 }
 
 
+STORED = Sharding(make_mesh(2, devices=jax.devices()[:2])).stored
+
+
+def _build(name, lr):
+    config = OptimizerConfig(name=name, lr=lr, decay="constant", weight_decay=0)
+    return build(config, 10, STORED)
+
+
 def test_groups():
-    assert groups(PARAMS) == {
+    assert groups(PARAMS, STORED) == {
         "shared": {"embed": "end", "norm": "vector"},
         "layers": ({"w": "matrix", "gain": "vector"},),
     }
@@ -64,7 +73,7 @@ def test_every_group_decays_at_its_own_rate(name):
         name=name, lr=0.1, decay="constant", weight_decay=0.5, decay_of_ends=0.2,
         decay_of_vectors=0.4,
     )  # fmt: skip
-    optimizer = build(config, steps=10)
+    optimizer = build(config, 10, STORED)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = optimizer.update(zeros, optimizer.init(PARAMS), PARAMS)
     rates = {"matrix": 0.05, "end": 0.01, "vector": 0.02}
@@ -72,12 +81,12 @@ def test_every_group_decays_at_its_own_rate(name):
         lambda update, leaf, group: np.testing.assert_allclose(
             update, -rates[group] * leaf, rtol=1e-6
         ),
-        updates, PARAMS, groups(PARAMS),
+        updates, PARAMS, groups(PARAMS, STORED),
     )  # fmt: skip
 
 
 def test_lion_moves_by_signs():
-    optimizer = build(OptimizerConfig(name="lion", lr=0.1, decay="constant", weight_decay=0), 10)
+    optimizer = _build("lion", lr=0.1)
     gradients = jax.tree.map(lambda leaf: leaf - 0.7, PARAMS)
     updates, _ = optimizer.update(gradients, optimizer.init(PARAMS), PARAMS)
     jax.tree.map(
@@ -92,7 +101,7 @@ def test_muon_makes_each_ranks_matrix_orthogonal():
     )
     params = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros((2, 8, 4))},)}
     gradients = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": matrices},)}
-    optimizer = build(OptimizerConfig(name="muon", lr=1.0, decay="constant", weight_decay=0), 10)
+    optimizer = _build("muon", lr=1.0)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     singular = np.linalg.svd(updates["layers"][0]["w"] / (0.2 * 8**0.5), compute_uv=False)
     assert (singular > 0.6).all()
@@ -102,7 +111,7 @@ def test_muon_makes_each_ranks_matrix_orthogonal():
 
 def test_adamw_equals_a_plain_twin():
     config = OptimizerConfig(lr=0.01, decay="constant", beta1=0.8, beta2=0.9, weight_decay=0.3)
-    optimizer = build(config, steps=10)
+    optimizer = build(config, 10, STORED)
     state, params = optimizer.init(PARAMS), PARAMS
     twin = {"w": np.full((2, 2, 2), 0.5), "m": 0.0, "v": 0.0}
     for step in range(1, 4):

@@ -15,9 +15,9 @@ from meshes import pipeline_of, problem, run
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.parallel import DP, PP, TP
-from jaxpipe.partition.devices import Cut
-from jaxpipe.partition.storage import cutting
+from jaxpipe.partition.leaf import Leaf, cutting
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
+from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import State, Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
@@ -43,19 +43,23 @@ MESHES = {  # all with batches of 6 sequences, but for that of five replicas, wh
 def test_parts_are_whole_blocks_of_32(size, dp, part, padding):
     """Unless dp divides the axis, or it has no blocks, or a part would be as large as the whole."""
     mesh = {"pp": 1, "dp": dp, "tp": 1}
-    how = cutting((1, size), Cut(), mesh, of_layer=True, zero_stage=1)
+    how = cutting((1, size), Leaf(shape=(size,)), mesh, of_layer=True, zero_stage=1)
     assert (how.part_size((1, size), mesh), how.padding) == (part, padding)
     assert how.part_size((1, size), mesh, whole=("dp",)) == size
 
 
 def test_the_axis_that_needs_least_is_padded():
     mesh = {"pp": 2, "dp": 3, "tp": 2}
-    names = lambda *args, **how: cutting(*args, mesh, zero_stage=1, **how).names  # noqa: E731
-    assert names((2, 64, 160), Cut(), of_layer=True) == (("pp",), (), ("dp",))
-    assert names((2, 64, 80), Cut(), of_layer=True) == (("pp",), ("dp",), ())
-    assert names((2, 64, 80), Cut(1), of_layer=True) == (("pp",), ("dp",), ("tp",))
-    assert names((40, 64), Cut(0), of_layer=False) == (("tp", "pp"), ("dp",))
-    assert names((64,), Cut(), of_layer=False) == (("pp",),)  # nothing else is left to cut
+
+    def names(shape, *cuts, of_layer):
+        leaf = Leaf(cuts, shape=shape[of_layer:])
+        return cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=1).names
+
+    assert names((2, 64, 160), of_layer=True) == (("pp",), (), ("dp",))
+    assert names((2, 64, 80), of_layer=True) == (("pp",), ("dp",), ())
+    assert names((2, 64, 80), ("tp", 1), of_layer=True) == (("pp",), ("dp",), ("tp",))
+    assert names((40, 64), ("tp", 0), of_layer=False) == (("tp", "pp"), ("dp",))
+    assert names((64,), of_layer=False) == (("pp",),)  # nothing else is left to cut
 
 
 def test_what_is_gathered_has_no_padding():
@@ -97,7 +101,11 @@ def test_padding_beside_tensor_parallelism(how):
 
 
 def test_padding_beside_a_shared_vocabulary():
-    assert_close(*run("odd", "1f1b", 2, 3, 1, examples=6, zero_stage=2, vocab_parallel=True))
+    assert_close(
+        *run(
+            "odd", "1f1b", 2, 3, 1, examples=6, zero_stage=2, lockstep=Lockstep(vocab_parallel=True)
+        )
+    )
 
 
 def trainer_of(mesh, *overrides):
@@ -121,7 +129,7 @@ def keying(trainer):
 
 
 def keyed(trainer, state):
-    return jax.tree.map(np.asarray, keying(trainer).keyed(state._asdict()))
+    return jax.tree.map(np.asarray, keying(trainer).keyed(state.parts()))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,7 @@ def test_padded_bytes_are_planned(mesh, optimizer):
     seconds = analytic(trainer.config, Hardware())
     found, _ = candidates(trainer.config, seconds)
     one = next(each for each in found if each.label == "1f1b")
-    planned = estimate(trainer.config, one, seconds, transfer_ticks=1).bytes
+    planned = estimate(trainer.config, one, seconds).bytes
     state, _ = trained(trainer, trainer.init(), range(1))
     first = jax.devices()[0]
 
@@ -172,7 +180,7 @@ def saved(tmp_path_factory):
     trainer, directory = trainer_of("stages"), tmp_path_factory.mktemp("padded")
     state, _ = trained(trainer, trainer.init(), range(2))
     with Checkpoints(directory, keep=1, asynchronous=True, keying=keying(trainer)) as checkpoints:
-        checkpoints.save(2, state._asdict(), {})
+        checkpoints.save(2, state.parts(), {})
     want = keyed(trainer, state)
     _, losses = trained(trainer, state, [2])
     return directory, want, losses
@@ -198,7 +206,7 @@ def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
     trainer = trainer_of(mesh)
     how = {"keep": 1, "asynchronous": True, "keying": keying(trainer)}
     with Checkpoints(directory, **how) as checkpoints:
-        restored, _ = checkpoints.restore(trainer.state_shapes._asdict(), say=pytest.fail)
+        restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     state = State(**restored)
     chex.assert_trees_all_equal(keyed(trainer, state), want)
     _, again = trained(trainer, state, [2])
@@ -210,9 +218,9 @@ def test_any_checkpoint_restores_padded(tmp_path, mesh):
     before, after = trainer_of(mesh), trainer_of("resharded")
     state, _ = trained(before, before.init(), range(1))
     with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying(before)) as checkpoints:
-        checkpoints.save(1, state._asdict(), {})
+        checkpoints.save(1, state.parts(), {})
     with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying(after)) as checkpoints:
-        restored, _ = checkpoints.restore(after.state_shapes._asdict(), say=pytest.fail)
+        restored, _ = checkpoints.restore(after.state_shapes.parts(), say=pytest.fail)
     chex.assert_trees_all_equal(keyed(after, State(**restored)), keyed(before, state))
 
 
@@ -223,8 +231,8 @@ def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
     how = {"keep": 1, "asynchronous": asynchronous}
     state = before.init()
     with Checkpoints(tmp_path, **how, keying=keying(before)) as checkpoints:
-        checkpoints.save(0, state._asdict(), {})
+        checkpoints.save(0, state.parts(), {})
     for trainer in (before, after):
         with Checkpoints(tmp_path, **how, keying=keying(trainer)) as checkpoints:
-            restored, _ = checkpoints.restore(trainer.state_shapes._asdict(), say=pytest.fail)
+            restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
         chex.assert_trees_all_equal(keyed(trainer, State(**restored)), keyed(after, after.init()))

@@ -125,8 +125,8 @@ def saved(tmp_path_factory):
             state, loss = step_on(trainer, state, step)
             assert loss == pytest.approx(uninterrupted(tied)[step], rel=1e-6)
         with opened(directory, trainer) as checkpoints:
-            checkpoints.save(SAVED, state._asdict(), {})
-        return directory, keyed(trainer, state._asdict())
+            checkpoints.save(SAVED, state.parts(), {})
+        return directory, keyed(trainer, state.parts())
 
     return of
 
@@ -148,7 +148,7 @@ def test_any_layout_goes_on_as_any_other(saved, before, after, tied):
     directory, want = saved(before, tied)
     trainer = trainer_of(after, tied)
     with opened(directory, trainer) as checkpoints:
-        restored, _ = checkpoints.restore(trainer.state_shapes._asdict(), say=pytest.fail)
+        restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     jax.tree.map(np.testing.assert_array_equal, keyed(trainer, restored), want)
     _, loss = step_on(trainer, State(**restored), SAVED)
     assert loss == pytest.approx(uninterrupted(tied)[SAVED], rel=1e-6)

@@ -7,11 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, cal_diff
-from meshes import MODELS, functions_of, pipeline_of, problem, run, wanted
+from meshes import MODELS, pipeline_of, problem, run, wanted
 
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import deal_batch
-from jaxpipe.pipeline import losses_and_gradients_ref, split_layer
+from jaxpipe.pipeline import (
+    Context,
+    LayerKind,
+    LayerOutput,
+    losses_and_gradients_ref,
+    split_layer,
+)
+from jaxpipe.schedule import Lockstep
 
 
 def worst_of(*args, **how):
@@ -23,7 +30,7 @@ def worst_of(*args, **how):
 def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):
         _, shared, layers, batch = problem(model, jnp.float64)
-        functions = functions_of(Decoder(MODELS[model], slices=4))
+        functions = Decoder(MODELS[model], slices=4).functions
         batch = deal_batch(batch, slices=4, sdp=1, dp=1)
         losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
         want, want_gradients = wanted(model, jnp.float64)
@@ -61,14 +68,16 @@ def test_slices_of_layers_that_every_action_gathers(schedule):
 
 @pytest.mark.parametrize(
     "how",
-    [{"remat": "full"}, {"remat": "selective"}, {"defer_ends": True},
-     {"vocab_parallel": True}, {"transfer_ticks": 2}, {"in_flight": 6}, {"loss_chunks": 2}],
+    [{"remat": "full"}, {"remat": "selective"}, {"loss_chunks": 2},
+     *({"lockstep": Lockstep(**{knob: value})} for knob, value in
+       [("defer_ends", True), ("vocab_parallel", True), ("transfer_ticks", 2), ("in_flight", 6)])],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_slices_however_they_are_run(schedule, how):
-    if schedule == "interleaved_1f1b" and "in_flight" in how:
-        how = {"in_flight": 20}  # a round of two microbatches in two slices for each of two chunks
+    if schedule == "interleaved_1f1b" and how.get("lockstep") == Lockstep(in_flight=6):
+        # a round of two microbatches in two slices for each of two chunks
+        how = {"lockstep": Lockstep(in_flight=20)}
     assert_close(*run("normed", schedule, 2, 1, 1, slices=2, **how))
 
 
@@ -81,16 +90,18 @@ def test_evaluation_in_slices():
 
 def test_only_functions_with_a_state_run_in_slices():
     pipeline, _, params, batch = pipeline_of("normed", "1f1b", 2, 1, 1, slices=2)
-    whole = replace(pipeline, functions=replace(pipeline.functions, state=None))
+    whole = replace(
+        pipeline,
+        functions=replace(pipeline.functions, kinds=LayerKind(pipeline.functions.kinds.layer)),
+    )
     with pytest.raises(ValueError, match="the functions need a state if, and only if"):
         whole.losses(params, batch)
 
 
 def test_a_gradient_that_reads_the_state_it_was_given_is_refused():
-    def layer(w, x, microbatch):
-        x, state = x
-        return jnp.tanh(x @ w) * state, state + x
+    def layer(w, x, context):
+        return LayerOutput(jnp.tanh(x @ w) * context.state, context.state + x)
 
     x = jnp.ones((2, 4))
     with pytest.raises(ValueError, match="not the state that it is given"):
-        split_layer(layer, jnp.ones((4, 4)), (x, x), {})
+        split_layer(layer, jnp.ones((4, 4)), x, Context({}, state=x))

@@ -88,7 +88,7 @@ def restored(directory, *overrides):
     keying = Keying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
     with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
-        state, meta = checkpoints.restore(trainer.init()._asdict(), say=pytest.fail)
+        state, meta = checkpoints.restore(trainer.init().parts(), say=pytest.fail)
     return jax.tree.map(np.asarray, keying.keyed(state)), meta
 
 

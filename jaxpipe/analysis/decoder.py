@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.config import ModelConfig
-from jaxpipe.partition.devices import Cut
+from jaxpipe.partition.leaf import TP, Leaf
 from jaxpipe.partition.sequence import query_blocks
 
 REMAT = ("none", "selective", "full")
@@ -194,34 +194,39 @@ def hidden_bytes(
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
-def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, tuple[tuple[int, ...], Cut]]:
+def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, Leaf]:
     """Whole shape of every parameter of a layer, and how `tp` devices share it.
 
     Key and value weights of fewer heads than devices are on all of them.
     """
     d, f, k = model.d_model, model.d_ff, model.head_size
     q, kv = model.n_heads * k, model.n_kv_heads * k
-    cut_kv = Cut(1) if model.n_kv_heads % tp == 0 else Cut()
+    cut_kv = _matrix(d, kv, 1) if model.n_kv_heads % tp == 0 else _matrix(d, kv, None)
     norms = {"attn_norm": d, "mlp_norm": d}
     if model.qk_norm:
         norms |= {"attn/q_norm": k, "attn/k_norm": k}
     return {
-        "attn/wq": ((d, q), Cut(1)),
-        "attn/wk": ((d, kv), cut_kv),
-        "attn/wv": ((d, kv), cut_kv),
-        "attn/wo": ((q, d), Cut(0)),
-        "mlp/w_gate": ((d, f), Cut(1)),
-        "mlp/w_up": ((d, f), Cut(1)),
-        "mlp/w_down": ((f, d), Cut(0)),
-        **{f"{name}/scale": ((size,), Cut()) for name, size in norms.items()},
+        "attn/wq": _matrix(d, q, 1),
+        "attn/wk": cut_kv,
+        "attn/wv": cut_kv,
+        "attn/wo": _matrix(q, d, 0),
+        "mlp/w_gate": _matrix(d, f, 1),
+        "mlp/w_up": _matrix(d, f, 1),
+        "mlp/w_down": _matrix(f, d, 0),
+        **{f"{name}/scale": Leaf(shape=(size,)) for name, size in norms.items()},
     }
 
 
-def end_leaves(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], Cut]]:
-    """Whole shape of the parameters that no layer has, and how devices share them."""
+def end_leaves(model: ModelConfig, axes: tuple[str, ...] = (TP,)) -> dict[str, Leaf]:
+    """Whole shape of the parameters that no layer has, and how devices along `axes` share them."""
     d, v = model.d_model, model.vocab_size
-    leaves = {"embed": ((v, d), Cut(0)), "final_norm/scale": ((d,), Cut())}
-    return leaves if model.tie_embeddings else leaves | {"head": ((d, v), Cut(1))}
+    leaves = {"embed": _matrix(v, d, 0, axes), "final_norm/scale": Leaf(shape=(d,))}
+    return leaves if model.tie_embeddings else leaves | {"head": _matrix(d, v, 1, axes)}
+
+
+def _matrix(rows: int, columns: int, cut: int | None, axes: tuple[str, ...] = (TP,)) -> Leaf:
+    cuts = () if cut is None else tuple((axis, cut) for axis in axes)
+    return Leaf(cuts=cuts, shape=(rows, columns), matrix=(0, 1))
 
 
 class _Widths:

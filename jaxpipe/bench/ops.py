@@ -13,19 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpipe.contract import Context, Side, StageFunctions
 from jaxpipe.parallel import PP
-from jaxpipe.pipeline import StageFunctions, buffers
-from jaxpipe.pipeline.carry import LeftByB, LeftByF
-from jaxpipe.pipeline.chunk import Chunk, Kept
-from jaxpipe.pipeline.split import POLICIES, Policy, Residuals, split_layer
+from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
+from jaxpipe.pipeline.cut import POLICIES, Policy, Residuals
+from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.rings import Kept, LeftByB, LeftByF
+from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.schedule import Op
+from jaxpipe.schedule import Op, Row
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2
 _OF_LAYER = ("F", "B", "W", "BW")
-_ROW = ("for_b_write", "for_w_write", "for_b_read", "for_w_read", "stash_write", "stash_read")
 
 
 class OpTimer:
@@ -97,7 +99,10 @@ def _loops(
 ) -> dict[str, tuple[Callable[..., Tree], Tree, Tree]]:
     """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
     x = jax.jit(functions.embed)(shared, microbatch)
-    split = split_layer(functions.layer, layers[0], x, microbatch, policy)
+    (kind,) = functions.by_name.values()
+    context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+    kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
+    split = kind.split
     embed = SharedPart.trace(functions.embed, shared, microbatch)
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
@@ -106,48 +111,61 @@ def _loops(
         return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
 
     by_f = tuple(LeftByF(Residuals(*map(ring, split.residuals)), None) for _ in layers)
-    by_b = tuple(LeftByB(ring(split.stash), None) for _ in layers)
+    by_b = tuple(LeftByB(ring(split.stash), ()) for _ in layers)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
     )
     inputs = jnp.stack([x] * _SLOTS)
 
-    def forward(state: Tree, given: Tree, row: Tree) -> Tree:
-        chunk = Chunk(given["layers"], (None,) * len(layers))
-        return chunk.forward(split, state[0], given["microbatch"], state[1], row)
+    def chunk(given: Tree) -> Chunk:
+        return Chunk(
+            tuple(
+                LayerSlot(kind, layer, jnp.int32(place), None, place)
+                for place, layer in enumerate(given["layers"])
+            )
+        )
+
+    def of_microbatch(given: Tree, row: Row) -> Given:
+        return Given(row, given["microbatch"], None, jnp.float32(1))
+
+    def forward(state: Tree, given: Tree, row: Row) -> Tree:
+        x, by_f = state
+        made = chunk(given).forward(of_microbatch(given, row), Made(x, by_f, Side(), None))
+        return made.y, made.rings
 
     def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, given: Tree, row: Tree) -> Tree:
-            dy, by_b, totals = state
-            chunk = Chunk(given["layers"], (None,) * len(layers))
-            return chunk.gradient(
-                split, op, dy, given["microbatch"],
-                lambda slot: Kept.read(given["by_f"][slot], by_b[slot], row, op),
-                by_b, totals, row,
+        def run(state: Tree, given: Tree, row: Row) -> Tree:
+            before = Gradients(*state)
+            return tuple(
+                chunk(given).gradient(
+                    op, of_microbatch(given, row), before,
+                    lambda ring: Kept.read(given["by_f"][ring], before.rings[ring], row, op),
+                )
             )  # fmt: skip
 
         return run
 
-    def leave(state: Tree, given: Tree, row: Tree) -> Tree:
-        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row["for_b_read"])
-        loss, kept = head_split.forward(params, y, given["microbatch"])
-        dy, used = head_split.backward(params, given["microbatch"], kept, jnp.ones_like(loss))
-        return loss, dy, head.add(state[2], used)
+    def leave(state: Tree, given: Tree, row: Row) -> Tree:
+        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row.for_b_read)
+        context = Context(given["microbatch"])
+        output, kept = head_split.forward(params, y, context)
+        seed = Cotangent(jnp.ones_like(output.y))
+        dy, used = head_split.backward(params, context, kept, seed)
+        return output.y, dy.value, head.add(state[2], used)
 
-    def enter(state: Tree, given: Tree, row: Tree) -> Tree:
-        tokens = jax.tree.map(
-            lambda leaf: leaf.at[0, 0].set(row["for_b_read"]), given["microbatch"]
-        )
+    def enter(state: Tree, given: Tree, row: Row) -> Tree:
+        tokens = jax.tree.map(lambda leaf: leaf.at[0, 0].set(row.for_b_read), given["microbatch"])
         return functions.embed(given["shared"], tokens)
 
-    def enter_gradient(state: Tree, given: Tree, row: Tree) -> Tree:
-        dx = buffers.read(given["inputs"], row["for_b_read"])
+    def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
+        dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
     def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
         def loop(state: Tree, given: Tree) -> Tree:
             def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-                return run(state, given, dict.fromkeys(_ROW, slot)), None
+                every = Row._make([slot] * len(Row._fields))  # the same slot in every ring
+                return run(state, given, every), None
 
             return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
 
@@ -223,7 +241,7 @@ class UpdateTimer:
             return trainer.unplaced({"shared": ends, "layers": tuple(held)})
 
         def update(state: State, gradients: Tree) -> State:
-            return trainer.update(state, jnp.float32(0), gradients)[0]
+            return trainer.update(state, jnp.float32(0), gradients, Side())[0]
 
         self._state = jax.jit(start)()
         self._gradients = jax.tree.map(jnp.copy, self._state.params)

@@ -28,10 +28,8 @@ from jaxpipe.bench.options import add_config
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
     ITEMSIZE,
-    Candidate,
     Estimate,
     Hardware,
-    OpSeconds,
     candidate,
     estimate,
     op_seconds,
@@ -129,8 +127,8 @@ class _Scaler:
             except (ScheduleError, StopIteration):
                 continue
             found.append(
-                (_estimated(config, one, seconds),
-                 _estimated(config, one, msgspec.structs.replace(seconds, transfer=0.0)))
+                (estimate(config, one, seconds),
+                 estimate(config, one, msgspec.structs.replace(seconds, transfer=0.0)))
             )  # fmt: skip
         return found
 
@@ -150,10 +148,6 @@ class _Scaler:
             summed / seconds,
             held.total,
         )
-
-
-def _estimated(config: Config, one: Candidate, seconds: OpSeconds) -> Estimate:
-    return estimate(config, one, seconds, transfer_ticks=config.parallel.transfer_ticks or 2)
 
 
 def _labels(pp: int, layers: int) -> list[str]:

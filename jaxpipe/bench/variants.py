@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning import Candidate, OpSeconds, estimate, layers_of, schedule_of
+from jaxpipe.planning import Candidate, OpSeconds, estimate, layers_of, lockstep_of, schedule_of
 
 PP = 2  # ranks of a pipeline
 _ALONE = {"dp": 1, "sdp": 1, "slices": 1, "tp": 1}  # nothing else divides the work
@@ -76,9 +76,9 @@ def data_parallel_config(config: Config, microbatches: int) -> Config:
 
 def predicted(config: Config, seconds: OpSeconds) -> float:
     """The planner's seconds of a step of a configuration, without the update."""
-    schedule, in_flight = schedule_of(config), config.parallel.in_flight or None
-    one = Candidate(schedule.name, schedule, layers_of(config, schedule.stages), in_flight)
-    return estimate(config, one, seconds, transfer_ticks=1).seconds
+    schedule, lockstep = schedule_of(config), lockstep_of(config, on_cpu=True)
+    one = Candidate(schedule.name, schedule, layers_of(config, schedule.stages), lockstep)
+    return estimate(config, one, seconds).seconds
 
 
 def _with(config: Config, microbatches: int, parallel: Any) -> Config:

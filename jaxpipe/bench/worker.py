@@ -21,6 +21,7 @@ from jax import lax
 from jaxpipe.bench import memory
 from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import Config
+from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.training.trainer import State, Trainer
@@ -111,7 +112,8 @@ def accumulated(trainer: Trainer) -> Any:
         def share(params: Tree, microbatch: Tree) -> jax.Array:
             x = functions.embed(params["shared"], microbatch)
             for slot in params["layers"]:
-                x = functions.layer(jax.tree.map(lambda leaf: leaf[0], slot), x, microbatch)
+                layer = jax.tree.map(lambda leaf: leaf[0], slot)
+                x = trainer.decoder.layer(layer, x, Context(microbatch)).y
             return functions.head(params["shared"], x, microbatch) / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
@@ -120,7 +122,7 @@ def accumulated(trainer: Trainer) -> Any:
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradients, losses = lax.scan(one, zeros, batch)
-        return trainer.update(state, losses.sum(), gradients)
+        return trainer.update(state, losses.sum(), gradients, Side())
 
     return jax.jit(step, donate_argnums=0)
 
@@ -134,13 +136,7 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
 
 def grid_of(trainer: Trainer) -> Grid:
     """The ticks of its step, `[tick][rank]`."""
-    execution = trainer.execution
-    return place(
-        trainer.schedule,
-        transfer_ticks=execution.transfer_ticks,
-        in_flight=execution.in_flight,
-        vocab_parallel=execution.vocab_parallel,
-    )
+    return place(trainer.schedule, trainer.execution.lockstep)
 
 
 def _batch(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -4,10 +4,80 @@ Shapes: B examples, L queries, S keys, H query heads, G key/value heads, R = H /
 R * L rows, the queries of all heads that read the same keys.
 """
 
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.partition.sequence import query_blocks
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
+
+
+class Past(NamedTuple):
+    """Keys and values of a sequence's tokens so far; what stands behind them is not read.
+
+    `begin` is the number of those before this slice.
+    """
+
+    keys_BSGK: jax.Array
+    values_BSGK: jax.Array
+    begin: jax.Array | int
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Causal attention as a layer asks for it: which keys reach its queries, and by which kernel.
+
+    Attributes:
+      sequence: what replicas that share a sequence have of it; they gather its keys and values.
+      kernel: plain products of XLA, or the fused one of cuDNN.
+    """
+
+    sequence: WholeSequence = WHOLE_SEQUENCE
+    kernel: Literal["xla", "cudnn"] = "xla"
+
+    def __call__(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None
+    ) -> tuple[jax.Array, Past | None]:
+        """Every query mixes the values up to its own, `[B, L, H, K]`; of a slice also the past.
+
+        L is this device's stretch of the sequence, or of a slice of it, whose keys and values come
+        after those of the past.
+        """
+        length = q_BLHK.shape[1]
+        k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
+        if past is not None:
+            past = Past(
+                _write(past.keys_BSGK, k_BSGK, past.begin),
+                _write(past.values_BSGK, v_BSGK, past.begin),
+                past.begin,
+            )
+            k_BSGK, v_BSGK, _ = past
+        mask_11LS = self._causal(length, past)
+        if self.kernel == "cudnn":
+            mixed_BLHK = jax.nn.dot_product_attention(
+                q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
+                implementation="cudnn",
+            )  # fmt: skip
+        elif mask_11LS is None:
+            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK)
+        else:
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
+        return mixed_BLHK, past
+
+    def _causal(self, length: int, past: Past | None) -> jax.Array | None:
+        """Which of all tokens this device's L may see, `[1, 1, L, S]`; None where it has all."""
+        if self.sequence.size == 1 and past is None:
+            return None
+        begin, tokens = self.sequence.start(length), length * self.sequence.size
+        if past is not None:
+            begin, tokens = begin + past.begin, past.keys_BSGK.shape[1]
+        query_L, token_S = begin + jnp.arange(length), jnp.arange(tokens)
+        return (query_L[:, None] >= token_S[None])[None, None]
+
+
+def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
 def causal_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
-from jaxpipe.model.layers import DecoderLayer, Ends, Init, Past, init_from
+from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.layers import DecoderLayer, Ends, Init, Parts, init_from
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
-from jaxpipe.partition.devices import ONE_DEVICE, Cut, OneDevice
+from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
+from jaxpipe.partition.leaf import Leaf
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
 
 Tree = Any
@@ -45,65 +48,78 @@ class Decoder:
     def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
         own = init_from(jax.random.fold_in(key, index))
-        return _values(DecoderLayer(self.config, self.devices, self.sequence, own))
+        return _values(DecoderLayer(self.config, self._parts, own))
 
     @cached_property
-    def cuts(self) -> dict[str, Tree]:
-        """How devices share each parameter: the trees of `shared` and of a `layer`, of `Cut`s."""
+    def leaves(self) -> dict[str, Tree]:
+        """How devices share each parameter: the trees of `shared` and of a `layer`, of `Leaf`s."""
 
-        def cut(name: str, shape: tuple[int, ...], std: float | None, cut: Cut) -> nnx.Param:
-            return nnx.Param(replace(cut, shape=shape))
+        def leaf(name: str, shape: tuple[int, ...], std: float | None, leaf: Leaf) -> nnx.Param:
+            matrix = (0, 1) if len(shape) == 2 else None
+            return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
         return {
-            "shared": _values(Ends(self.config, self._of_ends, cut)),
-            "layer": _values(DecoderLayer(self.config, self.devices, self.sequence, cut)),
+            "shared": _values(Ends(self.config, self._of_ends, leaf)),
+            "layer": _values(DecoderLayer(self.config, self._parts, leaf)),
         }
 
-    def embed(self, ends: Tree, microbatch: Tree) -> jax.Array:
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as pipeline stages see it."""
+        state = self.state if self.slices > 1 else None
+        reads = ("inputs", "targets", "positions", *(("slice",) if self.slices > 1 else ()))
+        return StageFunctions(
+            self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
+            leaves=self.leaves["shared"], reads=reads,
+        )  # fmt: skip
+
+    def embed(self, ends: Tree, rows: Tree) -> jax.Array:
         """Tokens to `x [B, L, D]`."""
-        return nnx.merge(self._ends, ends).enter(microbatch["inputs"])
+        return nnx.merge(self._ends, ends).enter(rows["inputs"])
 
-    def layer(self, params: Tree, x: Tree, microbatch: Tree) -> Tree:
-        """One layer, `[B, L, D] -> [B, L, D]`; of slices x comes and goes with a `state`."""
-        if self.slices == 1:
-            y, _ = nnx.merge(self._layer, params)(x, self._positions(x, microbatch, 0))
-            return y
-        x, (keys, values) = x
-        begin = microbatch["slice"][0] * self._length(x) * self.sequence.size
-        past = Past(keys, values, begin)
-        y, past = nnx.merge(self._layer, params)(x, self._positions(x, microbatch, begin), past)
-        return y, (past.keys_BSGK, past.values_BSGK)
+    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        rows, past, begin = context.rows, None, 0
+        if self.slices > 1:
+            begin = rows["slice"][0] * self._length(x) * self.sequence.size
+            past = Past(*context.state, begin)
+        y, past = nnx.merge(self._layer, params)(x, self._positions(x, rows, begin), past)
+        return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK))
 
-    def state(self, x: jax.Array, microbatch: Tree) -> Tree:
+    def state(self, x: jax.Array, rows: Tree) -> Tree:
         """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
         heads = max(self.config.n_kv_heads // self.devices.size, 1)
         tokens = self.slices * self._length(x) * self.sequence.size
         empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
         return empty, empty
 
-    def head(self, ends: Tree, x: jax.Array, microbatch: Tree) -> jax.Array:
+    def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch, in nats."""
         x, head = nnx.merge(self._ends, ends).leave(x)
-        targets = microbatch["targets"]
+        targets = rows["targets"]
         if self.loss_chunks > 1:
             return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
         return cross_entropy_sum(x @ head, targets, self._of_ends)
 
-    def count(self, microbatch: Tree) -> jax.Array:
+    def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
-        return count_valid(microbatch["targets"])
+        return count_valid(rows["targets"])
 
     def _length(self, x: jax.Array) -> int:
         """L, of which the stream may have a part."""
         return x.shape[1] * (self.devices.size if self.devices.sequence else 1)
 
-    def _positions(self, x: jax.Array, microbatch: Tree, begin: jax.Array | int) -> jax.Array:
+    def _positions(self, x: jax.Array, rows: Tree, begin: jax.Array | int) -> jax.Array:
         """Given, or counted along each example from where the slice begins: `[B, L]`."""
-        if (positions := microbatch.get("positions")) is not None:
+        if (positions := rows.get("positions")) is not None:
             return positions
         length = self._length(x)
         own = begin + self.sequence.start(length) + jnp.arange(length)
         return jnp.broadcast_to(own, (x.shape[0], length))
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.devices, Attend(self.sequence, self.config.attention))
 
     @property
     def _of_ends(self) -> OneDevice:
@@ -115,7 +131,7 @@ class Decoder:
 
     @cached_property
     def _layer(self) -> nnx.GraphDef:
-        return _graph(lambda init: DecoderLayer(self.config, self.devices, self.sequence, init))
+        return _graph(lambda init: DecoderLayer(self.config, self._parts, init))
 
 
 def _graph(module: Callable[[Init], nnx.Module]) -> nnx.GraphDef:

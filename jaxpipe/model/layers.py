@@ -3,7 +3,7 @@
 Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden, V
 vocabulary. Where devices share a layer, H, G, F and V are what this device has of them, and with
 sequence parallelism the stream `[B, L, D]` between sublayers has this device's part of L; weights
-come in the shapes that their `Cut`s give them. Where replicas share a sequence, L is this device's
+come in the shapes that their `Leaf`s give them. Where replicas share a sequence, L is this device's
 stretch of it, or of a slice if it is cut in time, and S all of it. Parameters may be stored in any
 dtype; a layer computes in the dtype of its input, norms, rotary angles and the attention's softmax
 in float32 (or wider, if the input is).
@@ -11,6 +11,7 @@ in float32 (or wider, if the input is).
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,18 +19,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.config import ModelConfig
-from jaxpipe.model.attention import causal_attention, grouped_attention
-from jaxpipe.partition.devices import Cut, OneDevice
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.model.attention import Attend, Past
+from jaxpipe.partition.devices import OneDevice
+from jaxpipe.partition.leaf import PP, TP, Leaf
 
 # (name, shape, standard deviation or None for ones, how devices share it)
-Init = Callable[[str, tuple[int, ...], float | None, Cut], nnx.Param]
+Init = Callable[[str, tuple[int, ...], float | None, Leaf], nnx.Param]
 
 
 def init_from(key: jax.Array) -> Init:
     """Normal initial values that depend on the key and the parameter's name alone."""
 
-    def init(name: str, shape: tuple[int, ...], std: float | None, _: Cut) -> nnx.Param:
+    def init(name: str, shape: tuple[int, ...], std: float | None, _: Leaf) -> nnx.Param:
         if std is None:
             return nnx.Param(jnp.ones(shape, jnp.float32))
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -41,8 +42,8 @@ def init_from(key: jax.Array) -> Init:
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dim (Zhang and Sennrich 2019)."""
 
-    def __init__(self, name: str, size: int, eps: float, init: Init, *, summed: bool):
-        self.scale = init(f"{name}/scale", (size,), None, Cut(summed=summed))
+    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: Leaf):
+        self.scale = init(f"{name}/scale", (size,), None, leaf)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -83,15 +84,32 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: ModelConfig) -> j
     return turned.astype(x_BLHK.dtype)
 
 
-class Past(NamedTuple):
-    """Keys and values of a sequence's tokens so far; what stands behind them is not read.
+@dataclass(frozen=True)
+class Dot:
+    """The product of activations with a weight, in the dtype of the activations."""
 
-    `begin` is the number of those before this slice.
+    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """`[..., in] x [in, out] -> [..., out]`."""
+        return x @ weight.astype(x.dtype)
+
+
+class Parts(NamedTuple):
+    """What a layer is built of besides its own maths: what may be chosen without editing it.
+
+    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights.
     """
 
-    keys_BSGK: jax.Array
-    values_BSGK: jax.Array
-    begin: jax.Array | int
+    devices: OneDevice
+    attend: Attend
+    dot: Dot = Dot()
+
+    def cut(self, dim: int) -> Leaf:
+        """Of a parameter of which each of the devices has an equal part along a dim."""
+        return Leaf(cuts=((TP, dim),))
+
+    def own(self, *, differs: bool) -> Leaf:
+        """Of a parameter that each has whole; if its use `differs`, gradients must be added up."""
+        return Leaf(summed=(TP,) if differs else ())
 
 
 class Attention(nnx.Module):
@@ -102,32 +120,30 @@ class Attention(nnx.Module):
     keys and values of all its tokens; a slice of it adds its own to those of earlier slices.
     """
 
-    def __init__(
-        self, config: ModelConfig, devices: OneDevice, sequence: WholeSequence, init: Init
-    ):
-        d, k, shared = config.d_model, config.head_size, devices.size > 1
+    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
+        d, k, devices = config.d_model, config.head_size, parts.devices
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.own_kv = config.n_kv_heads % devices.size == 0
-        kv = Cut(axis=1) if self.own_kv else Cut(summed=True)
-        self.wq = init("attn/wq", (d, config.n_heads * k), 0.02, Cut(axis=1))
+        kv = parts.cut(1) if self.own_kv else parts.own(differs=True)
+        self.wq = init("attn/wq", (d, config.n_heads * k), 0.02, parts.cut(1))
         self.wk = init("attn/wk", (d, config.n_kv_heads * k), 0.02, kv)
         self.wv = init("attn/wv", (d, config.n_kv_heads * k), 0.02, kv)
-        self.wo = init("attn/wo", (config.n_heads * k, d), out_std, Cut(axis=0))
+        self.wo = init("attn/wo", (config.n_heads * k, d), out_std, parts.cut(0))
         if config.qk_norm:
-            self.q_norm = RMSNorm("attn/q_norm", k, config.norm_eps, init, summed=shared)
-            self.k_norm = RMSNorm("attn/k_norm", k, config.norm_eps, init, summed=shared)
-        self.config, self.devices, self.sequence = config, devices, sequence
+            norm = parts.own(differs=devices.size > 1)
+            self.q_norm = RMSNorm("attn/q_norm", k, config.norm_eps, init, norm)
+            self.k_norm = RMSNorm("attn/k_norm", k, config.norm_eps, init, norm)
+        self.config, self.parts = config, parts
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None
     ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
-        config, devices = self.config, self.devices
+        config, devices, dot = self.config, self.parts.devices, self.parts.dot
         x_BLD = devices.enter(x_BLD)
 
         def heads(weight: jax.Array) -> jax.Array:
-            projected = x_BLD @ weight.astype(x_BLD.dtype)
-            return projected.reshape(*x_BLD.shape[:2], -1, config.head_size)
+            return dot(x_BLD, weight).reshape(*x_BLD.shape[:2], -1, config.head_size)
 
         q_BLHK = heads(self.wq[...])
         k_BLGK, v_BLGK = heads(self._own(self.wk[...])), heads(self._own(self.wv[...]))
@@ -135,79 +151,49 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
-        k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
-        if past is not None:
-            past = Past(
-                _write(past.keys_BSGK, k_BSGK, past.begin),
-                _write(past.values_BSGK, v_BSGK, past.begin),
-                past.begin,
-            )
-            k_BSGK, v_BSGK, _ = past
-        mask_11LS = self._causal(x_BLD.shape[1], past)
-        if config.attention == "cudnn":
-            mixed_BLHK = jax.nn.dot_product_attention(
-                q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
-                implementation="cudnn",
-            )  # fmt: skip
-        elif mask_11LS is None:
-            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK)
-        else:
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
-        return devices.leave(mixed_BLX @ self.wo[...].astype(x_BLD.dtype)), past
-
-    def _causal(self, length: int, past: Past | None) -> jax.Array | None:
-        """Which of all tokens this device's L may see, `[1, 1, L, S]`; None where it has all."""
-        if self.sequence.size == 1 and past is None:
-            return None
-        begin, tokens = self.sequence.start(length), length * self.sequence.size
-        if past is not None:
-            begin, tokens = begin + past.begin, past.keys_BSGK.shape[1]
-        query_L, token_S = begin + jnp.arange(length), jnp.arange(tokens)
-        return (query_L[:, None] >= token_S[None])[None, None]
+        return devices.leave(dot(mixed_BLX, self.wo[...])), past
 
     def _own(self, weight: jax.Array) -> jax.Array:
         """Of a key or value weight the heads that this device's query heads read."""
         if self.own_kv:
             return weight
-        head = self.devices.index() * self.config.n_kv_heads // self.devices.size
+        devices = self.parts.devices
+        head = devices.index() * self.config.n_kv_heads // devices.size
         k = self.config.head_size
         return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=1)
-
-
-def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
         d, f = config.d_model, config.d_ff
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        self.w_gate = init("mlp/w_gate", (d, f), 0.02, Cut(axis=1))
-        self.w_up = init("mlp/w_up", (d, f), 0.02, Cut(axis=1))
-        self.w_down = init("mlp/w_down", (f, d), out_std, Cut(axis=0))
-        self.devices = devices
+        self.w_gate = init("mlp/w_gate", (d, f), 0.02, parts.cut(1))
+        self.w_up = init("mlp/w_up", (d, f), 0.02, parts.cut(1))
+        self.w_down = init("mlp/w_down", (f, d), out_std, parts.cut(0))
+        self.parts = parts
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        x_BLD = self.devices.enter(x_BLD)
-        gate, up, down = (w[...].astype(x_BLD.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        return self.devices.leave((jax.nn.silu(x_BLD @ gate) * (x_BLD @ up)) @ down)
+        devices, dot = self.parts.devices, self.parts.dot
+        x_BLD = devices.enter(x_BLD)
+        gate_BLF, up_BLF = dot(x_BLD, self.w_gate[...]), dot(x_BLD, self.w_up[...])
+        return devices.leave(dot(jax.nn.silu(gate_BLF) * up_BLF, self.w_down[...]))
 
 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(
-        self, config: ModelConfig, devices: OneDevice, sequence: WholeSequence, init: Init
-    ):
-        d, eps, summed = config.d_model, config.norm_eps, devices.sequence
-        self.attn_norm = RMSNorm("attn_norm", d, eps, init, summed=summed)
-        self.attn = Attention(config, devices, sequence, init)
-        self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, summed=summed)
-        self.mlp = MLP(config, devices, init)
+    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
+        d, eps = config.d_model, config.norm_eps
+        norm = parts.own(differs=parts.devices.sequence)
+        self.attn_norm = RMSNorm("attn_norm", d, eps, init, norm)
+        self.attn = Attention(config, parts, init)
+        self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, norm)
+        self.mlp = MLP(config, parts, init)
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None = None
@@ -221,15 +207,22 @@ class DecoderLayer(nnx.Module):
 class Ends(nnx.Module):
     """What the model has once: the embedding before the layers, norm and head after them.
 
-    Devices that share it have equal parts of the vocabulary. A tied head is the embedding.
+    Devices that share it have equal parts of the vocabulary. A tied head is the embedding. Where
+    the ranks do not share them, each stage adds to the gradients of what it uses.
     """
 
     def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
         d, v = config.d_model, config.vocab_size
-        self.embed = init("embed", (v, d), 0.02, Cut(axis=0))
-        self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, summed=devices.sequence)
+        of_ranks = () if PP in devices.axes else (PP,)
+
+        def cut(dim: int) -> Leaf:
+            return Leaf(cuts=tuple((axis, dim) for axis in devices.axes), summed=of_ranks)
+
+        norm = Leaf(summed=(*of_ranks, TP) if devices.sequence else of_ranks)
+        self.embed = init("embed", (v, d), 0.02, cut(0))
+        self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, norm)
         if not config.tie_embeddings:
-            self.head = init("head", (d, v), 0.02, Cut(axis=1))
+            self.head = init("head", (d, v), 0.02, cut(1))
         self.tied, self.devices = config.tie_embeddings, devices
 
     def enter(self, tokens_BL: jax.Array) -> jax.Array:

@@ -1,4 +1,9 @@
-"""The (pp, dp, tp) mesh. A coordinate on pp is a rank; tp varies fastest, so it stays in a host."""
+"""The (pp, dp, ep, tp) mesh. A coordinate on pp is a rank; tp varies fastest, so it stays in a
+host.
+
+Replicas are on two axes, dp and ep: a leaf may be cut over the inner one, ep, alone. Where nothing
+is, ep has a single coordinate.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-PP, DP, TP = "pp", "dp", "tp"
+from jaxpipe.partition.leaf import DP, EP, PP, REPLICAS, TP
+
+__all__ = ["DP", "EP", "PP", "REPLICAS", "TP", "make_mesh"]
 
 
 def make_mesh(
@@ -16,21 +23,27 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     pipeline_first: bool = False,
+    ep: int = 1,
 ) -> Mesh:
-    """Mesh with device `(p * dp + d) * tp + t` at coordinate (p, d, t).
+    """Mesh with device `(p * dp + d) * tp + t` at rank p, replica d and place t in a layer.
 
     With `pipeline_first` it is device `(d * pp + p) * tp + t`: neighbouring ranks are close and
-    replicas far apart. Which device stands where changes no number.
+    replicas far apart. Which device stands where changes no number. Replica d is at coordinate
+    (d div ep, d mod ep) of the axes dp and ep.
 
     Axes are `Auto`: arguments may come in any sharding and are moved, where jax's default
-    (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given.
+    (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given and ep
+    divides dp.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) != pp * dp * tp:
         raise ValueError(
             f"pp={pp} x dp={dp} x tp={tp} needs {pp * dp * tp} devices, got {len(devices)}."
         )
+    if dp % ep:
+        raise ValueError(f"ep={ep} must divide dp={dp}: it is a factor of the replicas.")
     ranks = np.asarray(devices)
     near = ranks.reshape(dp, pp, tp).swapaxes(0, 1)
     grid = near if pipeline_first else ranks.reshape(pp, dp, tp)
-    return Mesh(grid, (PP, DP, TP), axis_types=(AxisType.Auto,) * 3)
+    grid = grid.reshape(pp, dp // ep, ep, tp)
+    return Mesh(grid, (PP, DP, EP, TP), axis_types=(AxisType.Auto,) * 4)

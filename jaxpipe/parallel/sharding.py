@@ -1,114 +1,138 @@
 """How each leaf is stored on the mesh, and the collectives that follow from it.
 
-A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.partition.storage` says.
-Where several mesh axes cut one axis of a leaf, tp cuts it into the largest parts, then pp, then dp.
-What dp divides nowhere is stored with zeros at the end of an axis, which stay zeros: their
-gradients, moments and updates are. What ops read has none.
+A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.partition.leaf` says.
+Where several mesh axes cut one dim of a leaf, tp cuts it into the largest parts, then pp, then the
+replicas. What the replicas divide nowhere is stored with zeros at the end of a dim, which stay
+zeros: their gradients, moments and updates are. What ops read has none.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.parallel.mesh import DP, PP, TP
-from jaxpipe.partition.devices import Cut
-from jaxpipe.partition.storage import cutting
+from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, TP
+from jaxpipe.partition.leaf import Leaf, Names, cutting
 
 Tree = Any
-_NESTING = (TP, PP, DP)  # where they cut the same axis: from the largest parts to the smallest
+_NESTING = (TP, PP, EP, DP)  # the order in which axes cut, from the largest parts to the smallest
+_PLAIN = Leaf()
 
 
 @dataclass(frozen=True)
 class Stored:
     """Where the parts of one leaf are; the methods run inside a `shard_map`.
 
-    `summed`: whether its gradients on the devices of a tp group have to be added up. `ranks`, of a
-    leaf that no layer has: what the pp ranks do with it. `add`: any of them may use all of it, and
-    their gradients add up; `part`: each uses its own part; `same`: all do the same with all of it.
-    `padding`: zeros at the end of the axis that dp cuts, which is then cut by nothing else.
+    `names` has for every dim the mesh axes that cut it, largest parts first. `leaf` is what the
+    model says: ops read the parts along `leaf.parted`, so that along the other axes that cut it
+    somebody gathers them, and sums or cuts the gradient. `padding`: zeros at the end of the dim
+    that the replicas cut, which is then cut by nothing else.
     """
 
-    spec: PartitionSpec
-    summed: bool = False
-    ranks: Literal["add", "part", "same"] = "add"
+    names: tuple[Names, ...]
+    leaf: Leaf = _PLAIN
     padding: int = 0
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        """The same as jax has it."""
+        entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in self.names]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
 
     @property
     def of_rank(self) -> "Stored":
-        """The same for a layer's leaf without its leading axis of ranks."""
-        return replace(self, spec=PartitionSpec(*self.spec[1:]))
+        """The same for a layer's leaf without its leading dim of ranks."""
+        return replace(self, names=self.names[1:])
 
-    def axis(self, name: str) -> int | None:
-        """The axis that a mesh axis cuts, or None."""
-        names = (entry if isinstance(entry, tuple) else (entry,) for entry in self.spec)
-        return next((axis for axis, entry in enumerate(names) if name in entry), None)
+    @property
+    def replicas(self) -> Names:
+        """The axes of replicas over which its gradient is summed: those that have all of it."""
+        return tuple(axis for axis in REPLICAS if axis not in self.leaf.parted)
 
-    def gather(self, part: jax.Array, names: Collection[str]) -> jax.Array:
+    def dim(self, axis: str) -> int | None:
+        """The dim that a mesh axis cuts, or None."""
+        return next((dim for dim, entry in enumerate(self.names) if axis in entry), None)
+
+    def whole(self, part: jax.Array) -> jax.Array:
+        """The leaf as ops read it: put together along all axes but those whose parts they read."""
+        return self.gather(part, self._axes - self.leaf.parted)
+
+    def gather(self, part: jax.Array, axes: Collection[str]) -> jax.Array:
         """The leaf with the parts along these mesh axes put together, without padding."""
-        for name in reversed(self._cutting(names)):
-            part = lax.all_gather(part, name, axis=self.axis(name), tiled=True)
-        return self.unpadded(part) if DP in names else part
+        for axis in reversed(self._cutting(axes)):
+            part = lax.all_gather(part, axis, axis=self.dim(axis), tiled=True)
+        return self.unpadded(part) if DP in axes else part
 
-    def part(self, whole: jax.Array, names: Collection[str]) -> jax.Array:
+    def part(self, whole: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's part along these mesh axes: the inverse of `gather`."""
-        whole = self.padded(whole) if DP in names else whole
-        for name in self._cutting(names):
-            axis = self.axis(name)
-            size = whole.shape[axis] // lax.axis_size(name)
-            whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(name) * size, size, axis)
+        whole = self.padded(whole) if DP in axes else whole
+        for axis in self._cutting(axes):
+            dim = self.dim(axis)
+            size = whole.shape[dim] // lax.axis_size(axis)
+            whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
         return whole
 
-    def reduce(self, gradient: jax.Array, names: Collection[str]) -> jax.Array:
+    def reduce(self, gradient: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's part of the sum over these mesh axes."""
-        gradient = self.padded(gradient) if DP in names else gradient
-        for name in self._cutting(names):
+        gradient = self.padded(gradient) if DP in axes else gradient
+        cutting = self._cutting(axes)
+        for axis in cutting:
             gradient = lax.psum_scatter(
-                gradient, name, scatter_dimension=self.axis(name), tiled=True
+                gradient, axis, scatter_dimension=self.dim(axis), tiled=True
             )
-        rest = tuple(name for name in _NESTING if name in names and self.axis(name) is None)
+        rest = tuple(axis for axis in _NESTING if axis in axes and axis not in cutting)
         return lax.psum(gradient, rest) if rest else gradient
 
     def padded(self, leaf: jax.Array) -> jax.Array:
-        """A leaf, whole along dp, with its padding."""
+        """A leaf, whole along the replicas, with its padding."""
         if not self.padding:
             return leaf
-        axis = self.axis(DP)
-        return jnp.pad(leaf, [(0, self.padding * (i == axis)) for i in range(leaf.ndim)])
+        dim = self.dim(DP)
+        return jnp.pad(leaf, [(0, self.padding * (i == dim)) for i in range(leaf.ndim)])
 
     def unpadded(self, leaf: jax.Array) -> jax.Array:
-        """A leaf, whole along dp, without its padding."""
+        """A leaf, whole along the replicas, without its padding."""
         if not self.padding:
             return leaf
         return lax.slice(leaf, (0,) * leaf.ndim, self.true_shape(leaf.shape))
 
     def true_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of a leaf that has this shape with its padding."""
-        axis = self.axis(DP)
-        return tuple(size - self.padding * (i == axis) for i, size in enumerate(shape))
+        dim = self.dim(DP)
+        return tuple(size - self.padding * (i == dim) for i, size in enumerate(shape))
 
-    def _cutting(self, names: Collection[str]) -> list[str]:
-        """Those of the names that cut the leaf, from the largest parts to the smallest."""
-        return [name for name in _NESTING if name in names and self.axis(name) is not None]
+    @property
+    def _axes(self) -> frozenset[str]:
+        return frozenset(axis for entry in self.names for axis in entry)
+
+    def _cutting(self, axes: Collection[str]) -> list[str]:
+        """Those of the axes that cut the leaf, from the largest parts to the smallest."""
+        return [axis for axis in _NESTING if axis in axes and self.dim(axis) is not None]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The storage of every leaf: a mesh, a model's cuts (None: nothing is cut) and a ZeRO stage.
+    """The storage of every leaf: a mesh, a model's leaves and a ZeRO stage.
 
-    `cuts` has the trees `shared` and `layer`, the latter of any one layer. From ZeRO stage 1 on,
-    all that outlives a step is cut over dp: parameters, which are the optimizer's masters, and
-    moments. With `vocab_parallel` the ends' parameters that tp would cut are cut over pp alike.
+    Attributes:
+      mesh: a mesh of `make_mesh`.
+      shared: the `Leaf`s of what no layer has; None: nothing is cut, any rank may use all of it.
+      layer: those of the layer in a layer slot, by the slot's number; None: nothing is cut.
+      zero_stage: from 1 on all that outlives a step is cut over the replicas: parameters, which are
+        the optimizer's masters, and moments.
     """
 
     mesh: Mesh
-    cuts: Tree = None
+    shared: Tree = None
+    layer: Callable[[int], Tree] | None = None
     zero_stage: int = 0
-    vocab_parallel: bool = False
 
     def padded(self, tree: Tree) -> Tree:
         """A tree in stage form as it is stored, from one without padding."""
@@ -132,32 +156,34 @@ class Sharding:
         """`NamedSharding` of every leaf of a tree in stage form."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
 
-    def _stored(self, path: tuple[Any, ...], leaf: Any) -> Stored:
-        in_layer = path[0].key == "layers"
-        cut = self._cut(in_layer, path[2:] if in_layer else path[1:])
-        shape = leaf.shape
-        if cut.shape is not None:
-            shape = (*leaf.shape[:1], *cut.shape) if in_layer else cut.shape
-        how = cutting(
-            shape, cut, self.mesh.shape, of_layer=in_layer, zero_stage=self.zero_stage,
-            vocab_parallel=self.vocab_parallel, may_pad=cut.shape is not None,
-        )  # fmt: skip
-        entries = [entry if len(entry) > 1 else next(iter(entry), None) for entry in how.names]
-        while entries and entries[-1] is None:
-            entries.pop()
-        alike = "same" if cut.axis is None else "part"
-        ranks = alike if self.vocab_parallel else "add"
-        return Stored(PartitionSpec(*entries), cut.summed, ranks, how.padding)
-
-    def _cut(self, in_layer: bool, path: tuple[Any, ...]) -> Cut:
-        if self.cuts is None:
-            return Cut()
-        node = self.cuts["layer" if in_layer else "shared"]
-        for key in path:
+    def _leaf(self, path: Sequence[Any], array: Any) -> Leaf:
+        """What the model says of the leaf at a path of keys in stage form."""
+        if path[0].key == "layers":
+            node, keys = self.layer and self.layer(path[1].idx), path[2:]
+        else:
+            node, keys = self.shared, path[1:]
+        if node is None:
+            return _undeclared(array.ndim, of_layer=path[0].key == "layers")
+        for key in keys:
             node = node[key.key]
         return node
 
+    def _stored(self, path: Sequence[Any], array: Any) -> Stored:
+        of_layer, leaf = path[0].key == "layers", self._leaf(path, array)
+        shape = array.shape
+        if leaf.shape is not None:
+            shape = (*array.shape[:1], *leaf.shape) if of_layer else leaf.shape
+        how = cutting(shape, leaf, self.mesh.shape, of_layer=of_layer, zero_stage=self.zero_stage)
+        return Stored(how.names, leaf, how.padding)
+
+
+def _undeclared(dims: int, *, of_layer: bool) -> Leaf:
+    """A leaf of which the model says nothing: any rank may use all of a shared one."""
+    dims -= of_layer
+    matrix = (dims - 2, dims - 1) if dims >= 2 else None
+    return Leaf(summed=() if of_layer else (PP,), matrix=matrix)
+
 
 def batch_spec() -> PartitionSpec:
-    """A batch `[M, B, ...]` is cut over dp along its examples; every rank sees all microbatches."""
-    return PartitionSpec(None, DP)
+    """A batch `[M, B, ...]` is cut along its examples; every rank sees all microbatches."""
+    return PartitionSpec(None, REPLICAS)

@@ -83,6 +83,11 @@ class VocabularyParallel(OneDevice):
         """`ranks` groups of devices."""
         return cls(group.size * ranks, group.sequence, group, ranks)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of a group, then pp."""
+        return (*self.group.axes, PP)
+
     def index(self) -> jax.Array:
         """This device's place."""
         return self.group.index() * self.ranks + lax.axis_index(PP)

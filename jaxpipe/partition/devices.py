@@ -1,7 +1,7 @@
 """Tensor parallelism as a model sees it: how parameters are cut, and what devices do together.
 
 A layer's devices hold equal parts of its matrices (Shoeybi et al. 2019, section 3). A model names
-the part of each parameter by a `Cut`, and calls `enter` where values go into matrices cut along
+the part of each parameter by a `Leaf`, and calls `enter` where values go into matrices cut along
 their outputs, `leave` where they come out of matrices cut along their inputs. This module has the
 case of a single device; `jaxpipe.parallel.TensorParallel` is the other.
 """
@@ -9,21 +9,7 @@ case of a single device; `jaxpipe.parallel.TensorParallel` is the other.
 from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How tensor parallelism divides one parameter.
-
-    `axis`: the axis along which each device has an equal part, of the parameter as its layer sees
-    it; None where every device has all of it. `summed`: whether the devices' gradients of a whole
-    parameter differ, each being of its own heads or tokens, so that they must be added up.
-    `shape`: the whole parameter's, of which what is stored may be a padded form; where it is not
-    known, None, nothing is padded.
-    """
-
-    axis: int | None = None
-    summed: bool = False
-    shape: tuple[int, ...] | None = None
+from jaxpipe.partition.leaf import TP
 
 
 @dataclass(frozen=True)
@@ -32,6 +18,11 @@ class OneDevice:
 
     size: int = 1
     sequence: bool = False  # is the stream between sublayers cut along the sequence?
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which the devices stand, largest parts first."""
+        return (TP,)
 
     def index(self) -> Any:
         """This device's place among those that share the layer."""

@@ -4,34 +4,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.pipeline.split import Residuals
+from jaxpipe.contract import Side
+from jaxpipe.pipeline.rings import LeftByB, LeftByF
 
 Tree = Any
-
-
-class LeftByF(NamedTuple):
-    """Rings of a layer slot that F writes: residuals, and the state of sequences in slices."""
-
-    residuals: Residuals
-    state: Tree
-
-
-class LeftByB(NamedTuple):
-    """Rings of a layer slot: the stash, which B writes, and the gradient at the state: B and BW."""
-
-    stash: Tree
-    dstate: Tree
 
 
 class Carry(NamedTuple):
     """What a rank hands from tick to tick.
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `by_f` and `by_b` are rings of each layer
+    the last tick brought. `inbox` is a ring of messages; `by_f` and `by_b` are rings of each ring
     slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
     gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
-    layer slot. `losses`: each microbatch's share of the loss, `[M]`. A forward-only pass has no
-    `dx`, residuals, stash or gradients.
+    layer slot. `losses`: each microbatch's share of the loss, `[M]`; `side`: the sums and maxima of
+    what layers make beside. A forward-only pass has no `dx`, residuals, stash or gradients.
     """
 
     y: jax.Array
@@ -45,3 +32,4 @@ class Carry(NamedTuple):
     layer_gradients: tuple[tuple[Tree, ...], ...]
     shared_gradients: Tree
     losses: jax.Array
+    side: Side

@@ -1,5 +1,6 @@
 """The ends of the model in a tick: embedding and loss, by one rank alone or by all together."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,55 +8,85 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.chunk import Row
-from jaxpipe.pipeline.split import LayerSplit
-from jaxpipe.pipeline.stage import SharedPart, StageFunctions
-from jaxpipe.schedule import Tables
+from jaxpipe.pipeline.split import Cotangent, LayerSplit
+from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.schedule import Row, Tables
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Embedding and head of a rank's program.
+class StepData:
+    """What no tick changes, on one rank.
 
-    `batch` has leaves `[M, B, ...]`. `share` is one over the number of terms in the whole batch,
-    `seed` the loss's cotangent. A forward-only pass has no `split` of the head.
+    Attributes:
+      tables: what every tick does.
+      shared: the leaves that no layer has, as ops read them.
+      batch: leaves `[M, B, ...]`.
+      variables: the model's state that is no parameter.
+      share: one over the number of terms in the whole batch.
+      seed: the gradient at the summed loss.
+      poison: whether idle messages and free slots are to hold NaN.
     """
+
+    tables: Tables
+    shared: Tree
+    batch: Tree
+    variables: Tree
+    share: jax.Array
+    seed: jax.Array
+    poison: bool
+
+    def rows(self, m: jax.Array) -> Tree:
+        """A microbatch's row data."""
+        return buffers.read(self.batch, m)
+
+    def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
+        """Losses with a microbatch's share of this one added."""
+        return losses.at[m].add((loss * self.share).astype(losses.dtype))
+
+
+@dataclass(frozen=True)
+class Ends(ABC):
+    """Embedding and head of a rank's program; a forward-only pass has no `split` of the head."""
 
     functions: StageFunctions
     embed: SharedPart
     head: SharedPart
     split: LayerSplit | None
-    shared: Tree
-    batch: Tree
-    share: jax.Array
-    seed: jax.Array
-    tables: Tables
+    step: StepData
 
-    def _microbatch(self, m: jax.Array) -> Tree:
-        return buffers.read(self.batch, m)
+    @abstractmethod
+    def after_receiving(self, carry: Carry, row: Row) -> Carry:
+        """What stands before the actions of a tick."""
 
-    def _loss(
-        self, y: jax.Array, microbatch: Tree, totals: Tree
-    ) -> tuple[jax.Array, jax.Array, Tree]:
+    @abstractmethod
+    def after_forward(self, carry: Carry, row: Row) -> Carry:
+        """What follows F."""
+
+    @abstractmethod
+    def after_gradient(self, carry: Carry, row: Row) -> Carry:
+        """What follows B, W or BW."""
+
+    def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         """Loss, the gradient at y, and the totals with the head's gradients added."""
         if self.split is None:
-            return self.functions.head(self.shared, y, microbatch), y, totals
-        params = self.head.pick(self.shared)
-        loss, kept = self.split.forward(params, y, microbatch)
-        dy, used = self.split.backward(params, microbatch, kept, self.seed.astype(loss.dtype))
-        return loss, dy, self.head.add(totals, used)
+            return self.functions.head(self.step.shared, y, rows), y, totals
+        params, context = self.head.pick(self.step.shared), Context(rows)
+        output, kept = self.split.forward(params, y, context)
+        dy, used = self.split.backward(params, context, kept, self._seed(output.y))
+        return output.y, dy.value, self.head.add(totals, used)
 
-    def _embed_gradient(self, dx: jax.Array, microbatch: Tree, totals: Tree) -> Tree:
+    def _seed(self, loss: jax.Array) -> Cotangent:
+        return Cotangent(self.step.seed.astype(loss.dtype))
+
+    def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """The totals with the embedding's gradients added."""
-        return self.embed.add(totals, self.embed.gradients(self.shared, microbatch, dx))
-
-    def _record(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        return losses.at[m].set((loss * self.share).astype(losses.dtype))
+        return self.embed.add(totals, self.embed.gradients(self.step.shared, rows, dx))
 
 
 class OwnEnds(Ends):
@@ -67,63 +98,63 @@ class OwnEnds(Ends):
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
         """The loss after the last layer; the gradient it leaves takes the place of y."""
-        m = row["forward_mb"]
+        m = row.forward_mb
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Any]:
-            microbatch = self._microbatch(m)
-            if self.tables.slots.head:
-                loss, dy, gradients, ring = self._loss_without_weights(carry, microbatch, row)
+            rows = self.step.rows(m)
+            if self.step.tables.slots.head:
+                loss, dy, gradients, ring = self._loss_without_weights(carry, rows, row)
             else:
-                loss, dy, gradients = self._loss(carry.y, microbatch, carry.shared_gradients)
+                loss, dy, gradients = self._loss(carry.y, rows, carry.shared_gradients)
                 ring = carry.for_head
-            return self._record(carry.losses, loss, m), dy, gradients, ring
+            return self.step.recorded(carry.losses, loss, m), dy, gradients, ring
 
         passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head
-        losses, y, gradients, ring = lax.cond(row["head"], run, lambda: passed)
+        losses, y, gradients, ring = lax.cond(row.head, run, lambda: passed)
         return carry._replace(losses=losses, y=y, shared_gradients=gradients, for_head=ring)
 
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
         """What has waited of the head's gradients, and the embedding's."""
-        if self.tables.slots.head:
+        if self.step.tables.slots.head:
             carry = self._head_weight(carry, row)
-        return self._gradient_of_embedding(carry, row) if self.tables.trains else carry
+        return self._gradient_of_embedding(carry, row) if self.step.tables.trains else carry
 
     def _loss_without_weights(
-        self, carry: Carry, microbatch: Tree, row: Row
+        self, carry: Carry, rows: Tree, row: Row
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Loss, gradient at y, totals, and the ring with what the head's matrices wait for."""
-        params = self.head.pick(self.shared)
-        loss, kept = self.split.forward(params, carry.y, microbatch)
-        seed = self.seed.astype(loss.dtype)
-        dy, used, stash = self.split.backward_input(params, microbatch, kept, seed)
-        ring = buffers.write(carry.for_head, (kept.for_w, stash), row["head_write"])
-        return loss, dy, self.head.add(carry.shared_gradients, used), ring
+        params, context = self.head.pick(self.step.shared), Context(rows)
+        output, kept = self.split.forward(params, carry.y, context)
+        dy, used, stash = self.split.backward_input(params, context, kept, self._seed(output.y))
+        ring = buffers.write(carry.for_head, (kept.for_w, stash), row.head_write)
+        return output.y, dy.value, self.head.add(carry.shared_gradients, used), ring
 
     def _head_weight(self, carry: Carry, row: Row) -> Carry:
         """The gradients of the head's matrices, where they have waited for W."""
 
         def run() -> Tree:
-            microbatch = self._microbatch(row["gradient_mb"])
-            for_w, stash = buffers.read(carry.for_head, row["head_read"])
-            used = self.split.backward_weight(self.head.pick(self.shared), microbatch, for_w, stash)
+            context = Context(self.step.rows(row.gradient_mb))
+            for_w, stash = buffers.read(carry.for_head, row.head_read)
+            params = self.head.pick(self.step.shared)
+            used = self.split.backward_weight(params, context, for_w, stash)
             return self.head.add(carry.shared_gradients, used)
 
-        gradients = lax.cond(row["head_weight"], run, lambda: carry.shared_gradients)
+        gradients = lax.cond(row.head_weight, run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
 
     def _gradient_of_embedding(self, carry: Carry, row: Row) -> Carry:
         """From the dx of stage 0, just made or kept until W."""
-        waited = self.tables.slots.embed
+        waited = self.step.tables.slots.embed
         if waited:
-            ring = buffers.write(carry.for_embed, carry.dx, row["dx_write"])
+            ring = buffers.write(carry.for_embed, carry.dx, row.dx_write)
             carry = carry._replace(for_embed=ring)
 
         def run() -> Tree:
-            dx = buffers.read(carry.for_embed, row["dx_read"]) if waited else carry.dx
-            microbatch = self._microbatch(row["gradient_mb"])
-            return self._embed_gradient(dx, microbatch, carry.shared_gradients)
+            dx = buffers.read(carry.for_embed, row.dx_read) if waited else carry.dx
+            rows = self.step.rows(row.gradient_mb)
+            return self._embed_gradient(dx, rows, carry.shared_gradients)
 
-        gradients = lax.cond(row["embed_gradient"], run, lambda: carry.shared_gradients)
+        gradients = lax.cond(row.embed_gradient, run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
 
 
@@ -137,13 +168,14 @@ class SharedEnds(Ends):
 
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
         """The loss and the embedding's gradient of what was made last; the embedding for now."""
-        tables = self.tables
-        for rank in tables.last_ranks:
-            carry = self._head_of(rank, carry, row[f"head_{rank}"], row["dy_write"])
-        for rank in tables.first_ranks:
+        tables = self.step.tables
+        columns = row.ends
+        for rank, which in zip(tables.last_ranks, columns.head):
+            carry = self._head_of(rank, carry, which, columns.dy_write)
+        for k, rank in enumerate(tables.first_ranks):
             if tables.trains:
-                carry = self._embed_gradient_of(rank, carry, row[f"embed_gradient_{rank}"])
-            carry = self._embed_for(rank, carry, row[f"embed_{rank}"], row["embed_write"])
+                carry = self._embed_gradient_of(rank, carry, columns.embed_gradient[k])
+            carry = self._embed_for(rank, carry, columns.embed[k], columns.embed_write)
         return carry
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
@@ -161,8 +193,8 @@ class SharedEnds(Ends):
         def run() -> tuple[jax.Array, jax.Array, Tree]:
             here = lax.axis_index(PP) == rank
             y = _from_rank(here, carry.y)
-            loss, dy, gradients = self._loss(y, self._microbatch(m), carry.shared_gradients)
-            losses = self._record(carry.losses, jnp.where(here, loss, 0), m)
+            loss, dy, gradients = self._loss(y, self.step.rows(m), carry.shared_gradients)
+            losses = self.step.recorded(carry.losses, jnp.where(here, loss, 0), m)
             return losses, self._stored(carry.inbox, dy, here, slot), gradients
 
         passed = carry.losses, carry.inbox, carry.shared_gradients
@@ -174,7 +206,7 @@ class SharedEnds(Ends):
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
-            return self._embed_gradient(dx, self._microbatch(which - 1), carry.shared_gradients)
+            return self._embed_gradient(dx, self.step.rows(which - 1), carry.shared_gradients)
 
         gradients = lax.cond(which > 0, run, lambda: carry.shared_gradients)
         return carry._replace(shared_gradients=gradients)
@@ -183,7 +215,7 @@ class SharedEnds(Ends):
         """The embedding for an F of this tick, for the rank that runs it."""
 
         def run() -> jax.Array:
-            x = self.functions.embed(self.shared, self._microbatch(which - 1))
+            x = self.functions.embed(self.step.shared, self.step.rows(which - 1))
             return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
         return carry._replace(inbox=lax.cond(which > 0, run, lambda: carry.inbox))
@@ -192,7 +224,7 @@ class SharedEnds(Ends):
         self, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array
     ) -> jax.Array:
         """The inbox with a value in a slot of the rank that is `here`."""
-        return buffers.write(inbox, value, jnp.where(here, slot, self.tables.slots.inbox))
+        return buffers.write(inbox, value, jnp.where(here, slot, self.step.tables.slots.inbox))
 
 
 def _from_rank(here: jax.Array, value: jax.Array) -> jax.Array:

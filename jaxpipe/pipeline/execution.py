@@ -1,24 +1,22 @@
 """The ways of running a schedule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpipe.pipeline.split import POLICIES, Policy
+from jaxpipe.schedule import Lockstep
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a schedule is run; none of it changes what is computed.
+    """How a schedule is run; only `compute_dtype` changes what is computed.
 
-    `transfer_ticks` and `in_flight` are explained at `jaxpipe.schedule.cells.place`. `remat` names
-    a policy of `jaxpipe.pipeline.split.POLICIES`, or is one of `jax.checkpoint_policies`, such as
-    `save_only_these_names(...)`: it says what F may store for B and W. `defer_ends` lets the
-    gradients of the head's and the embedding's matrices wait for W of their stages, for the memory
-    of what they take: a whole gradient of the logits for each microbatch that waits.
-    `vocab_parallel` has every rank hold and compute a part of the vocabulary at both ends, for
-    functions whose collectives span pp too.
+    `lockstep` says how the schedule is laid out in ticks; its `vocab_parallel` is for functions
+    whose collectives span pp too. `remat` names a policy of `jaxpipe.pipeline.split.POLICIES`, or
+    is one of `jax.checkpoint_policies`, such as `save_only_these_names(...)`: it says what F may
+    store for B and W.
 
     Parameters are cast to `compute_dtype` once a step (None: kept); gradients are accumulated in
     the parameters' own dtype. In float16 they are divided by the number of the loss's terms only at
@@ -29,23 +27,15 @@ class Execution:
     parameters also within a step if `reshard_after_forward`, where every action gathers a layer
     anew and scatters its gradient. Otherwise parameters are gathered once a step.
 
-    `pairs` puts the two halves of a cell, an F and a gradient of different chunks, into one branch,
-    so that XLA may run collectives of one during the compute of the other; else they are two
-    branches, and DualPipe compiles in two thirds of the time.
-
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
     """
 
-    transfer_ticks: int = 1
-    in_flight: int | None = None
+    lockstep: Lockstep = field(default_factory=Lockstep)
     remat: str | Policy = "none"
-    defer_ends: bool = False
-    vocab_parallel: bool = False
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False
-    pairs: bool = True
     poison_bubbles: bool = False
 
     @property

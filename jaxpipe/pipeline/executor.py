@@ -2,23 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.parallel import DP, PP, Sharding, batch_spec
-from jaxpipe.pipeline.ends import OwnEnds, SharedEnds
+from jaxpipe.contract import Context, Side, StageFunctions
+from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec
+from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
 from jaxpipe.pipeline.execution import Execution
+from jaxpipe.pipeline.kind import RunKind
 from jaxpipe.pipeline.parameters import RankParameters
-from jaxpipe.pipeline.split import split_layer
-from jaxpipe.pipeline.stage import SharedPart, StageFunctions
+from jaxpipe.pipeline.reference import StepOutput
+from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.pipeline.tick import RankWork
-from jaxpipe.schedule import Schedule, Tables, forward_only, lower
+from jaxpipe.schedule import Row, Schedule, Tables, forward_only, lower
 
 Tree = Any
 
@@ -30,12 +31,13 @@ class Pipeline:
     Attributes:
       functions: the model as stages see it.
       schedule: which rank does what in which order.
-      mesh: a (pp, dp, tp) mesh; its pp must be the schedule's.
+      mesh: one of `make_mesh`; its pp must be the schedule's.
       layers_per_stage: layers of each stage (None: every slot of every stage holds one).
       execution: how the schedule is run.
 
-    Both methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`) and a batch
-    `[M, B, ...]`, B cut over dp, and raise `ValueError` where these do not fit the rest.
+    The methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`), a batch
+    `[M, B, ...]`, B cut over the replicas, and the model's variables, if it has any. They raise
+    `ValueError` where these do not fit the rest.
     """
 
     functions: StageFunctions
@@ -44,76 +46,113 @@ class Pipeline:
     layers_per_stage: Sequence[int] | None = None
     execution: Execution = field(default_factory=Execution)
 
-    @property
+    @cached_property
     def sharding(self) -> Sharding:
         """How parameters, and gradients as they are returned, are stored."""
-        execution = self.execution
-        return Sharding(
-            self.mesh, self.functions.cuts, execution.zero_stage, execution.vocab_parallel
-        )
+        functions = self.functions
+        kinds = functions.by_name
 
-    def losses_and_gradients(self, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        """Each microbatch's share of the loss, `[M]`, and the gradients of their sum.
+        def of_slot(slot: int) -> Tree:
+            name = next(iter(kinds))
+            if len(kinds) > 1:
+                name = self.layout(0).slot_kinds[slot]
+            return kinds[name].leaves
 
-        The loss is the sum over all examples divided by the number of its terms (0 where there are
-        none). Gradients come in the form, dtype and sharding of `params`.
-        """
-        return self._run(self.schedule, params, batch)
+        return Sharding(self.mesh, functions.leaves, of_slot, self.execution.zero_stage)
 
-    def losses(self, params: Tree, batch: Tree) -> jax.Array:
-        """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
+    def layout(self, slots: int) -> StageLayout:
+        """Where the layers are; of layers without an order, `slots` of a rank say how many."""
+        placement, order = self.schedule.placement, self.functions.order
+        counts = self.layers_per_stage
+        if counts is None:
+            of_stage = len(order) // placement.stages if order else slots // placement.own_chunks
+            counts = (of_stage,) * placement.stages
+        return StageLayout(tuple(counts), placement, self.functions.kinds_of(sum(counts)))
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The schedule as the scan reads it."""
+        return lower(self.schedule, self.execution.lockstep)
+
+    @cached_property
+    def forward_tables(self) -> Tables:
+        """The same of a forward-only pass."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        return self._run(forward, params, batch)[0]
+        return lower(forward, self.execution.lockstep)
 
-    def _run(self, schedule: Schedule, params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def step(self, params: Tree, batch: Tree, variables: Tree = None) -> StepOutput:
+        """Shares of the loss, gradients of their sum, and what layers make beside.
+
+        The loss is the sum over all examples, and over the losses that layers make, divided by the
+        number of the head's terms (0 where there are none). Gradients come in the form, dtype and
+        sharding of `params`.
+        """
+        return self._run(self.tables, params, batch, variables)
+
+    def losses_and_gradients(
+        self, params: Tree, batch: Tree, variables: Tree = None
+    ) -> tuple[jax.Array, Tree]:
+        """Each microbatch's share of the loss, `[M]`, and the gradients of their sum."""
+        return self.step(params, batch, variables)[:2]
+
+    def losses(self, params: Tree, batch: Tree, variables: Tree = None) -> jax.Array:
+        """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
+        return self._run(self.forward_tables, params, batch, variables).losses
+
+    def _run(self, tables: Tables, params: Tree, batch: Tree, variables: Tree) -> StepOutput:
         self._check_fit(params, batch)
-        tables = lower(
-            schedule,
-            transfer_ticks=self.execution.transfer_ticks,
-            in_flight=self.execution.in_flight,
-            defer_ends=self.execution.defer_ends,
-            vocab_parallel=self.execution.vocab_parallel,
-            pairs=self.execution.pairs,
-        )
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
-        active = self._active(len(params["layers"]) // schedule.placement.own_chunks)
+        program = _RankProgram(
+            self.functions,
+            tables,
+            self.execution,
+            self.layout(len(params["layers"])),
+            stored,
+        )
         return jax.shard_map(
-            partial(_rank_program, self.functions, tables, self.execution, active, stored),
+            program,
             mesh=self.mesh,
-            in_specs=(specs, batch_spec(), PartitionSpec(None, PP)),
-            out_specs=(PartitionSpec(), specs if tables.trains else None),
+            in_specs=(specs, batch_spec(), PartitionSpec(), PartitionSpec(None, PP)),
+            out_specs=StepOutput(
+                PartitionSpec(), specs if tables.trains else None, PartitionSpec()
+            ),
             check_vma=False,  # the collectives stand outside everything differentiated
-        )(params, batch, tables.columns)
-
-    def _active(self, slots: int) -> np.ndarray:
-        """Whether a rank has a layer in a slot of a chunk: `[P, chunks, slots]`."""
-        placement = self.schedule.placement
-        counts = self.layers_per_stage or [slots] * placement.stages
-        active = np.zeros((placement.pp, placement.own_chunks, slots), bool)
-        for stage, rank in enumerate(placement.rank_of):
-            active[rank, placement.chunk(stage), : counts[stage]] = True
-        if placement.mirrored_from is not None:
-            active = np.concatenate([active, active[::-1]], axis=1)
-        return active
+        )(params, batch, variables, tables.columns)
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
-        pp, dp, schedule = self.mesh.shape[PP], self.mesh.shape[DP], self.schedule
-        if (schedule.slices > 1) != (self.functions.state is not None):
+        schedule, functions = self.schedule, self.functions
+        pp, dp = self.mesh.shape[PP], 1
+        for axis in REPLICAS:
+            dp *= self.mesh.shape[axis]
+        if (schedule.slices > 1) != functions.sliced:
             raise ValueError(
                 f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
                 f"only if, there is more than one."
             )
         if schedule.pp != pp:
             raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
-        chunks, counts = schedule.placement.own_chunks, self.layers_per_stage
-        slots, rest = divmod(len(params["layers"]), chunks)
-        if rest or (counts and (len(counts) != schedule.stages or max(counts) != slots)):
+        counts, slots = self.layers_per_stage, len(params["layers"])
+        stages, chunks = schedule.stages, schedule.placement.own_chunks
+        fits = slots % chunks == 0 if counts is None else len(counts) == stages
+        if fits:
+            needed = len(self.layout(slots).slot_kinds)
+        if not fits or needed != slots:
             raise ValueError(
-                f"layers_per_stage={counts and list(counts)} with {len(params['layers'])} layer "
-                f"slots a rank: {schedule.name} has {schedule.stages} stages, {chunks} a rank, so "
-                f"it needs {schedule.stages} counts whose largest, times {chunks}, is the slots."
+                f"layers_per_stage={counts and list(counts)} with {slots} layer slots a rank: "
+                f"{schedule.name} has {stages} stages, {chunks} a rank, so it needs {stages} "
+                f"counts, and for every chunk as many slots as its longest stage has layers."
+            )
+        self._check_batch(batch, dp)
+
+    def _check_batch(self, batch: Tree, dp: int) -> None:
+        schedule, reads = self.schedule, self.functions.reads
+        unknown = [name for name in batch if reads is not None and name not in reads]
+        if unknown:
+            raise ValueError(
+                f"the batch has a leaf {unknown[0]!r} that the model does not read: leave it out; "
+                f"it reads {', '.join(reads)}."
             )
         for leaf in jax.tree.leaves(batch):
             if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
@@ -138,9 +177,10 @@ def loss_and_gradients(
     >>> import jax, jax.numpy as jnp
     >>> from jaxpipe import schedule
     >>> from jaxpipe.parallel import StageLayout, make_mesh
+    >>> from jaxpipe.pipeline import LayerKind, LayerOutput
     >>> toy = StageFunctions(
     ...     embed=lambda shared, mb: mb["inputs"] @ shared["enter"],
-    ...     layer=lambda w, x, mb: x + jnp.tanh(x @ w),
+    ...     kinds=LayerKind(lambda w, x, context: LayerOutput(x + jnp.tanh(x @ w))),
     ...     head=lambda shared, x, mb: jnp.sum((x @ shared["leave"] - mb["targets"]) ** 2),
     ...     count=lambda mb: jnp.size(mb["targets"]),
     ... )
@@ -161,73 +201,82 @@ def loss_and_gradients(
     return losses.sum(), gradients
 
 
-def _rank_program(
-    functions: StageFunctions,
-    tables: Tables,
-    execution: Execution,
-    active: np.ndarray,
-    stored: Tree,
-    params: Tree,
-    batch: Tree,
-    columns: dict[str, jax.Array],
-) -> tuple[jax.Array, Tree]:
-    """The whole step as one rank sees it: local shapes, pp, dp and tp bound."""
-    own = RankParameters.of(params, stored, execution)
-    chunks = own.chunks(active)
-    microbatch = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
-    x = jax.eval_shape(functions.embed, own.shared, microbatch)
-    entering = functions.entering(x, microbatch)
-    split = None
-    if tables.trains:
-        split = split_layer(functions.layer, own.one_layer, entering, microbatch, execution.policy)
-    ends = _ends(functions, tables, execution, own.shared, x, microbatch, batch)
-    work = RankWork(
-        functions=functions,
-        ends=ends,
-        split=split,
-        state=None if functions.state is None else entering[1],
-        shared=own.shared,
-        chunks=chunks,
-        batch=batch,
-        tables=tables,
-        poison=execution.poison_bubbles,
-    )
-    carry, _ = lax.scan(
-        lambda carry, row: (work.tick(carry, row), None),
-        work.first_carry(x, own.totals(chunks)),
-        {name: column[:, 0] for name, column in columns.items()},
-    )
-    losses = lax.psum(carry.losses, (PP, DP))
-    if split is None:
-        return losses, None
-    gradients = own.gradients(carry.shared_gradients, carry.layer_gradients)
-    if execution.divides_at_end:
-        gradients = jax.tree.map(lambda gradient: gradient * ends.share, gradients)
-    return losses, gradients
+@dataclass(frozen=True)
+class _RankProgram:
+    """The whole step as one rank sees it: local shapes, the axes of the mesh bound."""
 
+    functions: StageFunctions
+    tables: Tables
+    execution: Execution
+    layout: StageLayout
+    stored: Tree
 
-def _ends(
-    functions: StageFunctions,
-    tables: Tables,
-    execution: Execution,
-    shared: Tree,
-    x: jax.ShapeDtypeStruct,
-    microbatch: Tree,
-    batch: Tree,
-) -> OwnEnds | SharedEnds:
-    """Embedding and head, traced at the shapes of `x` and `microbatch`."""
-    head = SharedPart.trace(functions.head, shared, x, microbatch)
-    terms = lax.psum(jax.vmap(functions.count)(batch).sum(), DP)
-    loss = jax.eval_shape(functions.head, shared, x, microbatch)
-    share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
-    return (SharedEnds if tables.vocab_parallel else OwnEnds)(
-        functions=functions,
-        embed=SharedPart.trace(functions.embed, shared, microbatch),
-        head=head,
-        split=head.split(shared, x, microbatch) if tables.trains else None,
-        shared=shared,
-        batch=batch,
-        share=share,
-        seed=jnp.ones_like(share) if execution.divides_at_end else share,
-        tables=tables,
-    )
+    def __call__(self, params: Tree, batch: Tree, variables: Tree, columns: Row) -> StepOutput:
+        own = RankParameters.of(params, self.stored, self.execution)
+        rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
+        x = jax.eval_shape(self.functions.embed, own.shared, rows)
+        step = self._step_data(own, x, rows, batch, variables)
+        kinds = self._kinds(own, x, rows, variables)
+        mirrored = self.layout.placement.mirrored_from is not None
+        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
+        work = RankWork(step, self._ends(step, x, rows), chunks, kinds, self.layout.ring_kinds)
+        carry, _ = lax.scan(
+            lambda carry, row: (work.tick(carry, row), None),
+            work.first_carry(x, own.totals(chunks)),
+            jax.tree.map(lambda column: column[:, 0], columns),
+        )
+        every = (PP, *REPLICAS)
+        losses = lax.psum(carry.losses, every)
+        sums, maxima = carry.side.sums.items(), carry.side.maxima.items()
+        side = Side(
+            None,
+            {name: lax.psum(value, every) for name, value in sums},
+            {name: lax.pmax(value, every) for name, value in maxima},
+        )
+        if not self.tables.trains:
+            return StepOutput(losses, None, side)
+        gradients = own.gradients(carry.shared_gradients, carry.layer_gradients)
+        if self.execution.divides_at_end:
+            gradients = jax.tree.map(lambda gradient: gradient * step.share, gradients)
+        return StepOutput(losses, gradients, side)
+
+    def _kinds(
+        self, own: RankParameters, x: Any, rows: Tree, variables: Tree
+    ) -> dict[str, RunKind]:
+        """The kinds of the layers that there are, traced at this device's shapes."""
+        context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, variables)
+        policy = self.execution.policy if self.tables.trains else None
+        slots = self.layout.slot_kinds
+        return {
+            name: RunKind.trace(name, kind, own.one_layer(slots.index(name)), x, context, policy)
+            for name, kind in self.functions.by_name.items()
+            if name in slots
+        }
+
+    def _step_data(
+        self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree
+    ) -> StepData:
+        terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
+        loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
+        share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+        return StepData(
+            tables=self.tables,
+            shared=own.shared,
+            batch=batch,
+            variables=variables,
+            share=share,
+            seed=jnp.ones_like(share) if self.execution.divides_at_end else share,
+            poison=self.execution.poison_bubbles,
+        )
+
+    def _ends(self, step: StepData, x: Any, rows: Tree) -> Ends:
+        """Embedding and head, traced at the shapes of `x` and `rows`."""
+        functions, shared = self.functions, step.shared
+        head = SharedPart.trace(functions.head, shared, x, rows)
+        return (SharedEnds if self.tables.lockstep.vocab_parallel else OwnEnds)(
+            functions=functions,
+            embed=SharedPart.trace(functions.embed, shared, rows),
+            head=head,
+            split=head.split(shared, x, rows) if self.tables.trains else None,
+            step=step,
+        )

@@ -1,5 +1,7 @@
 """A rank's parameters: what its ops read in a step, and the gradients that the step leaves."""
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.parallel import DP, PP, TP, Stored
-from jaxpipe.pipeline.chunk import Chunk
+from jaxpipe.parallel import DP, PP, REPLICAS, TP, StageLayout, Stored
+from jaxpipe.pipeline.chunk import Chunk, LayerSlot
 from jaxpipe.pipeline.execution import Execution
+from jaxpipe.pipeline.kind import RunKind
 
 Tree = Any
 
@@ -38,58 +41,70 @@ class RankParameters:
         held = masters
         if dtype is not None:
             held = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
-        shared = jax.tree.map(
-            lambda s, leaf: s.gather(leaf, {DP} if s.ranks == "part" else {PP, DP}),
-            stored["shared"],
-            held["shared"],
-        )
         layers = held["layers"]
         if not execution.reshard_after_forward:
-            layers = tuple(_whole(stored["layers"][0], layer) for layer in layers)
-        return cls(execution, stored, masters, shared, layers)
+            layers = _whole(stored["layers"], layers)
+        return cls(execution, stored, masters, _whole(stored["shared"], held["shared"]), layers)
 
-    @property
-    def one_layer(self) -> Tree:
-        """Shapes of a whole layer as ops read it."""
-        each = self.stored["layers"][0]
-        reshard = self.execution.reshard_after_forward
+    def one_layer(self, slot: int) -> Tree:
+        """Shapes of a slot's whole layer as ops read it."""
+        if not self.execution.reshard_after_forward:
+            return jax.eval_shape(lambda layer: layer, self.layers[slot])
         return jax.eval_shape(
-            lambda layer: _whole(each, layer) if reshard else layer, self.layers[0]
+            lambda layer: _whole(self.stored["layers"][slot], layer), self.layers[slot]
         )
 
-    def chunks(self, active: np.ndarray) -> tuple[Chunk, ...]:
+    def chunks(
+        self, layout: StageLayout, kinds: Mapping[str, RunKind], *, mirrored: bool
+    ) -> tuple[Chunk, ...]:
         """The stages this rank computes; where there are more than it holds, the rest is mirrored.
 
-        `active` `[P, chunks, slots]`: whether a rank has a layer there. A mirrored stage of rank r
-        is held by rank P-1-r, which sends a copy of it once a step.
+        A mirrored stage of rank r is held by rank P-1-r, which sends a copy of it once a step.
         """
-        _, chunks, slots = active.shape
-        layers = self.layers
-        if chunks * slots > len(layers):
-            layers = (*layers, *_mirror(layers))
-        here = jnp.asarray(active)[lax.axis_index(PP)]
-        gathered = self.stored["layers"][0] if self.execution.reshard_after_forward else None
-        return tuple(
-            Chunk(
-                layers[chunk * slots : (chunk + 1) * slots],
-                tuple(
-                    None if active[:, chunk, slot].all() else here[chunk, slot]
-                    for slot in range(slots)
-                ),
-                gathered,
+        table = np.array([[-1 if i is None else i for i in row] for row in layout.table], np.int32)
+        chunks = self._chunks(self.layers, table, layout, kinds)
+        if mirrored:
+            chunks += self._chunks(_mirror(self.layers), table[::-1], layout, kinds)
+        return chunks
+
+    def _chunks(
+        self,
+        layers: tuple[Tree, ...],
+        table: np.ndarray,
+        layout: StageLayout,
+        kinds: Mapping[str, RunKind],
+    ) -> tuple[Chunk, ...]:
+        """Those of some layers; `table[r, slot]` is the layer that rank r has there, or -1."""
+        here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
+
+        def layer_slot(slot: int, ring: int) -> LayerSlot:
+            return LayerSlot(
+                kind=kinds[layout.slot_kinds[slot]],
+                params=layers[slot],
+                index=here[slot],
+                active=None if (table[:, slot] >= 0).all() else here[slot] >= 0,
+                ring=ring,
+                stored=self.stored["layers"][slot] if reshard else None,
             )
-            for chunk in range(chunks)
+
+        slots = iter(range(len(layers)))
+        return tuple(
+            Chunk(tuple(layer_slot(next(slots), ring) for ring in layout.rings_of(chunk)))
+            for chunk in range(len(layout.chunk_kinds))
         )
 
     def totals(self, chunks: tuple[Chunk, ...]) -> Tree:
         """Shapes and dtypes of the sums of gradients: the masters' dtype, as large as ops read."""
-        like = lambda values, leaves: jax.tree.map(  # noqa: E731
-            lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
-        )
-        layer = like(self.layers[0], self.masters["layers"][0])
+
+        def like(values: Tree, leaves: Tree) -> Tree:
+            return jax.tree.map(
+                lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
+            )
+
+        own = iter(itertools.cycle(map(like, self.layers, self.masters["layers"])))
         return {
             "shared": like(self.shared, self.masters["shared"]),
-            "layers": tuple((layer,) * len(chunk.layers) for chunk in chunks),
+            "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
         }
 
     def gradients(self, shared: Tree, layers: tuple[tuple[Tree, ...], ...]) -> Tree:
@@ -114,29 +129,31 @@ class RankParameters:
         return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own
 
     def _of_shared(self, stored: Stored, gradient: jax.Array) -> jax.Array:
-        """Of a leaf that no layer has."""
-        if stored.ranks == "same":
+        """Of a leaf that no layer has: it is the ranks' sum, or the same on all, or parts of it."""
+        if PP not in stored.leaf.parted | set(stored.leaf.summed):
             gradient = stored.part(gradient, {PP})
-        return self._reduced(stored, gradient, {PP, DP} if stored.ranks == "add" else {DP})
+        summed = {PP} & set(stored.leaf.summed)
+        return self._reduced(stored, gradient, summed | set(stored.replicas))
 
     def _unreduced(self, stored: Stored) -> set[str]:
         """The axes over which a layer's gradient is still to be summed after the last tick."""
-        scattered = self.execution.reshard_after_forward and stored.axis(DP) is not None
-        return set() if scattered else {DP}
+        scattered = self.execution.reshard_after_forward and stored.dim(DP) is not None
+        return set() if scattered else set(stored.replicas)
 
-    def _reduced(self, stored: Stored, gradient: jax.Array, names: set[str]) -> jax.Array:
+    def _reduced(self, stored: Stored, gradient: jax.Array, axes: set[str]) -> jax.Array:
         """The part of a gradient summed over these axes, and over tp where it must be."""
-        if stored.summed:
+        if TP in stored.leaf.summed:
             gradient = lax.psum(gradient, TP)
-        if self.execution.zero_stage == 1 and DP in names:
-            gradient = stored.reduce(gradient, names - {DP})
-            return stored.part(lax.psum(gradient, DP), {DP})
-        return stored.reduce(gradient, names)
+        replicas = axes.intersection(REPLICAS)
+        if self.execution.zero_stage == 1 and replicas:
+            gradient = stored.reduce(gradient, axes - replicas)
+            return stored.part(lax.psum(gradient, tuple(sorted(replicas))), replicas)
+        return stored.reduce(gradient, axes)
 
 
-def _whole(stored: Tree, layer: Tree) -> Tree:
-    """A layer with its parts over dp put together."""
-    return jax.tree.map(lambda s, leaf: s.gather(leaf, {DP}), stored, layer)
+def _whole(stored: Tree, held: Tree) -> Tree:
+    """Leaves as ops read them, from what is stored of them on this device."""
+    return jax.tree.map(lambda how, leaf: how.whole(leaf), stored, held)
 
 
 def _mirror(tree: Tree) -> Tree:

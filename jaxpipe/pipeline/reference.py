@@ -1,19 +1,36 @@
 """The oracle: the same functions on one device, one sequence after the other, by `jax.grad`."""
 
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.pipeline.stage import StageFunctions
+from jaxpipe.contract import Context, Side, StageFunctions
 
 Tree = Any
 
 
-def losses_and_gradients_ref(
-    functions: StageFunctions, shared: Tree, layers: list[Tree], batch: Tree, slices: int = 1
-) -> tuple[jax.Array, Tree]:
-    """Each microbatch's share of the loss `[M]`, and the gradients of their sum.
+class StepOutput(NamedTuple):
+    """What a step computes: shares of the loss `[M]`, gradients (None: forward only), side outputs.
+
+    `side` has the sums and maxima over all layers, microbatches and replicas.
+    """
+
+    losses: jax.Array
+    gradients: Tree
+    side: Side
+
+
+def step_ref(
+    functions: StageFunctions,
+    shared: Tree,
+    layers: list[Tree],
+    batch: Tree,
+    slices: int = 1,
+    variables: Tree = None,
+) -> StepOutput:
+    """Each microbatch's share of the loss, the gradients of their sum, and the side outputs.
 
     So many `slices` in a row are microbatches of the same sequences. `layers` are the parameters of
     all layers in order; gradients come as `{"shared": tree, "layers": [tree, ...]}`.
@@ -21,29 +38,48 @@ def losses_and_gradients_ref(
     microbatches = [
         jax.tree.map(lambda a, m=m: a[m], batch) for m in range(jax.tree.leaves(batch)[0].shape[0])
     ]
-    terms = sum(functions.count(microbatch) for microbatch in microbatches)
+    terms = sum(functions.count(rows) for rows in microbatches)
+    kinds = [functions.by_name[name] for name in functions.kinds_of(len(layers))]
 
-    def shares(params: Tree, slices: list[Tree]) -> tuple[jax.Array, list[jax.Array]]:
-        losses, states = [], [None] * len(params["layers"])
-        for microbatch in slices:
-            x = functions.embed(params["shared"], microbatch)
-            for index, layer in enumerate(params["layers"]):
-                if functions.state is None:
-                    x = functions.layer(layer, x, microbatch)
-                    continue
-                state = states[index]
-                state = functions.state(x, microbatch) if state is None else state
-                x, states[index] = functions.layer(layer, (x, state), microbatch)
-            loss = functions.head(params["shared"], x, microbatch)
+    def shares(params: Tree, sequence: list[Tree]) -> tuple[jax.Array, tuple[Any, ...]]:
+        losses, sides, states = [], [], [None] * len(kinds)
+        for rows in sequence:
+            x, more = functions.embed(params["shared"], rows), 0.0
+            for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
+                if kind.state is not None and states[index] is None:
+                    states[index] = kind.state(x, rows)
+                context = Context(rows, jnp.int32(index), states[index], variables)
+                x, states[index], side = kind.layer(layer, x, context)
+                more = more if side.loss is None else more + side.loss
+                sides.append(side)
+            loss = functions.head(params["shared"], x, rows) + more
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
-        return sum(losses), losses
+        return sum(losses), (losses, reduce(_joined, sides, Side()))
 
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, has_aux=True))
     params = {"shared": shared, "layers": layers}
-    total = jax.tree.map(jnp.zeros_like, params)
+    total, side = jax.tree.map(jnp.zeros_like, params), Side()
     every = []
     for first in range(0, len(microbatches), slices):
-        (_, losses), gradients = shares_and_gradients(params, microbatches[first : first + slices])
+        sequence = microbatches[first : first + slices]
+        (_, (losses, more)), gradients = shares_and_gradients(params, sequence)
         every += losses
-        total = jax.tree.map(jnp.add, total, gradients)
-    return jnp.stack(every), total
+        total, side = jax.tree.map(jnp.add, total, gradients), _joined(side, more)
+    return StepOutput(jnp.stack(every), total, side)
+
+
+def losses_and_gradients_ref(*args: Any, **kwargs: Any) -> tuple[jax.Array, Tree]:
+    """The losses and gradients of `step_ref`."""
+    return step_ref(*args, **kwargs)[:2]
+
+
+def _joined(left: Side, right: Side) -> Side:
+    """The sums of both, and the larger maxima; their losses are in the loss."""
+
+    def joined(left: Tree, right: Tree, join: Any) -> Tree:
+        both = {name: join(left[name], right[name]) for name in left.keys() & right.keys()}
+        return dict(sorted((dict(left) | dict(right) | both).items()))
+
+    return Side(
+        None, joined(left.sums, right.sums, jnp.add), joined(left.maxima, right.maxima, jnp.maximum)
+    )

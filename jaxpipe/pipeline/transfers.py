@@ -9,9 +9,7 @@ from jax import lax
 
 from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
-from jaxpipe.schedule import Tables
-
-Row = dict[str, jax.Array]
+from jaxpipe.schedule import Row, Tables
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Transfers:
 
     def arriving(self, message: jax.Array) -> Any:
         """What is on its way before the first tick: None where transfers end in their tick."""
-        if self.tables.transfer_ticks == 1:
+        if self.tables.lockstep.transfer_ticks == 1:
             return None
         return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
 
@@ -39,15 +37,17 @@ class Transfers:
         once the inbox is written, and so be in flight while the conds run.
         """
         loads, sent = self._loads({"y": y, "dx": dx}, row), None
-        if self.tables.transfer_ticks == 1:
+        if self.tables.lockstep.transfer_ticks == 1:
             arriving, row = lax.optimization_barrier((self._send(loads), row))
         for packed, lanes in zip(arriving, self._ways.values()):
             for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
-                inbox = buffers.write(inbox, message, row[f"arrive_{lane}"])
-        for name, message in (("keep_y", y), ("keep_dx", dx)):
-            if self.tables.stores(name):
-                inbox = buffers.write(inbox, message, row[name])
-        if self.tables.transfer_ticks == 2:
+                inbox = buffers.write(inbox, message, row.arrive[lane])
+        columns = self.tables.columns
+        if self.tables.stores(columns.keep_y):
+            inbox = buffers.write(inbox, y, row.keep_y)
+        if self.tables.stores(columns.keep_dx):
+            inbox = buffers.write(inbox, dx, row.keep_dx)
+        if self.tables.lockstep.transfer_ticks == 2:
             loads, inbox = lax.optimization_barrier((loads, inbox))
             sent = self._send(loads)
         return sent, inbox, row
@@ -61,9 +61,9 @@ class Transfers:
         loads = []
         for index, lane in enumerate(self.tables.lanes):
             load, *other = (made[kind] for kind in lane.kinds)
-            if other or self.tables.transfer_ticks == 2:
+            if other or self.tables.lockstep.transfer_ticks == 2:
                 nothing = jnp.full_like(load, jnp.nan if self.poison else 0)
-                load = lax.select_n(row[f"send_{index}"], nothing, load, *other)
+                load = lax.select_n(row.send[index], nothing, load, *other)
             loads.append(load)
         return loads
 

@@ -2,7 +2,7 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates
-from jaxpipe.planning.chosen import layers_of, op_seconds, schedule_of
+from jaxpipe.planning.chosen import layers_of, lockstep_of, op_seconds, schedule_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import ITEMSIZE, Hardware, LayerSeconds, OpSeconds, analytic
 from jaxpipe.planning.memory import RankBytes, rank_bytes
@@ -22,6 +22,7 @@ __all__ = [
     "candidates",
     "estimate",
     "layers_of",
+    "lockstep_of",
     "op_seconds",
     "rank_bytes",
     "schedule_of",

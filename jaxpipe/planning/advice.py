@@ -30,7 +30,6 @@ def advise(
     *,
     memory: float,
     bubble: float | None,
-    transfer_ticks: int,
 ) -> Advice:
     """The fastest within `memory` bytes a device, and how to get its scan's bubble to `bubble`."""
     fitting = sorted(
@@ -47,13 +46,11 @@ def advise(
             f"train.microbatch_size, or set train.remat='full'."
         )
     if bubble is not None and fitting:
-        sentences.append(_smaller(config, fitting[0], seconds, bubble, transfer_ticks))
+        sentences.append(_smaller(config, fitting[0], seconds, bubble))
     return Advice(fitting[0].candidate.label if fitting else None, tuple(sentences))
 
 
-def _smaller(
-    config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float, transfer_ticks: int
-) -> str:
+def _smaller(config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float) -> str:
     """The number of microbatches that brings the bubble down, found by trying."""
     label, now = chosen.candidate.label, chosen.report.bubble_lockstep
     m, pp = config.train.grad_accum_steps, config.parallel.pp
@@ -69,7 +66,7 @@ def _smaller(
             found = candidate(longer, seconds, label)
         except ScheduleError as error:
             return f"{label}: {error}"
-        result = estimate(longer, found, seconds, transfer_ticks=transfer_ticks)
+        result = estimate(longer, found, seconds)
         now = result.report.bubble_lockstep
         if now <= bubble:
             return (

@@ -1,26 +1,26 @@
 """Which schedules a configuration could have: every builder that its sizes allow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.chosen import SEARCHED, V_SHAPED, layers_of
+from jaxpipe.planning.chosen import SEARCHED, V_SHAPED, layers_of, lockstep_of
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import Schedule, ScheduleError, build
+from jaxpipe.schedule import Lockstep, Schedule, ScheduleError, build
 
 _SEARCH = 100_000  # steps simulated by each search: less than a second
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule for a configuration; `in_flight` as in the configuration."""
+    """A schedule for a configuration, with the layers of every stage, and how GPUs would run it."""
 
     label: str
     schedule: Schedule
-    layers: tuple[int, ...]  # of every stage
-    in_flight: int | None = None
+    layers: tuple[int, ...]
+    lockstep: Lockstep
 
 
 def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
@@ -46,6 +46,7 @@ def _candidate(
 ) -> Candidate:
     parallel = config.parallel
     in_flight = options.pop("in_flight", None)
+    lockstep = replace(lockstep_of(config, on_cpu=False), in_flight=in_flight)
     stages = parallel.pp * options.get("virtual_stages", 2 if name in V_SHAPED else 1)
     if not isinstance(parallel.layer_split, str) and len(parallel.layer_split) != stages:
         parallel = msgspec.structs.replace(parallel, layer_split="even")
@@ -57,7 +58,7 @@ def _candidate(
         name, pp=parallel.pp, microbatches=config.train.grad_accum_steps, slices=parallel.slices,
         **options,
     )  # fmt: skip
-    return Candidate(label, schedule, layers, in_flight)
+    return Candidate(label, schedule, layers, lockstep)
 
 
 def _variants(config: Config) -> list[tuple[str, str, dict[str, Any]]]:

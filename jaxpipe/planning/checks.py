@@ -5,7 +5,7 @@ from math import prod
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.schedule import NAMES, ScheduleError, lower
 
 
@@ -187,11 +187,7 @@ def _check_pipeline(config: Config) -> None:
         )
     try:
         schedule = schedule_of(config)
-        lower(
-            schedule,
-            in_flight=parallel.in_flight or None,
-            vocab_parallel=parallel.vocab_parallel_pp,
-        )
+        lower(schedule, lockstep_of(config, on_cpu=config.runtime.cpu_devices > 0))
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpipe.config import Config
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
-from jaxpipe.schedule import Schedule, assign_layers, build
+from jaxpipe.schedule import Lockstep, Schedule, assign_layers, build
 
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 SEARCHED = ("zb_auto", "zbv", "v_half", "v_min")
@@ -45,6 +45,24 @@ def schedule_of(config: Config) -> Schedule:
         if parallel.objective == "lockstep":
             options["transfer_ticks"] = parallel.transfer_ticks or 2
     return _built(name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+
+
+def lockstep_of(config: Config, *, on_cpu: bool) -> Lockstep:
+    """How the scan lays a configuration's schedule out in ticks, on that kind of device.
+
+    On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
+    them; and for the same reason nothing is gained by halves of a cell that may overlap.
+
+    Raises `ScheduleError` for ends that are both shared and deferred.
+    """
+    parallel = config.parallel
+    return Lockstep(
+        transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
+        in_flight=parallel.in_flight or None,
+        vocab_parallel=parallel.vocab_parallel_pp,
+        defer_ends=parallel.defer_ends,
+        pairs=not on_cpu,
+    )
 
 
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:

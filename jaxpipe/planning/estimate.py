@@ -41,24 +41,17 @@ class Estimate:
         return self.tokens / self.seconds
 
 
-def estimate(
-    config: Config, candidate: Candidate, seconds: OpSeconds, *, transfer_ticks: int
-) -> Estimate:
+def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
     """Simulate a candidate of a configuration."""
     train, schedule = config.train, candidate.schedule
-    knobs = {
-        "transfer_ticks": transfer_ticks,
-        "in_flight": candidate.in_flight,
-        "vocab_parallel": config.parallel.vocab_parallel_pp,
-    }
     actions = (action for order in schedule.ranks for cell in order for action in cell.actions)
     costs = seconds.costs(
         candidate.layers,
         shared_by=config.parallel.ends_shared_by,
         split=any(action.op is Op.B for action in actions),
     )
-    report = simulate(schedule, costs, **knobs)
-    tables = lower(schedule, defer_ends=config.parallel.defer_ends, **knobs)
+    report = simulate(schedule, costs, candidate.lockstep)
+    tables = lower(schedule, candidate.lockstep)
     message = hidden_bytes(
         config.model, itemsize=ITEMSIZE[train.compute_dtype],
         sequence_parallel=config.parallel.sequence_parallel, **device_sizes(config),

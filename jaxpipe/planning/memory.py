@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves, state_bytes
 from jaxpipe.config import Config
-from jaxpipe.partition.storage import cutting
+from jaxpipe.partition.leaf import DP, PP, TP, cutting
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
 from jaxpipe.schedule import Schedule, Tables
@@ -65,7 +65,7 @@ def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankByte
     held = tables.slots
     rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
     rings += (held.state + held.dstate) * of_sequences
-    both_ways = len(tables.lanes) * (tables.transfer_ticks == 2)
+    both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
     rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
@@ -111,18 +111,18 @@ def _values(config: Config, *, of_layer: bool) -> _Values:
     parallel = config.parallel
     mesh = {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
     part = whole = moments = 0
-    leaves = layer_leaves(config.model, parallel.tp) if of_layer else end_leaves(config.model)
-    for shape, cut in leaves.values():
-        shape = (parallel.pp, *shape) if of_layer else shape
-        how = cutting(
-            shape, cut, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage,
-            vocab_parallel=parallel.vocab_parallel_pp,
-        )  # fmt: skip
+    if of_layer:
+        leaves = layer_leaves(config.model, parallel.tp)
+    else:
+        leaves = end_leaves(config.model, (TP, PP) if parallel.vocab_parallel_pp else (TP,))
+    for leaf in leaves.values():
+        shape = (parallel.pp, *leaf.shape) if of_layer else leaf.shape
+        how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
         stored = how.part_size(shape, mesh)
         part += stored
-        moments += stored * _moments(config.optimizer.name, of_layer and len(shape) > 2)
-        parted = of_layer or (parallel.vocab_parallel_pp and cut.axis is not None)
-        whole += how.part_size(shape, mesh, whole=("dp",) if parted else ("pp", "dp"))
+        moments += stored * _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
+        parted = of_layer or PP in leaf.parted
+        whole += how.part_size(shape, mesh, whole=(DP,) if parted else (PP, DP))
     return _Values(part, whole, moments)
 
 

@@ -9,7 +9,9 @@ from jaxpipe.schedule.builders import BUILDERS, NAMES, build, forward_only
 from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
-from jaxpipe.schedule.lower import Tables, lower
+from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.lower import Pair, Tables, lower
+from jaxpipe.schedule.row import Row
 from jaxpipe.schedule.simulate import Report, peak_memory, simulate
 from jaxpipe.schedule.validate import validate
 
@@ -19,10 +21,13 @@ __all__ = [
     "Action",
     "Cell",
     "Costs",
+    "Lockstep",
     "Memory",
     "Op",
+    "Pair",
     "Placement",
     "Report",
+    "Row",
     "Schedule",
     "ScheduleError",
     "Tables",

@@ -24,6 +24,16 @@ class Op(enum.Enum):
     W = "W"
     BW = "B"
 
+    @property
+    def gives_dx(self) -> bool:
+        """Whether it makes the gradient of a stage's input."""
+        return self in (Op.B, Op.BW)
+
+    @property
+    def gives_dw(self) -> bool:
+        """Whether it makes the gradients of a stage's weights."""
+        return self in (Op.W, Op.BW)
+
 
 class Action(NamedTuple):
     """One op of one stage on one microbatch.

@@ -20,6 +20,7 @@ from jaxpipe.schedule.action import (
     needed_by,
     produced_by,
 )
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,12 @@ def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
 
 
 @lru_cache(maxsize=2)  # a schedule is often simulated, lowered and drawn in turn
-def place(
-    schedule: Schedule,
-    *,
-    transfer_ticks: int = 1,
-    in_flight: int | None = None,
-    vocab_parallel: bool = False,
-) -> Grid:
+def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 
-    `in_flight` None keeps each rank's order of cells. A number lets every rank run
-    forwards ahead of its order while it holds at most that many microbatches; with one-tick
-    transfers it then also pairs an F with a gradient action in one cell, so that all ranks do the
-    same work in a tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
-
-    With `vocab_parallel` all ranks make the loss together, at the start of the tick after the last
-    stage's F; so its gradient cannot share the cell of that F, and packed 1F1B needs 2P.
-
-    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, a cap below 1, or a deadlock.
+    Raises `ScheduleError` for a deadlock.
     """
-    if transfer_ticks not in (1, 2):
-        raise ScheduleError(f"transfer_ticks={transfer_ticks}: a transfer takes 1 or 2 ticks.")
-    if in_flight is not None and in_flight < 1:
-        raise ScheduleError(f"in_flight={in_flight}: a rank must hold at least 1 microbatch.")
+    transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight
     lines: list[_InOrder | _RunAhead]
     if in_flight is None:
         lines = [_InOrder(order) for order in schedule.ranks]
@@ -143,7 +127,7 @@ def place(
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
                 hop = 1 if source == rank else transfer_ticks
-                waits = vocab_parallel and value[:2] == ("y", schedule.stages - 1)
+                waits = lockstep.vocab_parallel and value[:2] == ("y", schedule.stages - 1)
                 if (value != in_cell or waits) and when + hop > tick:
                     return False
             return True

@@ -1,15 +1,14 @@
 """A schedule as text: one line a rank, one column a tick."""
 
-from typing import Any
-
 from jaxpipe.schedule.action import Op, Schedule
 from jaxpipe.schedule.cells import Cell, place
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 _LETTER = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "B"}
 
 
-def timeline(schedule: Schedule, **lockstep: Any) -> str:
-    """The grid of `place`, which takes `lockstep`: ops with their microbatch, a dot where idle.
+def timeline(schedule: Schedule, lockstep: Lockstep = PLAIN) -> str:
+    """The grid of `place`: ops with their microbatch, a dot where idle.
 
     >>> from jaxpipe.schedule import build
     >>> print(timeline(build("1f1b", pp=3, microbatches=4)))
@@ -17,7 +16,7 @@ def timeline(schedule: Schedule, **lockstep: Any) -> str:
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
     """
-    grid = place(schedule, **lockstep)
+    grid = place(schedule, lockstep)
     columns = [[_label(cell, schedule.stages > schedule.pp) for cell in row] for row in grid]
     widths = [max(map(len, column)) for column in columns]
     width = len(str(schedule.pp - 1))

@@ -5,12 +5,14 @@ stage is then no slower than the others. Ranks that meet every tick anyway need 
 own for it: the work stands at the start of a tick, in which all of them do it for one microbatch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Op, Schedule
+from jaxpipe.schedule.action import Op, Schedule
 from jaxpipe.schedule.cells import Grid
+from jaxpipe.schedule.lifetimes import Buffers
+from jaxpipe.schedule.row import EndColumns
 
 
 def ranks_of(stage: int, schedule: Schedule) -> tuple[int, ...]:
@@ -20,27 +22,38 @@ def ranks_of(stage: int, schedule: Schedule) -> tuple[int, ...]:
 
 
 def shared_end_columns(
-    schedule: Schedule, grid: Grid, inbox: Mapping[Action, int], *, spare: int
-) -> dict[str, np.ndarray]:
-    """The columns `embed_r`, `head_r`, `embed_gradient_r`, `embed_write` of `Tables`; `dy_write`.
+    schedule: Schedule, grid: Grid, slots: Sequence[Buffers[Mapping[Hashable, int]]], *, spare: int
+) -> EndColumns[np.ndarray]:
+    """The columns of ends that all ranks share; `slots` has those of every rank by owner.
 
-    `inbox` has the slot of every message by its reader; the grid has an empty last tick.
+    The grid has an empty last tick. `spare` is an index behind the last slot of the inbox.
     """
     shape, last = (len(grid), schedule.pp), schedule.stages - 1
-    first_ranks = ranks_of(0, schedule)
-    names = [f"{end}_{rank}" for end in ("embed", "embed_gradient") for rank in first_ranks]
-    names += [f"head_{rank}" for rank in ranks_of(last, schedule)]
-    columns = {name: np.zeros(shape, np.int32) for name in names}
-    columns |= {name: np.full(shape, spare, np.int32) for name in ("embed_write", "dy_write")}
+    first_ranks, last_ranks = ranks_of(0, schedule), ranks_of(last, schedule)
+
+    def numbers(ranks: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(np.zeros(shape, np.int32) for _ in ranks)
+
+    columns = EndColumns(
+        embed=numbers(first_ranks),
+        head=numbers(last_ranks),
+        embed_gradient=numbers(first_ranks),
+        embed_write=np.full(shape, spare, np.int32),
+        dy_write=np.full(shape, spare, np.int32),
+    )
+    embed, head, embed_gradient = (
+        dict(zip(ranks, of_ranks))
+        for ranks, of_ranks in zip((first_ranks, last_ranks, first_ranks), columns)
+    )
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
             for action in cell.actions:
                 op, stage, m = action
                 if op is Op.F and stage == 0:
-                    columns[f"embed_{rank}"][tick] = 1 + m
-                    columns["embed_write"][tick, rank] = inbox[action]
+                    embed[rank][tick] = 1 + m
+                    columns.embed_write[tick, rank] = slots[rank].inbox[action]
                 if op is Op.F and stage == last:
-                    columns[f"head_{rank}"][tick + 1] = 1 + m
+                    head[rank][tick + 1] = 1 + m
                 if op in (Op.B, Op.BW) and stage == 0:
-                    columns[f"embed_gradient_{rank}"][tick + 1] = 1 + m
+                    embed_gradient[rank][tick + 1] = 1 + m
     return columns

@@ -7,17 +7,20 @@ alive at once.
 
 import heapq
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from jaxpipe.schedule.action import Action, Op, Schedule
 from jaxpipe.schedule.cells import Grid
 from jaxpipe.schedule.lanes import Message
+from jaxpipe.schedule.lockstep import Lockstep
 
-Intervals = dict[Hashable, tuple[int, int]]  # what -> (first tick, last tick)
+Interval = tuple[int, int]  # first and last tick
+Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
 
 
-class Slots(NamedTuple):
-    """Something of each buffer: of messages, and of the lifetimes of activations.
+class Buffers(NamedTuple, Generic[T]):
+    """One thing of each buffer: of messages, and of the lifetimes of activations.
 
     `inbox`: y or dx from when it is stored until it is read. `for_b`: residuals from F to B.
     `for_w`: residuals from F to W. `stash`: from B to W. An unsplit gradient is both B and W, and
@@ -27,83 +30,98 @@ class Slots(NamedTuple):
     `dstate`: the gradient at it, from its first B to its last.
     """
 
-    inbox: object
-    for_b: object
-    for_w: object
-    stash: object
-    head: object
-    embed: object
-    state: object
-    dstate: object
+    inbox: T
+    for_b: T
+    for_w: T
+    stash: T
+    head: T
+    embed: T
+    state: T
+    dstate: T
+
+
+class Owner(NamedTuple):
+    """Whose activations a slot holds: those of a microbatch in a stage.
+
+    What slices of a sequence share is the first slice's.
+    """
+
+    stage: int
+    microbatch: int
+
+
+def owner_of(action: Action) -> Owner:
+    """Whose activations an action makes or takes."""
+    return Owner(action.stage, action.microbatch)
+
+
+def sequence_of(action: Action, schedule: Schedule) -> Owner:
+    """Who owns what the slices of an action's sequence share."""
+    first = action.microbatch - action.microbatch % schedule.slices
+    return Owner(action.stage, first)
 
 
 def lifetimes(
-    schedule: Schedule,
-    grid: Grid,
-    inputs: dict[Action, Message],
-    defer_ends: bool,
-    vocab_parallel: bool,
-) -> Slots:
-    """For each buffer, every rank's intervals; messages by reader, the rest by action F."""
+    schedule: Schedule, grid: Grid, inputs: dict[Action, Message], lockstep: Lockstep
+) -> list[Buffers[dict[Hashable, Interval]]]:
+    """Every rank's intervals by buffer: of the inbox by the reading action, else by `Owner`."""
     when = {
         action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
     }
-    alive = Slots(*([{} for _ in range(schedule.pp)] for _ in Slots._fields))
+    alive = [Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)]
     if schedule.slices > 1:
         _add_states(alive, schedule, when)
     for action, message in inputs.items():
         if message.stored is not None:
-            alive.inbox[message.receiver][action] = (message.stored, message.read)
+            alive[message.receiver].inbox[action] = (message.stored, message.read)
     for forward, start in when.items():
         if forward.op is not Op.F:
             continue
-        rank = schedule.placement.rank(forward.stage, forward.microbatch)
-        if vocab_parallel and forward.stage == 0:
-            alive.inbox[rank][forward] = (start, start)
+        of_rank = alive[schedule.placement.rank(forward.stage, forward.microbatch)]
+        if lockstep.vocab_parallel and forward.stage == 0:
+            of_rank.inbox[forward] = (start, start)
+        owner = owner_of(forward)
         both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
         elif b is None:
             continue
         else:
-            alive.stash[rank][forward] = (b, w)
-        alive.for_b[rank][forward] = (start, b)
-        alive.for_w[rank][forward] = (start, w)
-        if defer_ends and forward.stage == schedule.stages - 1:
-            alive.head[rank][forward] = (start, w)
-        if defer_ends and forward.stage == 0:
-            alive.embed[rank][forward] = (b, w)
+            of_rank.stash[owner] = (b, w)
+        of_rank.for_b[owner] = (start, b)
+        of_rank.for_w[owner] = (start, w)
+        if lockstep.defer_ends and forward.stage == schedule.stages - 1:
+            of_rank.head[owner] = (start, w)
+        if lockstep.defer_ends and forward.stage == 0:
+            of_rank.embed[owner] = (b, w)
     return alive
 
 
-def _add_states(alive: Slots, schedule: Schedule, when: dict[Action, int]) -> None:
-    """When a stage holds what the slices of a sequence share, by the F of the first of them."""
-    for action in when:
-        sequence = action._replace(op=Op.F, microbatch=sequence_of(action, schedule))
-        rank = schedule.placement.rank(action.stage, action.microbatch)
+def _add_states(
+    alive: list[Buffers[dict[Hashable, Interval]]], schedule: Schedule, when: dict[Action, int]
+) -> None:
+    """When a stage holds what the slices of a sequence share."""
+    for action, tick in when.items():
+        sequence = sequence_of(action, schedule)
+        of_rank = alive[schedule.placement.rank(action.stage, action.microbatch)]
         if action.op is not Op.W:
-            _extend(alive.state[rank], sequence, when[action])
+            _extend(of_rank.state, sequence, tick)
         if action.op in (Op.B, Op.BW):
-            _extend(alive.dstate[rank], sequence, when[action])
+            _extend(of_rank.dstate, sequence, tick)
 
 
-def _extend(intervals: Intervals, key: Action, tick: int) -> None:
+def _extend(intervals: dict[Hashable, Interval], key: Hashable, tick: int) -> None:
     first, last = intervals.get(key, (tick, tick))
     intervals[key] = (min(first, tick), max(last, tick))
 
 
-def sequence_of(action: Action, schedule: Schedule) -> int:
-    """The first slice of an action's sequence."""
-    return action.microbatch - action.microbatch % schedule.slices
-
-
-def colour(intervals: Iterable[tuple[Hashable, tuple[int, int]]]) -> dict[Hashable, int]:
+def colour(intervals: Iterable[tuple[Key, Interval]]) -> dict[Key, int]:
     """The lowest free slot for each closed interval `(first, last)`, taken in order of start.
 
     >>> colour([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
     {'a': 0, 'b': 1, 'c': 0}
     """
-    slots: dict[Hashable, int] = {}
+    slots: dict[Key, int] = {}
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (last tick, slot)
     for key, (first, last) in sorted(intervals, key=lambda item: item[1]):

@@ -6,16 +6,23 @@ stage's y into its gradient; the gradient action reads residuals and output grad
 stash.
 """
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.schedule.ends import ranks_of, shared_end_columns
 from jaxpipe.schedule.lanes import Lane, Message, assign_lanes, hop_of, messages
-from jaxpipe.schedule.lifetimes import Slots, colour, lifetimes, sequence_of
+from jaxpipe.schedule.lifetimes import Buffers, colour, lifetimes, owner_of, sequence_of
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.schedule.row import Row, unused_columns
+
+SlotOf = Buffers[Mapping[Hashable, int]]  # of one rank: the slot by owner, or by reading action
+At = tuple[int, int]  # tick, rank
 
 
 class Pair(NamedTuple):
@@ -28,47 +35,30 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """One integer per (tick, rank) and column, and the sizes of the buffers they point into.
+    """A schedule as the scan reads it, and the sizes of the buffers that the columns point into.
 
-    Columns hold 0, slot columns the size of their buffer (an index behind its last slot), in
-    cells that do not use them. `F`, `B`, `W`, `BW`: 1 + the chunk whose action this is. `pair`: 1 +
-    an index into `pairs`; those four are then 0.
-
-    F takes microbatch `forward_mb` and slot `x_read` of the inbox, or the embedding where `embed`;
-    its residuals go to `for_b_write` and `for_w_write`. Where `head`, the loss follows and leaves
-    the output gradient in place of y. A gradient takes `gradient_mb`, `dy_read` (or what the head
-    has just left, where `dy_of_head`), `for_b_read`, `for_w_read`, `stash_write`, `stash_read`.
-    Where `embed_gradient`, the embedding's gradient follows: after the dx of stage 0, or, deferred,
-    after its W. Deferred, B or BW leaves the dx in `dx_write`, and it is taken from `dx_read`; the
-    loss leaves in `head_write` what the head's own W takes from `head_read`, where `head_weight`.
-    Where sequences are sliced, F reads and writes `state`, and B and BW read `state_read`, and read
-    and write `dstate`; where `first_slice`, or `last_slice`, they begin with zeros instead.
-
-    `send_i` is 1 + which of the kinds of `lanes[i]` is sent, 0 where nobody waits for what this
-    rank made last; what arrives is stored in `arrive_i`. `keep_y` and `keep_dx`: where to store
-    what this rank made last and reads itself.
-
-    With `vocab_parallel` all ranks compute the ends together, at the start of a tick, and these
-    columns have the same value on each: 1 + the microbatch, 0 for none, of rank r in `first_ranks`
-    or `last_ranks`. `embed_r`: its embedding, stored on rank r in `embed_write` like a message;
-    `head_r`: the loss of the y that rank r made last, whose gradient it stores in `dy_write`;
-    `embed_gradient_r`: of the dx that rank r made last. The columns of one rank's ends are then 0.
+    Attributes:
+      columns: what every rank does in every tick, arrays `[T, P]` that cannot be written.
+      slots: the sizes of the buffers; `slots_of`: how many of them each rank uses.
+      lanes: the messages that travel in every tick.
+      pairs: what the column `pair` counts.
+      lockstep: how the schedule was laid out in ticks.
+      first_ranks, last_ranks: the ranks that have a first or last stage: two if bidirectional.
     """
 
-    columns: dict[str, np.ndarray]
-    slots: Slots
-    slots_of: tuple[Slots, ...]  # used by each rank
+    columns: Row[np.ndarray]
+    slots: Buffers[int]
+    slots_of: tuple[Buffers[int], ...]
     lanes: tuple[Lane, ...]
     pairs: tuple[Pair, ...]
-    transfer_ticks: int
-    first_ranks: tuple[int, ...]  # the ranks that have a first stage: two if bidirectional
+    lockstep: Lockstep
+    first_ranks: tuple[int, ...]
     last_ranks: tuple[int, ...]
-    vocab_parallel: bool
 
     @property
     def ticks(self) -> int:
         """Number of ticks T; every column is `[T, P]`."""
-        return len(self.columns["F"])
+        return len(self.columns.F)
 
     @property
     def trains(self) -> bool:
@@ -90,88 +80,64 @@ class Tables:
         """Whether some gradient is split into B and W."""
         return bool(self.slots.stash)
 
-    def stores(self, column: str) -> bool:
+    def stores(self, column: np.ndarray) -> bool:
         """Whether any cell uses a column of inbox slots."""
-        return bool((self.columns[column] < self.slots.inbox).any())
+        return bool((column < self.slots.inbox).any())
 
     def _chunks_of(self, op: Op) -> list[int]:
-        return [value - 1 for value in np.unique(self.columns[op.name]).tolist() if value]
+        return [value - 1 for value in np.unique(self.columns.chunk_of(op)).tolist() if value]
 
 
-def lower(
-    schedule: Schedule,
-    *,
-    transfer_ticks: int = 1,
-    in_flight: int | None = None,
-    defer_ends: bool = False,
-    vocab_parallel: bool = False,
-    pairs: bool = True,
-) -> Tables:
+@lru_cache(maxsize=4)  # checks, summary and executor of a run share them
+def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
-    `transfer_ticks` and `in_flight` are explained at `cells.place`. `defer_ends` lets the gradients
-    of the embedding's and the head's own matrices wait for W of their stages. `vocab_parallel` has
-    all ranks compute both ends, each a part of the vocabulary. Without `pairs`, the two halves of a
-    cell are always two actions in a row. Raises `ScheduleError` for other placements, for both ends
-    deferred and shared at once, and what `place` raises.
+    Raises `ScheduleError` for other placements, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
-    >>> tables = lower(build("1f1b", pp=2, microbatches=2))
-    >>> tables.columns["forward_mb"].T.tolist(), tables.columns["BW"].T.tolist()
+    >>> columns = lower(build("1f1b", pp=2, microbatches=2)).columns
+    >>> columns.forward_mb.T.tolist(), columns.BW.T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
-    if vocab_parallel and defer_ends:
-        raise ScheduleError(
-            "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even out "
-            "by waiting; use one of them."
-        )
-    grid = place(
-        schedule,
-        transfer_ticks=transfer_ticks,
-        in_flight=in_flight,
-        vocab_parallel=vocab_parallel,
-    )
-    inputs = messages(schedule, grid, transfer_ticks)
-    if vocab_parallel:
+    grid = place(schedule, lockstep)
+    inputs = messages(schedule, grid, lockstep.transfer_ticks)
+    if lockstep.vocab_parallel:
         grid += ((Cell(),) * schedule.pp,)  # for what the ends take from the last tick
-    alive = lifetimes(schedule, grid, inputs, defer_ends, vocab_parallel)
-    coloured = [[colour(intervals.items()) for intervals in ranks] for ranks in alive]
-    used = [[1 + max(slots.values(), default=-1) for slots in ranks] for ranks in coloured]
-    slot_of = Slots(*({k: v for slots in ranks for k, v in slots.items()} for ranks in coloured))
-    slots = Slots(*map(max, used))
+    alive = lifetimes(schedule, grid, inputs, lockstep)
+    slot_of = [Buffers(*(colour(b.items()) for b in of_rank)) for of_rank in alive]
+    used = tuple(
+        Buffers(*(1 + max(slots.values(), default=-1) for slots in of_rank)) for of_rank in slot_of
+    )
+    slots = Buffers(*map(max, zip(*used)))
     lanes = assign_lanes(schedule, list(inputs.values()))
-    joined = _pairs(schedule.placement, grid) if pairs else ()
-
-    columns = _empty_columns((len(grid), schedule.pp), slots, lanes)
+    pairs = _pairs(schedule.placement, grid) if lockstep.pairs else ()
+    ends = None
+    if lockstep.vocab_parallel:
+        ends = shared_end_columns(schedule, grid, slot_of, spare=slots.inbox)
+    columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends)
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
-            values = _cell_columns(cell, schedule, joined, inputs, slot_of, not vocab_parallel)
-            for name, value in values.items():
-                columns[name][tick, rank] = value
-    if vocab_parallel:
-        columns |= shared_end_columns(schedule, grid, slot_of.inbox, spare=slots.inbox)
+            at = tick, rank
+            _fill_ops(columns, at, cell, schedule.placement, pairs)
+            for action in cell.actions:
+                fill = _fill_forward if action.op is Op.F else _fill_gradient
+                fill(columns, at, action, schedule, slot_of[rank])
+                if action in inputs and inputs[action].stored is None:
+                    columns.dy_of_head[at] = 1
     for action, message in inputs.items():
-        if message.stored is None:
-            continue
-        kind = message.value.kind
-        if vocab_parallel and message.value[:2] == ("y", schedule.stages - 1):
-            name = "dy_write"
-        elif message.sender == message.receiver:
-            name = f"keep_{kind}"
-        else:
-            hop = hop_of(message, schedule)
-            index = next(
-                i for i, lane in enumerate(lanes) if lane.hop == hop and kind in lane.kinds
-            )
-            name = f"arrive_{index}"
-            sent = 1 + lanes[index].kinds.index(kind)
-            columns[f"send_{index}"][message.made + 1, message.sender] = sent
-        columns[name][message.stored, message.receiver] = slot_of.inbox[action]
-    used_of = tuple(Slots(*u) for u in zip(*used))
+        if message.stored is not None:
+            slot = slot_of[message.receiver].inbox[action]
+            _fill_message(columns, message, slot, schedule, lanes)
+    for leaf in _leaves(columns):
+        leaf.setflags(write=False)
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
-    return Tables(
-        columns, slots, used_of, lanes, joined, transfer_ticks, first, last, vocab_parallel
-    )
+    return Tables(columns, slots, used, lanes, pairs, lockstep, first, last)
+
+
+def _leaves(columns: tuple) -> list[np.ndarray]:
+    """The arrays of columns, those in tuples of them too."""
+    nested = [_leaves(c) if isinstance(c, tuple) else [c] for c in columns if c is not None]
+    return [leaf for leaves in nested for leaf in leaves]
 
 
 def _pairs(placement: Placement, grid: Grid) -> tuple[Pair, ...]:
@@ -187,95 +153,86 @@ def _pair_of(cell: Cell, placement: Placement) -> Pair | None:
     return Pair(forward, cell.gradient.op, gradient) if forward != gradient else None
 
 
-def _empty_columns(
-    shape: tuple[int, int], slots: Slots, lanes: tuple[Lane, ...]
-) -> dict[str, np.ndarray]:
-    flags = ["F", "B", "W", "BW", "pair", "forward_mb", "gradient_mb"]
-    flags += ["embed", "head", "head_weight", "embed_gradient", "dy_of_head"]
-    flags += ["first_slice", "last_slice"]
-    flags += [f"send_{i}" for i in range(len(lanes))]
-    columns = {name: np.zeros(shape, np.int32) for name in flags}
-    messages = [
-        "x_read",
-        "dy_read",
-        "keep_y",
-        "keep_dx",
-        *(f"arrive_{i}" for i in range(len(lanes))),
-    ]
-    for names, spare in (
-        (messages, slots.inbox),
-        (("for_b_write", "for_b_read"), slots.for_b),
-        (("for_w_write", "for_w_read"), slots.for_w),
-        (("stash_write", "stash_read"), slots.stash),
-        (("head_write", "head_read"), slots.head),
-        (("dx_write", "dx_read"), slots.embed),
-        (("state", "state_read"), slots.state),
-        (("dstate",), slots.dstate),
-    ):
-        columns |= {name: np.full(shape, spare, np.int32) for name in names}
-    return columns
-
-
-_SLOT_COLUMNS = {
-    Op.F: (
-        ("for_b", "for_b_write"), ("for_w", "for_w_write"), ("head", "head_write"),
-        ("state", "state"),
-    ),
-    Op.B: (
-        ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("stash", "stash_write"),
-        ("embed", "dx_write"), ("state", "state_read"), ("dstate", "dstate"),
-    ),
-    Op.W: (
-        ("for_w", "for_w_read"), ("stash", "stash_read"), ("head", "head_read"),
-        ("embed", "dx_read"),
-    ),
-    Op.BW: (
-        ("for_b", "for_b_read"), ("for_w", "for_w_read"), ("head", "head_read"),
-        ("embed", "dx_write"), ("embed", "dx_read"), ("state", "state_read"), ("dstate", "dstate"),
-    ),
-}  # fmt: skip
-
-
-def _cell_columns(
-    cell: Cell,
-    schedule: Schedule,
-    pairs: tuple[Pair, ...],
-    inputs: dict[Action, Message],
-    slot_of: Slots,
-    own_ends: bool,
-) -> dict[str, int]:
-    """What the actions of a cell put into its columns; `own_ends`: those of the ends among them."""
-    placement, last = schedule.placement, schedule.stages - 1
-    values: dict[str, int] = {}
+def _fill_ops(
+    columns: Row[np.ndarray], at: At, cell: Cell, placement: Placement, pairs: tuple[Pair, ...]
+) -> None:
+    """Which ops a cell runs: of one pair, or each for itself."""
     pair = _pair_of(cell, placement)
     if pair in pairs:
-        values["pair"] = 1 + pairs.index(pair)
-    for action in cell.actions:
-        op, stage, m = action
-        if pair not in pairs:
-            values[op.name] = 1 + placement.chunk(stage, m)
-        key = action._replace(op=Op.F)
-        if op is Op.F:
-            values |= {
-                "forward_mb": m,
-                "embed": own_ends and stage == 0,
-                "head": own_ends and stage == last,
-                "first_slice": m % schedule.slices == 0,
-            }
-        else:
-            values["gradient_mb"] = m
-            values["last_slice"] = (m + 1) % schedule.slices == 0
-            values["head_weight"] = key in slot_of.head and op is not Op.B
-            after = Op.B if key in slot_of.embed else Op.W  # the one that it does not follow
-            values["embed_gradient"] = own_ends and stage == 0 and op is not after
-        if action in slot_of.inbox:
-            values["x_read" if op is Op.F else "dy_read"] = slot_of.inbox[action]
-        elif action in inputs:
-            values["dy_of_head"] = 1
-        sequence = key._replace(microbatch=sequence_of(action, schedule))
-        for buffer, name in _SLOT_COLUMNS[op]:
-            slots = getattr(slot_of, buffer)
-            of = sequence if "state" in buffer else key
-            if of in slots:
-                values[name] = slots[of]
-    return values
+        columns.pair[at] = 1 + pairs.index(pair)
+        return
+    for op, stage, m in cell.actions:
+        columns.chunk_of(op)[at] = 1 + placement.chunk(stage, m)
+
+
+def _put(column: np.ndarray, at: At, slots: Mapping[Hashable, int], key: Hashable) -> None:
+    """The slot of a key in a cell, if it has one."""
+    if key in slots:
+        column[at] = slots[key]
+
+
+def _fill_forward(
+    columns: Row[np.ndarray], at: At, action: Action, schedule: Schedule, slot_of: SlotOf
+) -> None:
+    """What F of a stage takes and leaves."""
+    _, stage, m = action
+    owner = owner_of(action)
+    columns.forward_mb[at] = m
+    columns.first_slice[at] = m % schedule.slices == 0
+    if columns.ends is None:
+        columns.embed[at] = stage == 0
+        columns.head[at] = stage == schedule.stages - 1
+    _put(columns.x_read, at, slot_of.inbox, action)
+    _put(columns.for_b_write, at, slot_of.for_b, owner)
+    _put(columns.for_w_write, at, slot_of.for_w, owner)
+    _put(columns.head_write, at, slot_of.head, owner)
+    _put(columns.state, at, slot_of.state, sequence_of(action, schedule))
+
+
+def _fill_gradient(
+    columns: Row[np.ndarray], at: At, action: Action, schedule: Schedule, slot_of: SlotOf
+) -> None:
+    """What B, W or BW of a stage takes and leaves."""
+    op, stage, m = action
+    owner, sequence = owner_of(action), sequence_of(action, schedule)
+    columns.gradient_mb[at] = m
+    columns.last_slice[at] = (m + 1) % schedule.slices == 0
+    _put(columns.for_w_read, at, slot_of.for_w, owner)
+    if op.gives_dx:
+        _put(columns.dy_read, at, slot_of.inbox, action)
+        _put(columns.for_b_read, at, slot_of.for_b, owner)
+        _put(columns.dx_write, at, slot_of.embed, owner)
+        _put(columns.state_read, at, slot_of.state, sequence)
+        _put(columns.dstate, at, slot_of.dstate, sequence)
+    if op.gives_dw:
+        columns.head_weight[at] = owner in slot_of.head
+        _put(columns.head_read, at, slot_of.head, owner)
+        _put(columns.dx_read, at, slot_of.embed, owner)
+    if op is Op.B:
+        _put(columns.stash_write, at, slot_of.stash, owner)
+    if op is Op.W:
+        _put(columns.stash_read, at, slot_of.stash, owner)
+    if columns.ends is None and stage == 0:
+        waits = owner in slot_of.embed  # until the weights' gradients are made
+        columns.embed_gradient[at] = op.gives_dw if waits else op.gives_dx
+
+
+def _fill_message(
+    columns: Row[np.ndarray],
+    message: Message,
+    slot: int,
+    schedule: Schedule,
+    lanes: tuple[Lane, ...],
+) -> None:
+    """Where a message is stored, and on which lane it is sent before."""
+    kind, stage, _ = message.value
+    if columns.ends is not None and (kind, stage) == ("y", schedule.stages - 1):
+        column = columns.ends.dy_write
+    elif message.sender == message.receiver:
+        column = columns.keep_y if kind == "y" else columns.keep_dx
+    else:
+        hop = hop_of(message, schedule)
+        index = next(i for i, lane in enumerate(lanes) if lane.hop == hop and kind in lane.kinds)
+        columns.send[index][message.made + 1, message.sender] = 1 + lanes[index].kinds.index(kind)
+        column = columns.arrive[index]
+    column[message.stored, message.receiver] = slot

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxpipe.schedule.action import Cell, Op, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs, lockstep_starts, place
-from jaxpipe.schedule.simulate import clock as asynchronous
+from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.simulate import clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +50,7 @@ class Box(NamedTuple):
     cell: Cell
 
 
-class Row(NamedTuple):
+class Track(NamedTuple):
     """One rank: times in the unit of the costs, amounts in that of `held`.
 
     `idle` is what the boxes leave of the time from 0 to the schedule's end. `phases` bounds
@@ -68,24 +69,23 @@ def picture(
     path: Path | str,
     *,
     costs: Costs | None = None,
-    clock: str = "asynchronous",
+    lockstep: Lockstep | None = None,
     held: tuple[float, float] = (1.0, 1.0),
     unit: str = "microbatches",
-    **lockstep: Any,
 ) -> None:
     """Draw the timeline and the memory curve into a .svg, .pdf, .png or .html file.
 
     A cell of two actions is split, F on top; later chunks and mirrored microbatches are lighter.
-    Times are in the unit of the costs; for `clock` and `lockstep` see `boxes`, for `held`, which
-    counts in `unit`, `segments`. The same input makes the same bytes.
+    Times are in the unit of the costs; for `lockstep` see `boxes`, for `held`, which counts in
+    `unit`, `segments`. The same input makes the same bytes.
 
-    Raises `ScheduleError` for another suffix or clock and where the schedule cannot finish.
+    Raises `ScheduleError` for another suffix and where the schedule cannot finish.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"{path.name}: a picture ends in one of {', '.join(_SUFFIXES)}.")
-    rows = segments(boxes(schedule, costs or Costs(), clock, **lockstep), held)
-    title = _title(schedule, rows, "" if clock == "asynchronous" else f" · {clock}")
+    rows = segments(boxes(schedule, costs or Costs(), lockstep), held)
+    title = _title(schedule, rows, " · lockstep" if lockstep else "")
     time = "time (one F, B or W = 1)" if costs is None else "time (unit of the costs)"
     from matplotlib import style
 
@@ -93,28 +93,24 @@ def picture(
         _save(_figure(schedule, rows, title, time, unit), path, title)
 
 
-def boxes(schedule: Schedule, costs: Costs, clock: str, **lockstep: Any) -> list[list[Box]]:
-    """The `clock` "asynchronous" has every rank run as early as it can, "lockstep" as in `place`.
+def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) -> list[list[Box]]:
+    """What every rank does when: in the ticks of a lockstep, or, without one, as early as it can.
 
-    `lockstep` are further arguments of `place`.
-
-    Raises `ScheduleError` for another clock and where the schedule cannot finish.
+    Raises `ScheduleError` where the schedule cannot finish.
     """
-    if clock == "asynchronous":
-        times = asynchronous(schedule, costs)
+    if lockstep is None:
+        times = clock(schedule, costs)
         return [[Box(*t, cell) for t, cell in zip(*rank)] for rank in zip(times, schedule.ranks)]
-    if clock == "lockstep":
-        grid = place(schedule, **lockstep)
-        starts = zip(*lockstep_starts(grid, costs, lockstep.get("transfer_ticks", 1)))
-        return [
-            [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
-            for rank in zip(starts, zip(*grid))
-        ]
-    raise ScheduleError(f"clock={clock!r}: use 'asynchronous' or 'lockstep'.")
+    grid = place(schedule, lockstep)
+    starts = zip(*lockstep_starts(grid, costs, lockstep.transfer_ticks))
+    return [
+        [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
+        for rank in zip(starts, zip(*grid))
+    ]
 
 
-def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> list[Row]:
-    """The rows of `boxes`.
+def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> list[Track]:
+    """The tracks of `boxes`.
 
     `held`: what a microbatch of a stage holds from its F's start to its B's end, then to its W's.
     """
@@ -125,7 +121,7 @@ def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> 
         idle = [(stop, start) for stop, start in zip(stops, starts) if stop < start]
         first = next((box.start for box in line if box.cell.gradient), end)
         last = max([first, *(box.end for box in line if box.cell.forward)])
-        rows.append(Row(line, idle, (0.0, first, last, end), _memory(line, held)))
+        rows.append(Track(line, idle, (0.0, first, last, end), _memory(line, held)))
     return rows
 
 
@@ -140,7 +136,7 @@ def _memory(line: list[Box], held: tuple[float, float]) -> list[tuple[float, flo
     return list(amounts.items())
 
 
-def _title(schedule: Schedule, rows: list[Row], clock: str) -> str:
+def _title(schedule: Schedule, rows: list[Track], clock: str) -> str:
     busy = sum(box.end - box.start for row in rows for box in row.boxes) / schedule.pp
     longest = max(row.boxes[-1].end - row.boxes[0].start for row in rows if row.boxes)
     whole, span = (f"{abs(1 - busy / time):.1%}" for time in (rows[0].phases[-1], longest))
@@ -149,7 +145,7 @@ def _title(schedule: Schedule, rows: list[Row], clock: str) -> str:
     return f"{name} · bubble {whole}{also}"
 
 
-def _figure(schedule: Schedule, rows: list[Row], title: str, time: str, unit: str) -> "Figure":
+def _figure(schedule: Schedule, rows: list[Track], title: str, time: str, unit: str) -> "Figure":
     from matplotlib.figure import Figure
 
     high = min(_RANK * len(rows), _RANKS)
@@ -177,7 +173,7 @@ def _shade(schedule: Schedule, stage: int, microbatch: int) -> int:
     return rank_of[:stage].count(rank_of[stage]) + mirrored * max(map(rank_of.count, rank_of))
 
 
-def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Row], points: _Floats) -> None:
+def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Floats) -> None:
     """Boxes and idle times; `points` is the size of a unit of time and of a rank."""
     found, idle = defaultdict(list), []  # left, top, right, bottom; of boxes also the microbatch
     for rank, row in enumerate(rows):
@@ -225,7 +221,7 @@ def _numbers(axes: "Axes", corners: list[_Floats], colour: _Floats, points: _Flo
             axes.text(x, y, number, size=size, va="center_baseline", **looks)
 
 
-def _draw_phases(axes: "Axes", rows: list[Row], points: float) -> None:
+def _draw_phases(axes: "Axes", rows: list[Track], points: float) -> None:
     """Two stairs across the ranks, and above the first rank the names that fit."""
     edges = np.arange(len(rows) + 1) - 0.5
     for bounds in zip(*(row.phases[1:3] for row in rows)):
@@ -236,7 +232,7 @@ def _draw_phases(axes: "Axes", rows: list[Row], points: float) -> None:
             axes.text((start + end) / 2, -0.65, name, ha="center")
 
 
-def _draw_memory(curves: "Axes", ranks: "Axes", rows: list[Row]) -> None:
+def _draw_memory(curves: "Axes", ranks: "Axes", rows: list[Track]) -> None:
     """A step line per rank, the later the thinner, so that all stay visible where they coincide."""
     from matplotlib import colormaps
 

@@ -10,6 +10,7 @@ from itertools import islice
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs, Memory, lockstep_cost, place
+from jaxpipe.schedule.lockstep import Lockstep
 
 F, B, W = 0, 1, 2
 Step = tuple[int, int, int]  # (F, B or W; stage; microbatch): an Action, quick to compare
@@ -107,7 +108,7 @@ class Problem:
                 return span, makespan
             case "makespan":
                 return makespan, span
-        grid = place(self.schedule(orders), transfer_ticks=self.transfer_ticks)
+        grid = place(self.schedule(orders), Lockstep(self.transfer_ticks))
         return lockstep_cost(grid, self.costs, self.transfer_ticks), makespan
 
     def fits(self, order: Sequence[Step]) -> bool:

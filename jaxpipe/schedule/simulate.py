@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, external_needs, produced_by
 from jaxpipe.schedule.cells import Costs, Memory, lockstep_cost, place
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,8 @@ class Report:
     peak_until_w: tuple[int, ...]
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    transfer_ticks: int = 1,
-    in_flight: int | None = None,
-    vocab_parallel: bool = False,
-) -> Report:
-    """Times and peaks of a schedule; all but the costs shape the lockstep only (`cells.place`).
+def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep = PLAIN) -> Report:
+    """Times and peaks of a schedule; `lockstep` says how the scan would run it.
 
     Raises `ScheduleError` where the schedule cannot finish.
 
@@ -52,21 +46,15 @@ def simulate(
     lines = [line for line in clock(schedule, costs) if line]
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
-    grid = place(
-        schedule,
-        transfer_ticks=transfer_ticks,
-        in_flight=in_flight,
-        vocab_parallel=vocab_parallel,
-    )
-    lockstep = lockstep_cost(grid, costs, transfer_ticks)
+    in_ticks = lockstep_cost(place(schedule, lockstep), costs, lockstep.transfer_ticks)
     work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
     return Report(
         makespan=makespan,
         max_span=max_span,
-        lockstep_makespan=lockstep,
+        lockstep_makespan=in_ticks,
         bubble_global=1 - work / makespan,
         bubble_span=1 - work / max_span,
-        bubble_lockstep=1 - work / lockstep,
+        bubble_lockstep=1 - work / in_ticks,
         peak_until_b=_peaks(schedule, frees=(Op.B, Op.BW)),
         peak_until_w=_peaks(schedule, frees=(Op.W, Op.BW)),
     )

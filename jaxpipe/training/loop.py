@@ -65,7 +65,7 @@ class Run:
 
     def _save(self, state: State, position: int) -> None:
         meta = describe(self.trainer, self.data, position)
-        self.checkpoints.save(int(state.step), state._asdict(), meta)
+        self.checkpoints.save(int(state.step), state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
         """The exit code once all is saved, which is another where that failed."""
@@ -77,7 +77,7 @@ class Run:
         batches = self.data.heldout.batches(0, **trainer.config.batch_shape)
         with contextlib.closing(batches):
             losses = [
-                float(trainer.eval_step(state.params, trainer.put(batch)))
+                float(trainer.eval_step(state, trainer.put(batch)))
                 for batch in itertools.islice(batches, trainer.config.train.eval_steps)
             ]
         return sum(losses) / len(losses)

@@ -1,6 +1,7 @@
 """Optimizers on parameters in stage form, the learning rate over time, and clipping by norm."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,12 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe.config import OptimizerConfig
+from jaxpipe.parallel import Stored
 
 Tree = Any
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.shape, tree)
+Stores = Callable[[Tree], Tree]  # of a tree in stage form, `Stored` of every leaf
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -41,15 +40,13 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, after], [warmup])
 
 
-def build(
-    config: OptimizerConfig, steps: int, true_shapes: Callable[[Tree], Tree] = _shapes
-) -> optax.GradientTransformation:
+def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.GradientTransformation:
     """The configured optimizer without clipping; weight decay is decoupled and scaled by the rate.
 
     AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), or Muon (Jordan et al. 2024) on the
     layers' matrices, its updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable",
-    equation 4), and Adam on all else. `true_shapes` gives the shapes of a tree's leaves without
-    their padding, of which by default there is none.
+    equation 4), and Adam on all else. `stored` says of a tree in stage form how its leaves are
+    stored (`Sharding.stored`): which are matrices, and along which dims.
     """
     betas = {"b1": config.beta1, "b2": config.beta2}
     match config.name:
@@ -60,14 +57,15 @@ def build(
         case "muon":
             adam = optax.scale_by_adam(**betas, eps=config.eps)
             core = optax.partition(
-                {"muon": _muon(config, true_shapes), "adam": adam}, _muon_or_adam
+                {"muon": _muon(config, stored), "adam": adam},
+                lambda params: jax.tree.map(_muon_or_adam, groups(params, stored)),
             )
     return optax.chain(
-        core, _decay(config), optax.scale_by_learning_rate(learning_rate(config, steps))
+        core, _decay(config, stored), optax.scale_by_learning_rate(learning_rate(config, steps))
     )
 
 
-def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
+def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
     """Adds to every update its group's weight decay times the parameter."""
     rates = {
         "matrix": config.weight_decay,
@@ -78,47 +76,50 @@ def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
     def add(updates: Tree, params: Tree) -> Tree:
         return jax.tree.map(
             lambda update, leaf, group: update + rates[group] * leaf if rates[group] else update,
-            updates, params, groups(params),
+            updates, params, groups(params, stored),
         )  # fmt: skip
 
     return optax.stateless(add)
 
 
-def groups(params: Tree) -> Tree:
-    """Every leaf's group: `matrix` of a layer, `end` (embedding and head), `vector` (norm gains).
+def groups(params: Tree, stored: Stores) -> Tree:
+    """Every leaf's group: `matrix` of a layer, `end` (embedding, head), or `vector` (gains)."""
 
-    In stage form layers have a leading axis of ranks, shared leaves do not.
-    """
-    shared = lambda leaf: "end" if leaf.ndim >= 2 else "vector"  # noqa: E731
-    layer = lambda leaf: "matrix" if leaf.ndim >= 3 else "vector"  # noqa: E731
+    def group(matrices: str, how: Stored) -> str:
+        return "vector" if how.leaf.matrix is None else matrices
+
+    names = {"shared": "end", "layers": "matrix"}
     return {
-        "shared": jax.tree.map(shared, params["shared"]),
-        "layers": jax.tree.map(layer, params["layers"]),
+        part: jax.tree.map(partial(group, names[part]), leaves)
+        for part, leaves in stored(params).items()
     }
 
 
-def _muon(
-    config: OptimizerConfig, true_shapes: Callable[[Tree], Tree]
-) -> optax.GradientTransformation:
-    """Muon on leaves `[P, in, out]`: each rank's matrix is made orthogonal by itself.
+def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
+    """Muon on the layers' leaves `[P, ...]`: each matrix in them is made orthogonal by itself.
 
-    Zeros at the end of an axis stay zeros, and change nothing but the shape.
+    Zeros at the end of a dim stay zeros, and change nothing but the shape.
     """
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+
+    def dims(how: Stored) -> optax.contrib.MuonDimensionNumbers:
+        rows, columns = how.leaf.matrix
+        return optax.contrib.MuonDimensionNumbers(1 + rows, 1 + columns)
+
     orthogonal = optax.contrib.scale_by_muon(
         beta=config.muon_momentum,
-        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: matrix, tree),
+        weight_dimension_numbers=lambda tree: jax.tree.map(dims, stored(tree)),
     )
 
-    def scale(update: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return update * (0.2 * max(shape[1:]) ** 0.5)
+    def scale(update: jax.Array, how: Stored) -> jax.Array:
+        shape = how.true_shape(update.shape)
+        return update * (0.2 * max(shape[1 + dim] for dim in how.leaf.matrix) ** 0.5)
 
-    sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, true_shapes(updates)))
+    sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
     return optax.chain(orthogonal, sized)
 
 
-def _muon_or_adam(params: Tree) -> Tree:
-    return jax.tree.map(lambda group: "muon" if group == "matrix" else "adam", groups(params))
+def _muon_or_adam(group: str) -> str:
+    return "muon" if group == "matrix" else "adam"
 
 
 def global_norm(gradients: Tree) -> jax.Array:

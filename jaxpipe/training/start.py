@@ -28,7 +28,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
             f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
         )
     shapes = trainer.state_shapes
-    if found := checkpoints.restore(shapes._asdict(), say):
+    if found := checkpoints.restore(shapes.parts(), say):
         restored, meta = found
         return _resumed(State(**restored), meta, data, say)
     if resume in ("auto", "none"):
@@ -38,7 +38,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         restored, meta = _read(path, checkpoints, {"params": shapes.params})
         say(f"started with the parameters of {path} (step {meta['step']})")
         return trainer.fresh(restored["params"]), 0
-    restored, meta = _read(path, checkpoints, shapes._asdict())
+    restored, meta = _read(path, checkpoints, shapes.parts())
     return _resumed(State(**restored), meta, data, say)
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpipe.planning import Candidate, rank_bytes
-from jaxpipe.schedule import Report, Tables, lower, simulate, timeline
+from jaxpipe.schedule import Report, Tables, simulate, timeline
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -18,19 +18,14 @@ _WIDEST = 40  # ticks of a timeline that still fits a terminal
 
 def summary(trainer: Trainer) -> RenderableType:
     """Tables and a timeline to print before the first step; nothing is put on a device."""
-    execution = trainer.execution
-    knobs = {
-        "transfer_ticks": execution.transfer_ticks,
-        "in_flight": execution.in_flight,
-        "vocab_parallel": execution.vocab_parallel,
-    }
-    tables = lower(trainer.schedule, **knobs)
+    tables = trainer.pipeline.tables
+    report = simulate(trainer.schedule, lockstep=tables.lockstep)
     parts: list[RenderableType] = [
-        _run_table(trainer, tables, simulate(trainer.schedule, **knobs)),
+        _run_table(trainer, tables, report),
         _stage_table(trainer, tables),
     ]
     if tables.ticks <= _WIDEST:
-        parts.append(Text(timeline(trainer.schedule, **knobs), no_wrap=True))
+        parts.append(Text(timeline(trainer.schedule, tables.lockstep), no_wrap=True))
     return Group(*parts)
 
 
@@ -51,7 +46,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
         "precision": f"{train.compute_dtype} compute, float32 parameters and sums",
         "schedule": (
             f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
-            f"{tables.transfer_ticks}, remat {train.remat}"
+            f"{tables.lockstep.transfer_ticks}, remat {train.remat}"
         ),
         "bubble (F=B=W)": (
             f"{report.bubble_global:.1%} asynchronous, {report.bubble_lockstep:.1%} in lockstep"
@@ -65,7 +60,7 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
     planned = rank_bytes(
         trainer.config,
-        Candidate(trainer.schedule.name, trainer.schedule, trainer.layout.counts),
+        Candidate(trainer.schedule.name, trainer.schedule, trainer.layout.counts, tables.lockstep),
         tables,
     )
     per_rank = {
@@ -87,7 +82,7 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
 def _stages_of(trainer: Trainer, rank: int) -> list[str]:
     """The layers of each stage that a rank holds, with the ends."""
     layout, placement, found = trainer.layout, trainer.schedule.placement, []
-    shared = trainer.execution.vocab_parallel
+    shared = trainer.execution.lockstep.vocab_parallel
     for stage, owner in enumerate(placement.rank_of):
         if owner == rank:
             first, count = layout.first_layer(stage), layout.counts[stage]

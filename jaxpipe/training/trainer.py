@@ -15,12 +15,13 @@ from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
 from jaxpipe.model import Decoder
 from jaxpipe.parallel import (
-    DP,
     PP,
+    REPLICAS,
     TP,
     SequenceDataParallel,
     Sharding,
     StageLayout,
+    Stored,
     TensorParallel,
     VocabularyParallel,
     batch_spec,
@@ -30,8 +31,8 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
-from jaxpipe.planning import layers_of, schedule_of
+from jaxpipe.pipeline import Execution, Pipeline, Side
+from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
@@ -41,11 +42,19 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """Parameters and moments in stage form, and the number of updates made so far."""
+    """Parameters and moments in stage form, and the number of updates made so far.
+
+    `variables` are the model's state that is no parameter; None: it has none.
+    """
 
     params: Tree
     optimizer: Tree
     step: jax.Array
+    variables: Tree = None
+
+    def parts(self) -> dict[str, Tree]:
+        """What there is of it, by name: what a checkpoint holds."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -84,15 +93,11 @@ class Trainer:
         parallel, train = self.config.parallel, self.config.train
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
-            in_flight=parallel.in_flight or None,
+            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
             remat=train.remat,
-            defer_ends=parallel.defer_ends,
-            vocab_parallel=parallel.vocab_parallel_pp,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshard_after_forward,
-            pairs=not on_cpu,  # there collectives wait, whatever stands beside them
         )
 
     @cached_property
@@ -109,12 +114,8 @@ class Trainer:
     @cached_property
     def pipeline(self) -> Pipeline:
         """The model on the mesh under the schedule."""
-        decoder = self.decoder
-        functions = StageFunctions(
-            decoder.embed, decoder.layer, decoder.head, decoder.count, decoder.cuts,
-            decoder.state if decoder.slices > 1 else None,
-        )  # fmt: skip
-        return Pipeline(functions, self.schedule, self.mesh, self.layout.counts, self.execution)
+        functions, counts = self.decoder.functions, self.layout.counts
+        return Pipeline(functions, self.schedule, self.mesh, counts, self.execution)
 
     @property
     def sharding(self) -> Sharding:
@@ -125,7 +126,7 @@ class Trainer:
     def optimizer(self) -> optax.GradientTransformation:
         """The chain of updates, learning rate included, clipping excluded."""
         return optimizers.build(
-            self.config.optimizer, self.config.train.steps, self.sharding.true_shapes
+            self.config.optimizer, self.config.train.steps, self.sharding.stored
         )
 
     @cached_property
@@ -165,19 +166,20 @@ class Trainer:
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
-        return State(params, self.optimizer.init(params), jnp.int32(0))
+        variables = jax.tree.map(jnp.asarray, self.decoder.functions.variables)
+        return State(params, self.optimizer.init(params), jnp.int32(0), variables)
 
     @cached_property
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite leaves the state as it was. Metrics are
-        scalars: loss, grad_norm.
+        A step whose loss or gradient norm is not finite leaves the state as it was. Metrics are the
+        scalars loss and grad_norm, and by their names the sums and maxima that layers make.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            losses, gradients = self.pipeline.losses_and_gradients(state.params, batch)
-            return self.update(state, losses.sum(), gradients)
+            losses, gradients, side = self.pipeline.step(state.params, batch, state.variables)
+            return self.update(state, losses.sum(), gradients, side)
 
         return jax.jit(
             step,
@@ -188,7 +190,7 @@ class Trainer:
         )
 
     def update(
-        self, state: State, loss: jax.Array, gradients: Tree
+        self, state: State, loss: jax.Array, gradients: Tree, side: Side
     ) -> tuple[State, dict[str, jax.Array]]:
         """The state after an update, unless loss or gradient norm is not finite; and the metrics.
 
@@ -205,19 +207,23 @@ class Trainer:
         params = if_finite(optax.apply_updates(state.params, updates), state.params)
         gradients, params = lax.optimization_barrier((gradients, params))
         _, moments = self.optimizer.update(gradients, state.optimizer, state.params)
-        state = State(params, if_finite(moments, state.optimizer), state.step + finite)
-        return state, {"loss": loss, "grad_norm": norm}
+        variables, after = state.variables, self.decoder.functions.next_variables
+        if after is not None:
+            variables = if_finite(after(variables, side), variables)
+        moments = if_finite(moments, state.optimizer)
+        metrics = {"loss": loss, "grad_norm": norm, **side.sums, **side.maxima}
+        return State(params, moments, state.step + finite, variables), metrics
 
     @cached_property
     def eval_step(self) -> Any:
-        """Compiled `(params, batch) -> loss` by the forward-only pass."""
+        """Compiled `(state, batch) -> loss` by the forward-only pass."""
 
-        def loss(params: Tree, batch: Tree) -> jax.Array:
-            return self.pipeline.losses(params, batch).sum()
+        def loss(state: State, batch: Tree) -> jax.Array:
+            return self.pipeline.losses(state.params, batch, state.variables).sum()
 
         return jax.jit(
             loss,
-            in_shardings=(self.state_shardings.params, self.batch_sharding),
+            in_shardings=(self.state_shardings, self.batch_sharding),
             compiler_options=self._compiler_options,
         )
 
@@ -275,18 +281,23 @@ class Trainer:
         stored = self.sharding.stored(self.state_shapes.params)
         rank = jax.lax.axis_index(PP)
 
+        def own_part(how: Stored, leaf: jax.Array) -> jax.Array:
+            return how.of_rank.part(leaf, {TP, *REPLICAS})
+
         def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
             layer = self.decoder.init_layer(key, index)
             return jax.tree.map(
-                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, DP})[None],
+                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
+                    None
+                ],
                 layer,
                 leaves,
             )
 
         return {
             "shared": jax.tree.map(
-                lambda leaf, s: s.part(leaf, {TP, PP, DP}),
+                lambda leaf, s: s.part(leaf, {TP, PP, *REPLICAS}),
                 self.decoder.init_ends(key),
                 stored["shared"],
             ),

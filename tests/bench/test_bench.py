@@ -234,9 +234,7 @@ def test_scaling_is_the_planners_step_with_the_replicas_sums():
     one, four = found["weak", 2, 1], found["weak", 2, 4]
     assert one.sums == 0
     seconds = op_seconds(one.config)
-    planned = estimate(
-        one.config, candidate(one.config, seconds, one.schedule), seconds, transfer_ticks=2
-    )
+    planned = estimate(one.config, candidate(one.config, seconds, one.schedule), seconds)
     assert one.seconds == planned.seconds
     parameters = planned.bytes.parameters
     assert four.seconds - one.seconds == pytest.approx(2 * 3 / 4 * parameters / 1e9)
@@ -250,10 +248,11 @@ def test_scaling_is_the_planners_step_with_the_replicas_sums():
 
 def test_the_published_comparison_of_schedules_is_reproduced():
     """torchtitan, December 2024, table 5: 128 tokens/s under interleaved 1F1B, 100 under 1F1B."""
-    config = configs.load(SMALL.parents[2] / "configs" / "llama3_1_405b_512gpu.toml")
+    path = SMALL.parents[2] / "configs" / "llama3_1_405b_512gpu.toml"
+    config = configs.load(path, ["parallel.transfer_ticks=1"])
     seconds = op_seconds(config)
     plain, interleaved = (
-        estimate(config, candidate(config, seconds, label), seconds, transfer_ticks=1)
+        estimate(config, candidate(config, seconds, label), seconds)
         for label in ("1f1b", "interleaved_1f1b v=2")
     )
     assert plain.report.makespan / interleaved.report.makespan == pytest.approx(1.28, rel=0.05)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
 from jaxpipe.config import ModelConfig
+from jaxpipe.contract import Context
 from jaxpipe.model import Decoder
 
 LLAMA = ModelConfig(
@@ -219,6 +220,6 @@ def our_logits(model, params, tokens_BL):
     decoder, microbatch = Decoder(model), {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["ends"], microbatch)
     for i in range(model.n_layers):
-        x = decoder.layer(params["layers"][str(i)], x, microbatch)
+        x = decoder.layer(params["layers"][str(i)], x, Context(microbatch)).y
     x, head = nnx.merge(decoder._ends, params["ends"]).leave(x)
     return np.asarray(x @ head)

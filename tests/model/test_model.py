@@ -7,6 +7,7 @@ import pytest
 
 from jaxpipe.config import ModelConfig
 from jaxpipe.config.presets import PRESETS
+from jaxpipe.contract import Context
 from jaxpipe.model import IGNORE, Decoder
 from jaxpipe.model.layers import rotary
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
@@ -26,7 +27,7 @@ def logits_of(config, tokens, key=0, **more):
     microbatch = {"inputs": tokens} | more
     x = decoder.embed(ends, microbatch)
     for index in range(config.n_layers):
-        x = decoder.layer(decoder.init_layer(key, index), x, microbatch)
+        x = decoder.layer(decoder.init_layer(key, index), x, Context(microbatch)).y
     return jnp.asarray(x) @ ends["head"]
 
 
@@ -41,7 +42,7 @@ def test_no_token_sees_the_future(config):
     x = jax.random.normal(jax.random.key(2), (1, 7, 32))
 
     def one(x, t):
-        return decoder.layer(layer, x, {})[0, t].sum()
+        return decoder.layer(layer, x, Context({})).y[0, t].sum()
 
     for t in range(7):
         seen = jnp.abs(jax.grad(one)(x, t)).sum(-1)[0]
@@ -79,7 +80,7 @@ def test_attention_equals_a_plain_twin():
     h = norm(y, params["mlp_norm"]["scale"])
     gate, up = h @ params["mlp"]["w_gate"], h @ params["mlp"]["w_up"]
     want = y + (gate / (1 + np.exp(-gate)) * up) @ params["mlp"]["w_down"]
-    got = decoder.layer(params, jnp.asarray(x, jnp.float32), {})
+    got = decoder.layer(params, jnp.asarray(x, jnp.float32), Context({})).y
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
@@ -149,7 +150,7 @@ def test_half_precision_keeps_norms_and_loss_wide():
     microbatch = {"inputs": tokens_of(1, 4), "targets": tokens_of(1, 4, key=3)}
     x = decoder.embed(half, microbatch)
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_layer(key, 0))
-    assert decoder.layer(layer, x, microbatch).dtype == jnp.bfloat16
+    assert decoder.layer(layer, x, Context(microbatch)).y.dtype == jnp.bfloat16
     assert decoder.head(half, x, microbatch).dtype == jnp.float32
 
 

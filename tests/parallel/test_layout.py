@@ -13,7 +13,7 @@ def test_device_order(pp, dp, tp):
     mesh = make_mesh(pp, dp, tp)
     for index, device in enumerate(jax.devices()):
         coordinate = (index // (dp * tp), index // tp % dp, index % tp)
-        assert mesh.devices[coordinate] == device
+        assert mesh.devices.reshape(pp, dp, tp)[coordinate] == device
 
 
 def test_mesh_needs_all_devices():
@@ -26,11 +26,11 @@ def test_stack_and_unstack(counts):
     layout = StageLayout(counts)
     layers = [{"w": jnp.full((2, 3), 1 + i)} for i in range(layout.layers)]
     slots = layout.stack(layers)
-    assert len(slots) == layout.slots == max(counts)
+    assert len(slots) == len(layout.slot_kinds) == max(counts)
     assert slots[0]["w"].shape == (len(counts), 2, 3)
     jax.tree.map(np.testing.assert_array_equal, layout.unstack(slots), layers)
     padded = sum(int((slot["w"][rank] == 0).all()) for slot in slots for rank in range(len(counts)))
-    assert padded == layout.slots * len(counts) - layout.layers
+    assert padded == max(counts) * len(counts) - layout.layers
 
 
 @pytest.mark.parametrize("pipeline_first", [False, True])
@@ -39,8 +39,8 @@ def test_rank_arithmetic_of_the_mesh(sizes, pipeline_first):
     """Fast-LLM's formulas: tp varies fastest, then dp, or pp if it comes first."""
     pp, dp, tp = sizes
     mesh = make_mesh(pp, dp, tp, pipeline_first=pipeline_first)
-    assert mesh.axis_names == ("pp", "dp", "tp")
-    for place, device in np.ndenumerate(mesh.devices):
+    assert mesh.axis_names == ("pp", "dp", "ep", "tp")
+    for place, device in np.ndenumerate(mesh.devices.reshape(sizes)):
         rank = device.id
         if pipeline_first:
             assert place == ((rank // tp) % pp, (rank // tp) // pp, rank % tp)

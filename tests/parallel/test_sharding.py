@@ -9,13 +9,28 @@ import pytest
 from compare import relative
 from jax.sharding import PartitionSpec as Spec
 
-from jaxpipe.parallel import DP, PP, TP, Sharding, TensorParallel, make_mesh
-from jaxpipe.partition.devices import ONE_DEVICE, Cut
+from jaxpipe.parallel import DP, EP, PP, TP, Sharding, TensorParallel, make_mesh
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.leaf import Leaf
 
-CUTS = {
-    "shared": {"embed": Cut(0), "head": Cut(1), "odd": Cut(), "norm": Cut(summed=True)},
-    "layer": {"up": Cut(1), "down": Cut(0), "gain": Cut(), "odd": Cut()},
+
+def over(dim, *axes):
+    return tuple((axis, dim) for axis in axes)
+
+
+SHARED = {
+    "embed": Leaf(over(0, TP), (PP,)),
+    "head": Leaf(over(1, TP), (PP,)),
+    "odd": Leaf((), (PP,)),
+    "norm": Leaf((), (PP, TP)),
 }
+OF_ALL_RANKS = {
+    "embed": Leaf(over(0, TP, PP)),
+    "head": Leaf(over(1, TP, PP)),
+    "odd": Leaf(),
+    "norm": Leaf(),
+}
+OF_LAYER = {"up": Leaf(over(1, TP)), "down": Leaf(over(0, TP)), "gain": Leaf(), "odd": Leaf()}
 LAYER = {"up": (2, 8, 12), "down": (2, 12, 8), "gain": (2, 8), "odd": (2, 7, 3)}
 SHAPES = {
     "shared": {"embed": (24, 8), "head": (8, 24), "odd": (7, 5), "norm": (8,)},
@@ -34,9 +49,8 @@ def shapes():
     return of(SHAPES)
 
 
-def sharding(pp=2, dp=2, tp=2, zero_stage=1, cuts=CUTS):
-    mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
-    return Sharding(mesh, cuts, zero_stage)
+def sharding(zero_stage=1, shared=SHARED, layer=OF_LAYER):
+    return Sharding(make_mesh(2, 2, 2), shared, lambda slot: layer, zero_stage)
 
 
 def test_specs():
@@ -56,18 +70,28 @@ def test_specs():
 
 
 def test_specs_with_a_shared_vocabulary():
-    mesh = make_mesh(2, 2, 2)
-    shared = Sharding(mesh, CUTS, 1, vocab_parallel=True).stored(shapes())["shared"]
-    assert {name: (leaf.spec, leaf.ranks) for name, leaf in shared.items()} == {
-        "embed": (Spec((TP, PP, DP)), "part"),
-        "head": (Spec(DP, (TP, PP)), "part"),
-        "odd": (Spec(), "same"),
-        "norm": (Spec((PP, DP)), "same"),
+    assert sharding(shared=OF_ALL_RANKS).specs(shapes())["shared"] == {
+        "embed": Spec((TP, PP, DP)),
+        "head": Spec(DP, (TP, PP)),
+        "odd": Spec(),
+        "norm": Spec((PP, DP)),
     }
 
 
-def test_specs_without_cuts_or_zero():
-    got = sharding(zero_stage=0, cuts=None).specs(shapes())
+def test_specs_over_a_factor_of_the_replicas():
+    """ep cuts what is declared so, and with dp, as one axis of replicas, all else."""
+    mesh = make_mesh(1, 8, 1, ep=2)
+    experts = {"w": Leaf(over(0, EP)), "router": Leaf()}
+    tree = {"w": jax.ShapeDtypeStruct((1, 2, 8, 8), "float32")}
+    tree |= {"router": jax.ShapeDtypeStruct((1, 8, 16), "float32")}
+    stored = Sharding(mesh, None, lambda slot: experts, 1).stored({"layers": (tree,)})["layers"][0]
+    assert stored["w"].spec == Spec(PP, EP, DP)
+    assert stored["router"].spec == Spec(PP, (EP, DP))
+    assert (stored["w"].replicas, stored["router"].replicas) == ((DP,), (DP, EP))
+
+
+def test_specs_of_models_that_declare_nothing():
+    got = Sharding(make_mesh(2, 2, 2)).specs(shapes())
     assert got["shared"] == {"embed": Spec(PP), "head": Spec(PP), "odd": Spec(), "norm": Spec(PP)}
     assert set(got["layers"][0].values()) == {Spec(PP)}
 

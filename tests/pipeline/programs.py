@@ -7,12 +7,13 @@ from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import build
+from jaxpipe.schedule import Op, build
+from jaxpipe.schedule.lockstep import PLAIN
 
 LAYERS_EACH = 2  # of every stage
 
 
-def traced(name, pp, microbatches, *, examples=4, **execution):
+def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none"):
     """The trace of the step of one schedule, and the schedule."""
     options = {"effort": 20_000} if name in ("zb_auto", "zbv", "v_half", "v_min") else {}
     schedule = build(name, pp=pp, microbatches=microbatches, **options)
@@ -21,7 +22,7 @@ def traced(name, pp, microbatches, *, examples=4, **execution):
     params = {"shared": shared, "layers": layout.stack(layers)}
     batch = toy_batch(jax.random.key(1), microbatches, examples)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
-    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(**execution))
+    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat))
     return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule
 
 
@@ -60,21 +61,21 @@ def executed_flops(trace, tables, rank):
     """FLOPs of matrix products that one rank's conds really execute in one step."""
     body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
     conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
-    columns = {name: column[:, rank] for name, column in tables.columns.items()}
+    row = jax.tree.map(lambda column: column[:, rank], tables.columns)
     runs = []
-    if tables.vocab_parallel:
-        runs += [columns[f"head_{r}"] > 0 for r in tables.last_ranks]
-        for r in tables.first_ranks:
-            runs += [columns[f"embed_gradient_{r}"] > 0, columns[f"embed_{r}"] > 0]
-    runs += [columns["pair"] == index + 1 for index in range(len(tables.pairs))]
-    runs += [columns["F"] == chunk + 1 for chunk in tables.forwards]
-    if not tables.vocab_parallel:
-        runs += [columns["head"]]
-    runs += [columns[op.name] == chunk + 1 for op, chunk in tables.gradients]
+    if row.ends:
+        runs += [which > 0 for which in row.ends.head]
+        for returned, which in zip(row.ends.embed_gradient, row.ends.embed):
+            runs += [returned > 0, which > 0]
+    runs += [row.pair == index + 1 for index in range(len(tables.pairs))]
+    runs += [row.chunk_of(Op.F) == chunk + 1 for chunk in tables.forwards]
+    if not row.ends:
+        runs += [row.head]
+    runs += [row.chunk_of(op) == chunk + 1 for op, chunk in tables.gradients]
     if tables.slots.head:
-        runs += [columns["head_weight"]]
-    if not tables.vocab_parallel:
-        runs += [columns["embed_gradient"]]
+        runs += [row.head_weight]
+    if not row.ends:
+        runs += [row.embed_gradient]
     assert len(conds) == len(runs)
 
     def larger_branch(eqn):

@@ -11,14 +11,22 @@ import pytest
 from compare import cal_diff
 
 from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import Pipeline, StageFunctions, losses_and_gradients_ref
+from jaxpipe.pipeline import (
+    LayerKind,
+    LayerOutput,
+    Pipeline,
+    StageFunctions,
+    losses_and_gradients_ref,
+)
 from jaxpipe.schedule import build
 
 CHUNKS, EXAMPLES, LENGTH, HIDDEN = 20, 3, 16, 32
 
 EXAMPLE = StageFunctions(
     embed=lambda shared, mb: mb["inputs"],
-    layer=lambda p, x, mb: jax.nn.gelu(x @ p["up"], approximate=False) @ p["down"],
+    kinds=LayerKind(
+        lambda p, x, _: LayerOutput(jax.nn.gelu(x @ p["up"], approximate=False) @ p["down"])
+    ),
     head=lambda shared, x, mb: jnp.sum((x - mb["labels"]) ** 2),
     count=lambda mb: jnp.size(mb["labels"]),
 )

@@ -1,5 +1,7 @@
 """The pipelined step against the reference, over schedules, meshes, splits and ignored tokens."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import BUILDERS, Op, build, lower
+from jaxpipe.schedule import BUILDERS, Lockstep, Op, build, lower
 
 
 def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
@@ -55,7 +57,7 @@ def test_every_schedule_in_double_precision_with_poisoned_bubbles(name, transfer
     """Idle messages and free slots hold NaN; with one tick's transfers, stages differ in length."""
     schedule = schedule_of(name, 4, more=True)
     counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
-    execution = {"transfer_ticks": transfer_ticks, "poison_bubbles": True}
+    execution = {"lockstep": Lockstep(transfer_ticks), "poison_bubbles": True}
     with jax.enable_x64(True):
         got, want = run(schedule, counts, 2, dtype=jnp.float64, **execution)
         assert got[1]["layers"][0]["up"].dtype == jnp.float64
@@ -87,7 +89,7 @@ def test_rematerialisation_changes_nothing(name, remat):
 @pytest.mark.parametrize("poison_bubbles", [False, True])
 def test_deferring_the_ends_changes_nothing(name, poison_bubbles):
     schedule = schedule_of(name, 4, more=True)
-    execution = {"defer_ends": True, "poison_bubbles": poison_bubbles}
+    execution = {"lockstep": Lockstep(defer_ends=True), "poison_bubbles": poison_bubbles}
     assert_close(*run(schedule, uneven(schedule.stages), **execution))
 
 
@@ -132,8 +134,8 @@ def test_no_valid_token_at_all():
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 @pytest.mark.parametrize("in_flight", [2, 7])
 def test_transfer_and_pairing_change_nothing(transfer_ticks, in_flight):
-    execution = {"transfer_ticks": transfer_ticks, "in_flight": in_flight}
-    assert_close(*run(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, **execution))
+    lockstep = Lockstep(transfer_ticks, in_flight)
+    assert_close(*run(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, lockstep=lockstep))
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
@@ -141,8 +143,8 @@ def test_transfer_and_pairing_change_nothing(transfer_ticks, in_flight):
 def test_halves_of_a_cell_in_two_branches(name, transfer_ticks):
     schedule = schedule_of(name, 4, more=True)
     counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
-    execution = {"transfer_ticks": transfer_ticks, "poison_bubbles": True}
-    assert_close(*run(schedule, counts, 2, pairs=False, **execution))
+    execution = {"lockstep": Lockstep(transfer_ticks, pairs=False), "poison_bubbles": True}
+    assert_close(*run(schedule, counts, 2, **execution))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv", "dualpipe"])
@@ -154,7 +156,7 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     shared, layers = toy_params(jax.random.key(0), layout.layers)
     batch = toy_batch(jax.random.key(1), schedule.microbatches, 4)
     mesh = make_mesh(4, 2, devices=jax.devices())
-    execution = Execution(transfer_ticks=transfer_ticks)
+    execution = Execution(Lockstep(transfer_ticks))
     pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
     params = {"shared": shared, "layers": layout.stack(layers)}
     losses = jax.jit(pipeline.losses)(params, batch)
@@ -162,17 +164,30 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
 
 
+def test_forward_only_holds_nothing_and_so_has_no_limit():
+    """A limit below the number of microbatches is for what waits for gradients."""
+    schedule = build("1f1b", pp=2, microbatches=4)
+    mesh = make_mesh(2, devices=jax.devices()[:2])
+    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(Lockstep(in_flight=3)))
+    shared, layers = toy_params(jax.random.key(0), 2)
+    params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    batch = toy_batch(jax.random.key(1), 4, 2)
+    losses = jax.jit(pipeline.losses)(params, batch)
+    want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
+    np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
+
+
 def _swap_slots(columns):
-    columns["for_b_read"][(columns["B"] + columns["BW"]) > 0] ^= 1
+    columns.for_b_read[(columns.B + columns.BW) > 0] ^= 1
 
 
 def _store_late(columns):
-    columns["arrive_1"][1:] = columns["arrive_1"][:-1].copy()
+    columns.arrive[1][1:] = columns.arrive[1][:-1].copy()
 
 
 def _drop(op):
     def fault(columns):
-        column = columns[op.name]
+        column = columns.chunk_of(op)
         column[(column[:, 1] > 0).argmax(), 1] = 0
 
     fault.__name__ = f"drop_{op.name}"
@@ -200,8 +215,9 @@ def test_a_planted_fault_is_caught(monkeypatch, name, fault):
 
     def faulty(*args, **kwargs):
         tables = lower(*args, **kwargs)
-        fault(tables.columns)
-        return tables
+        columns = jax.tree.map(np.array, tables.columns)
+        fault(columns)
+        return replace(tables, columns=columns)
 
     monkeypatch.setattr("jaxpipe.pipeline.executor.lower", faulty)
     schedule = schedule_of(name, 4, more=True)

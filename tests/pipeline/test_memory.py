@@ -6,9 +6,9 @@ from math import prod
 import jax
 import pytest
 from programs import LAYERS_EACH, traced
-from toy import LENGTH, TOY, WIDTH, toy_batch, toy_params
+from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 
-from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.schedule import lower
 
 EXAMPLES = 256  # large enough that activations outweigh parameters and tables
@@ -24,7 +24,7 @@ def ring_bytes(schedule, remat):
     """Messages and the three classes of activations, by the tables."""
     _, (layer,) = toy_params(jax.random.key(0), 1)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, EXAMPLES))
-    split = split_layer(TOY.layer, layer, X, microbatch, POLICIES[remat])
+    split = split_layer(KIND.layer, layer, X, Context(microbatch), POLICIES[remat])
     slots = lower(schedule).slots
     classes = (split.residuals.for_b, split.residuals.for_w, split.stash)
     held = sum(n * size(values) for n, values in zip(slots[1:], classes))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from meshes import EXAMPLES, LENGTH, pipeline_of
 from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
-from toy import TOY, toy_batch, toy_params
+from toy import KIND, TOY, toy_batch, toy_params
 
-from jaxpipe.schedule import BUILDERS, lower
+from jaxpipe.pipeline import Context
+from jaxpipe.schedule import BUILDERS, Lockstep, lower
 
 WIDE = 4  # examples per microbatch
 
@@ -30,7 +31,7 @@ def while_body(text):
 )
 def test_two_permutes_a_tick(name, pp, microbatches, transfer_ticks):
     """One each way round the ring, however many messages they carry."""
-    text = compiled(name, pp, microbatches, transfer_ticks=transfer_ticks).as_text()
+    text = compiled(name, pp, microbatches, lockstep=Lockstep(transfer_ticks)).as_text()
     assert len(re.findall(r"= .*collective-permute(?:-start)?\(", while_body(text))) == 2
 
 
@@ -49,7 +50,7 @@ def test_no_ring_is_copied_in_the_loop(name):
 def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
     """Keys and values, and the gradient at them, are written into their slots in place."""
     pipeline, _, params, batch = pipeline_of("normed", schedule, 2, 1, 1, slices=4)
-    slots = lower(pipeline.schedule).slots
+    slots = pipeline.tables.slots
     step = jax.jit(pipeline.losses_and_gradients).lower(params, batch)
     text = step.compile().as_text()
     loop = text.replace(text[text.index("ENTRY") :], "")
@@ -78,21 +79,22 @@ def test_size_and_compile_time_do_not_grow_with_microbatches():
 )
 def test_no_wasted_flops(name, remat, extra, defer_ends):
     pp, microbatches = 4, 8
-    trace, schedule = traced(name, pp, microbatches, remat=remat, defer_ends=defer_ends)
-    tables = lower(schedule, defer_ends=defer_ends)
+    lockstep = Lockstep(defer_ends=defer_ends)
+    trace, schedule = traced(name, pp, microbatches, lockstep=lockstep, remat=remat)
+    tables = lower(schedule, lockstep)
     shared, layers = toy_params(jax.random.key(0), schedule.stages * LAYERS_EACH)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
 
     def loss(params):
         x = TOY.embed(params["shared"], microbatch)
         for layer in params["layers"]:
-            x = TOY.layer(layer, x, microbatch)
+            x = KIND.layer(layer, x, Context(microbatch)).y
         return TOY.head(params["shared"], x, microbatch)
 
     params = {"shared": shared, "layers": layers}
     reference = dot_flops(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, None) * microbatches
     x = jnp.zeros((WIDE, 6, 8))
-    forward = jax.make_jaxpr(lambda p, x: TOY.layer(p, x, microbatch))(layers[0], x)
+    forward = jax.make_jaxpr(lambda p, x: KIND.layer(p, x, Context(microbatch)).y)(layers[0], x)
     # A recomputed layer repeats its products once, less the last one, which no gradient reads.
     down = 2 * WIDE * 6 * 16 * 8
     repeated = dot_flops(forward.jaxpr, None) - down

@@ -1,5 +1,6 @@
 """The cut of a layer into F, B and W against `jax.vjp`, and what it stores and computes."""
 
+import itertools
 from math import prod
 
 import jax
@@ -7,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from toy import TOY, toy_batch, toy_params
+from toy import KIND, toy_batch, toy_params
 
-from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.pipeline import POLICIES, Context, LayerOutput, split_layer
 from jaxpipe.pipeline.jaxpr import equations_to, reads, trace_flat
+from jaxpipe.pipeline.split import Cotangent
 
 
 @pytest.fixture
 def layer_case():
     _, (params,) = toy_params(jax.random.key(0), 1)
-    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, 3))
+    context = Context(jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, 3)))
     x = jax.random.normal(jax.random.key(2), (3, 6, 8))
     dy = jax.random.normal(jax.random.key(3), x.shape)
-    return params, x, microbatch, dy
+    return params, x, context, dy
 
 
 def flops(function, *args):
@@ -34,25 +36,26 @@ def flops(function, *args):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equals_vjp_bitwise(layer_case, policy):
-    params, x, microbatch, dy = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
+    params, x, context, dy = layer_case
+    split = split_layer(KIND.layer, params, x, context, POLICIES[policy])
 
     def whole(params, x, dy):
-        y, pull = jax.vjp(lambda params, x: TOY.layer(params, x, microbatch), params, x)
+        y, pull = jax.vjp(lambda params, x: KIND.layer(params, x, context).y, params, x)
         return y, *pull(dy)
 
     def pieces(params, x, dy):
-        y, kept = split.forward(params, x, microbatch)
-        return y, *split.backward(params, microbatch, kept, dy)[::-1]
+        output, kept = split.forward(params, x, context)
+        dx, gradients = split.backward(params, context, kept, Cotangent(dy))
+        return output.y, gradients, dx.value
 
     def finer(params, x, dy):
-        y, kept = split.forward(params, x, microbatch)
-        dx, vectors, stash = split.backward_input(params, microbatch, kept, dy)
-        matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
+        output, kept = split.forward(params, x, context)
+        dx, vectors, stash = split.backward_input(params, context, kept, Cotangent(dy))
+        matrices = split.backward_weight(params, context, kept.for_w, stash)
         both = {
             name: vectors[name] if matrices[name] is None else matrices[name] for name in params
         }
-        return y, both, dx
+        return output.y, both, dx.value
 
     want = jax.jit(whole)(params, x, dy)
     for got in (jax.jit(pieces)(params, x, dy), jax.jit(finer)(params, x, dy)):
@@ -66,27 +69,27 @@ def test_equals_vjp_bitwise(layer_case, policy):
 
 @pytest.mark.parametrize(("policy", "repeats"), [("none", 0), ("selective", 0), ("full", 1)])
 def test_flops_of_the_pieces(layer_case, policy, repeats):
-    params, x, microbatch, dy = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
-    forward = flops(lambda p, x: TOY.layer(p, x, microbatch), params, x)
-    _, kept = split.forward(params, x, microbatch)
-    _, _, stash = split.backward_input(params, microbatch, kept, dy)
+    params, x, context, dy = layer_case
+    split = split_layer(KIND.layer, params, x, context, POLICIES[policy])
+    forward = flops(lambda p, x: KIND.layer(p, x, context), params, x)
+    _, kept = split.forward(params, x, context)
+    _, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
     repeated = repeats * forward * 2 // 3  # up and gate of three equal products, once
-    assert flops(lambda p, x: split.forward(p, x, microbatch), params, x) == forward
-    assert flops(lambda *a: split.backward(params, microbatch, *a), kept, dy) == (
+    assert flops(lambda p, x: split.forward(p, x, context), params, x) == forward
+    assert flops(lambda *a: split.backward(params, context, *a), kept, Cotangent(dy)) == (
         2 * forward + repeated
     )
-    assert flops(lambda *a: split.backward_input(params, microbatch, *a), kept, dy) == (
+    assert flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy)) == (
         forward + repeated
     )
-    assert flops(lambda *a: split.backward_weight(params, microbatch, *a), kept.for_w, stash) == (
+    assert flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == (
         forward
     )
 
 
 def test_full_remat_keeps_only_the_input(layer_case):
-    params, x, microbatch, _ = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch, POLICIES["full"])
+    params, x, context, _ = layer_case
+    split = split_layer(KIND.layer, params, x, context, POLICIES["full"])
     (kept,) = split.residuals.for_b
     assert (kept.shape, kept.dtype) == (x.shape, x.dtype)
     assert split.residuals.for_w == ()
@@ -94,41 +97,41 @@ def test_full_remat_keeps_only_the_input(layer_case):
 
 def test_values_are_stored_by_name(layer_case):
     """`save_only_these_names`: F stores the input and what bears the name; B repeats the rest."""
-    params, x, microbatch, dy = layer_case
+    params, x, context, dy = layer_case
 
-    def layer(params, x, microbatch):
-        return x + jnp.tanh(checkpoint_name(x @ params["up"], "wide")) @ params["down"]
+    def layer(params, x, context):
+        return LayerOutput(x + jnp.tanh(checkpoint_name(x @ params["up"], "wide")) @ params["down"])
 
     policy = jax.checkpoint_policies.save_only_these_names("wide")
-    split = split_layer(layer, params, x, microbatch, policy)
-    _, kept = split.forward(params, x, microbatch)
+    split = split_layer(layer, params, x, context, policy)
+    _, kept = split.forward(params, x, context)
     assert [k.shape for k in jax.tree.leaves(kept)] == [(3, 6, 16), (3, 6, 8)]
-    dx, _, stash = split.backward_input(params, microbatch, kept, dy)
-    matrices = split.backward_weight(params, microbatch, kept.for_w, stash)
-    _, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
+    dx, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
+    matrices = split.backward_weight(params, context, kept.for_w, stash)
+    _, pull = jax.vjp(lambda params, x: layer(params, x, context).y, params, x)
     want, want_dx = pull(dy)
-    np.testing.assert_allclose(dx, want_dx, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(dx.value, want_dx, rtol=2e-6, atol=1e-6)
     for name in ("up", "down"):
         np.testing.assert_allclose(matrices[name], want[name], rtol=2e-6, atol=1e-6)
-    forward = flops(lambda p, x: layer(p, x, microbatch), params, x)
-    work = flops(lambda *a: split.backward_input(params, microbatch, *a), kept, dy)
+    forward = flops(lambda p, x: layer(p, x, context), params, x)
+    work = flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy))
     assert work == forward  # no product is repeated
 
 
 def test_residuals_depend_on_x(layer_case):
-    """Parameters, their casts, tables and masks are never stored per microbatch."""
-    params, x, microbatch, _ = layer_case
+    """Parameters, their casts, tables and masks are never stored per context."""
+    params, x, context, _ = layer_case
 
-    def layer(params, x, microbatch):
-        table = jnp.sin(microbatch["positions"][..., None].astype(x.dtype))
+    def layer(params, x, context):
+        table = jnp.sin(context.rows["positions"][..., None].astype(x.dtype))
         weight = params["up"].astype(jnp.bfloat16).astype(x.dtype)
-        return x + jnp.tanh((x * table) @ weight) @ params["down"]
+        return LayerOutput(x + jnp.tanh((x * table) @ weight) @ params["down"])
 
-    split = split_layer(layer, params, x, microbatch)
-    for kept in (*split._kept.for_b, *split._kept.for_w):
+    split = split_layer(layer, params, x, context)
+    for kept in itertools.chain(*split._crossing.residuals):
         reached = equations_to(split._closed.jaxpr, [kept], ())
         inputs = {*reads(reached, [kept])}
-        assert split._x.values[0] in inputs
+        assert split._ports.x in inputs
 
 
 def shapes(leaves):
@@ -137,8 +140,8 @@ def shapes(leaves):
 
 def test_w_reads_one_gradient_and_one_input_a_matrix(layer_case):
     """Of the inputs only the sum over positions is a residual; B makes the others again."""
-    params, x, microbatch, _ = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch)
+    params, x, context, _ = layer_case
+    split = split_layer(KIND.layer, params, x, context)
     wide, narrow = (3, 6, 16), (3, 6, 8)
     assert shapes(split.residuals.for_w) == [narrow]
     assert shapes(split.stash) == sorted([wide, wide, narrow, narrow, wide])
@@ -146,8 +149,8 @@ def test_w_reads_one_gradient_and_one_input_a_matrix(layer_case):
 
 def test_what_elementwise_equations_make_of_residuals_is_not_stored(layer_case):
     """Of a gated layer its input, one number a row of its norm and the products; no activation."""
-    params, x, microbatch, _ = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch)
+    params, x, context, _ = layer_case
+    split = split_layer(KIND.layer, params, x, context)
     wide, narrow, row = (3, 6, 16), (3, 6, 8), (3, 6, 1)
     found = shapes(split.residuals.for_b)
     assert [shape for shape in found if shape != row] == sorted([narrow, wide, wide])
@@ -156,56 +159,57 @@ def test_what_elementwise_equations_make_of_residuals_is_not_stored(layer_case):
 
 def test_what_is_made_of_a_value_that_is_not_stored_is(layer_case):
     """The gradient of tanh needs its output alone, and to repeat it a product would be needed."""
-    params, x, microbatch, _ = layer_case
+    params, x, context, _ = layer_case
 
-    def layer(params, x, microbatch):
-        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+    def layer(params, x, context):
+        return LayerOutput(x + jnp.tanh(x @ params["up"]) @ params["down"])
 
-    split = split_layer(layer, params, x, microbatch)
+    split = split_layer(layer, params, x, context)
     assert split.residuals.for_b == ()
     assert shapes(split.residuals.for_w) == [(3, 6, 8), (3, 6, 16)]
 
 
 def test_an_opaque_layer_has_no_w(layer_case):
-    params, x, microbatch, dy = layer_case
-    split = split_layer(jax.checkpoint(TOY.layer), params, x, microbatch)
-    _, kept = split.forward(params, x, microbatch)
-    _, _, stash = split.backward_input(params, microbatch, kept, dy)
-    assert flops(lambda *a: split.backward_weight(params, microbatch, *a), kept.for_w, stash) == 0
+    params, x, context, dy = layer_case
+    split = split_layer(jax.checkpoint(KIND.layer), params, x, context)
+    _, kept = split.forward(params, x, context)
+    _, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
+    assert flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == 0
 
 
 def test_a_loop_inside_a_layer_is_one_equation(layer_case):
-    params, x, microbatch, dy = layer_case
+    params, x, context, dy = layer_case
 
-    def layer(params, x, microbatch):
+    def layer(params, x, context):
         _, rows = jax.lax.scan(
             lambda c, row: (c + row, jnp.tanh(c + row)), x[:, 0], x.swapaxes(0, 1)
         )
-        return x + rows.swapaxes(0, 1) @ params["up"] @ params["down"]
+        return LayerOutput(x + rows.swapaxes(0, 1) @ params["up"] @ params["down"])
 
-    split = split_layer(layer, params, x, microbatch)
-    _, kept = split.forward(params, x, microbatch)
-    got = split.backward(params, microbatch, kept, dy)
-    _, pull = jax.vjp(lambda params, x: layer(params, x, microbatch), params, x)
+    split = split_layer(layer, params, x, context)
+    _, kept = split.forward(params, x, context)
+    dx, gradients = split.backward(params, context, kept, Cotangent(dy))
+    got = dx.value, gradients
+    _, pull = jax.vjp(lambda params, x: layer(params, x, context).y, params, x)
     want = pull(dy)[::-1]
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), got, want)
 
 
 def test_an_offloading_policy_stores_nothing_silently(layer_case):
     """A policy that answers with anything but True does not store: the value is made again."""
-    params, x, microbatch, _ = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch, lambda *_, **__: "offload")
+    params, x, context, _ = layer_case
+    split = split_layer(KIND.layer, params, x, context, lambda *_, **__: "offload")
     assert len(split.residuals.for_b) == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_weight_gradients_are_products_of_rows(layer_case, policy):
     """W multiplies what it has, rows by rows, and transposes nothing afterwards."""
-    params, x, microbatch, dy = layer_case
-    split = split_layer(TOY.layer, params, x, microbatch, POLICIES[policy])
-    _, kept = split.forward(params, x, microbatch)
-    _, _, stash = split.backward_input(params, microbatch, kept, dy)
-    made = jax.make_jaxpr(lambda *a: split.backward_weight(params, microbatch, *a))
+    params, x, context, dy = layer_case
+    split = split_layer(KIND.layer, params, x, context, POLICIES[policy])
+    _, kept = split.forward(params, x, context)
+    _, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
+    made = jax.make_jaxpr(lambda *a: split.backward_weight(params, context, *a))
     equations = made(kept.for_w, stash).jaxpr.eqns
     products = [eqn for eqn in equations if eqn.primitive.name == "dot_general"]
     assert len(products) == 3

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.pipeline import StageFunctions
+from jaxpipe.pipeline import LayerKind, LayerOutput, StageFunctions
 
 IGNORE = -100
 VOCAB, WIDTH, LENGTH = 11, 8, 6
@@ -13,11 +13,12 @@ def _embed(shared, microbatch):
     return shared["embed"][microbatch["inputs"]]
 
 
-def _layer(params, x, microbatch):
+def _layer(params, x, context):
+    positions = context.rows["positions"]
     scaled = x * params["gain"][None, None] / jnp.sqrt(1 + jnp.mean(x * x, axis=-1, keepdims=True))
-    mixed = jnp.cumsum(scaled, axis=1) / (1 + microbatch["positions"][..., None].astype(x.dtype))
+    mixed = jnp.cumsum(scaled, axis=1) / (1 + positions[..., None].astype(x.dtype))
     hidden = jax.nn.silu(mixed @ params["up"]) * (scaled @ params["gate"])
-    return x + hidden @ params["down"]
+    return LayerOutput(x + hidden @ params["down"])
 
 
 def _head(shared, x, microbatch):
@@ -32,7 +33,8 @@ def _count(microbatch):
     return jnp.sum(microbatch["targets"] != IGNORE)
 
 
-TOY = StageFunctions(embed=_embed, layer=_layer, head=_head, count=_count)
+KIND = LayerKind(_layer)
+TOY = StageFunctions(_embed, KIND, _head, _count)
 
 
 def toy_params(key, layers, dtype=jnp.float32):

@@ -10,11 +10,11 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.analysis import hidden_bytes, layer_bytes, state_bytes
-from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
-from jaxpipe.schedule import lower
+from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -22,11 +22,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def estimates_of(*overrides, ticks=1):
-    config = configs.load(SMALL, overrides)
+    config = configs.load(SMALL, [*overrides, f"parallel.transfer_ticks={ticks}"])
     seconds = analytic(config, Hardware(link=1e15))
     found, refused = candidates(config, seconds)
     return config, refused, {
-        one.label: estimate(config, one, seconds, transfer_ticks=ticks) for one in found
+        one.label: estimate(config, one, seconds) for one in found
     }  # fmt: skip
 
 
@@ -57,11 +57,11 @@ def test_bytes_are_the_trainers(pp, remat):
         trainer.state_shapes.params["layers"][0],
     )
     split = split_layer(
-        trainer.decoder.layer, layer, x, {"inputs": ids, "targets": ids}, POLICIES[remat]
+        trainer.decoder.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
     )
     slots = lower(trainer.schedule).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
-    rings = trainer.layout.slots * sum(
+    rings = len(trainer.layout.ring_kinds) * sum(
         n * sum(r.size * r.dtype.itemsize for r in values) for n, values in zip(slots[1:], kept)
     )
     messages = predicted.activations - rings
@@ -161,7 +161,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].candidate.schedule, defer_ends=True).slots
+        slots = lower(at_once[label].candidate.schedule, Lockstep(defer_ends=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations

@@ -1,8 +1,8 @@
 """Run tables with symbols for values; fail where a slot holds anything but what is due."""
 
-from jaxpipe.schedule import Action, Op
+import numpy as np
 
-TAKEN_ALONE = ("head_weight", "head_read", "head_write")  # columns of one rank's head
+from jaxpipe.schedule import Action, Op
 
 
 class Rank:
@@ -25,126 +25,132 @@ class Rank:
         )
         return stage
 
-    def shared_ends(self, row):
+    def shared_ends(self, ends):
         """What all ranks do together at the start of a tick."""
-        for rank in self.tables.last_ranks:
-            if row[f"head_{rank}"] and self.rank == rank:
-                m = row[f"head_{rank}"] - 1
+        for rank, which in zip(self.tables.last_ranks, ends.head):
+            if which and self.rank == rank:
+                m = which - 1
                 assert self.y == ("y", self.schedule.stages - 1, m)
-                self.inbox[row["dy_write"]] = ("dx", self.schedule.stages, m)
+                self.inbox[ends.dy_write] = ("dx", self.schedule.stages, m)
                 self.ends.append(("head", m))
-        for rank in self.tables.first_ranks:
-            if row[f"embed_gradient_{rank}"] and self.rank == rank:
-                m = row[f"embed_gradient_{rank}"] - 1
+        for rank, which, returned in zip(self.tables.first_ranks, ends.embed, ends.embed_gradient):
+            if returned and self.rank == rank:
+                m = returned - 1
                 assert self.dx == ("dx", 0, m)
                 self.ends.append(("embed", m))
-            if row[f"embed_{rank}"] and self.rank == rank:
-                self.inbox[row["embed_write"]] = ("y", -1, row[f"embed_{rank}"] - 1)
+            if which and self.rank == rank:
+                self.inbox[ends.embed_write] = ("y", -1, which - 1)
 
     def keep(self, row, arrived):
         for index, message in enumerate(arrived):
-            self.inbox[row[f"arrive_{index}"]] = message
-        self.inbox[row["keep_y"]] = self.y
-        self.inbox[row["keep_dx"]] = self.dx
+            self.inbox[row.arrive[index]] = message
+        self.inbox[row.keep_y] = self.y
+        self.inbox[row.keep_dx] = self.dx
         self.inbox.pop(self.tables.slots.inbox, None)
         self.y = self.dx = None
 
     def forward(self, row, chunk):
-        m = row["forward_mb"]
+        m = row.forward_mb
         stage = self.stage(chunk, m)
-        shared = self.tables.vocab_parallel
-        assert row["embed"] == (stage == 0 and not shared)
+        shared = row.ends is not None
+        assert row.embed == (stage == 0 and not shared)
         if stage or shared:
-            assert self.inbox[row["x_read"]] == ("y", stage - 1, m)
+            assert self.inbox[row.x_read] == ("y", stage - 1, m)
         self.y = ("y", stage, m)
         if self.tables.trains:
-            self.for_b[row["for_b_write"]] = self.for_w[row["for_w_write"]] = (stage, m)
+            self.for_b[row.for_b_write] = self.for_w[row.for_w_write] = (stage, m)
         sequence, slice_ = divmod(m, self.schedule.slices)
         if self.schedule.slices > 1:
-            assert row["first_slice"] == (slice_ == 0)
-            assert slice_ == 0 or self.states[row["state"]] == (stage, sequence, slice_)
-            self.states[row["state"]] = (stage, sequence, slice_ + 1)
+            assert row.first_slice == (slice_ == 0)
+            assert slice_ == 0 or self.states[row.state] == (stage, sequence, slice_)
+            self.states[row.state] = (stage, sequence, slice_ + 1)
         return Action(Op.F, stage, m)
 
     def head(self, row):
-        assert self.y == ("y", self.schedule.stages - 1, row["forward_mb"])
-        self.y = ("dx", self.schedule.stages, row["forward_mb"])
+        assert self.y == ("y", self.schedule.stages - 1, row.forward_mb)
+        self.y = ("dx", self.schedule.stages, row.forward_mb)
         if self.tables.slots.head:
-            self.for_head[row["head_write"]] = row["forward_mb"]
+            self.for_head[row.head_write] = row.forward_mb
         else:
-            self.ends.append(("head", row["forward_mb"]))
+            self.ends.append(("head", row.forward_mb))
 
     def gradient(self, row, op, chunk):
-        m = row["gradient_mb"]
+        m = row.gradient_mb
         stage = self.stage(chunk, m)
-        assert self.for_w[row["for_w_read"]] == (stage, m)
-        if row["head_weight"]:
-            assert (stage, self.for_head[row["head_read"]]) == (self.schedule.stages - 1, m)
+        assert self.for_w[row.for_w_read] == (stage, m)
+        if row.head_weight:
+            assert (stage, self.for_head[row.head_read]) == (self.schedule.stages - 1, m)
             self.ends.append(("head", m))
         if op is Op.W:
-            assert self.stash[row["stash_read"]] == (stage, m)
+            assert self.stash[row.stash_read] == (stage, m)
             return Action(op, stage, m)
-        dy = self.y if row["dy_of_head"] else self.inbox[row["dy_read"]]
+        dy = self.y if row.dy_of_head else self.inbox[row.dy_read]
         assert dy == ("dx", stage + 1, m)
-        assert self.for_b[row["for_b_read"]] == (stage, m)
+        assert self.for_b[row.for_b_read] == (stage, m)
         slices = self.schedule.slices
         sequence, slice_ = divmod(m, slices)
         if slices > 1:
-            assert self.states[row["state_read"]] == (stage, sequence, slices)
-            assert row["last_slice"] == (slice_ == slices - 1)
-            assert row["last_slice"] or self.dstates[row["dstate"]] == (stage, sequence, slice_ + 1)
-            self.dstates[row["dstate"]] = (stage, sequence, slice_)
+            assert self.states[row.state_read] == (stage, sequence, slices)
+            assert row.last_slice == (slice_ == slices - 1)
+            assert row.last_slice or self.dstates[row.dstate] == (stage, sequence, slice_ + 1)
+            self.dstates[row.dstate] = (stage, sequence, slice_)
         if op is Op.B:
-            self.stash[row["stash_write"]] = (stage, m)
+            self.stash[row.stash_write] = (stage, m)
         self.dx = ("dx", stage, m)
         return Action(op, stage, m)
 
     def work(self, row):
         """The actions of one tick, in the executor's order."""
         tables = self.tables
-        forward = row["F"] - 1
-        gradients = [(op, row[op.name] - 1) for op in (Op.B, Op.BW, Op.W) if row[op.name]]
-        if row["pair"]:
+        forward = row.chunk_of(Op.F) - 1
+        gradients = [(op, row.chunk_of(op) - 1) for op in (Op.B, Op.BW, Op.W) if row.chunk_of(op)]
+        if row.pair:
             assert forward < 0
             assert not gradients
-            forward, *gradient = tables.pairs[row["pair"] - 1]
+            forward, *gradient = tables.pairs[row.pair - 1]
             gradients = [tuple(gradient)]
-            assert not row["dy_of_head"]
+            assert not row.dy_of_head
         assert len(gradients) <= 1
         if forward >= 0:
             yield self.forward(row, forward)
-        if row["head"]:
+        if row.head:
             self.head(row)
         for op, chunk in gradients:
             yield self.gradient(row, op, chunk)
-        self.for_embed[row["dx_write"]] = self.dx
+        self.for_embed[row.dx_write] = self.dx
         self.for_embed.pop(tables.slots.embed, None)
-        if row["embed_gradient"]:
-            dx = self.for_embed[row["dx_read"]] if tables.slots.embed else self.dx
-            assert dx == ("dx", 0, row["gradient_mb"])
-            self.ends.append(("embed", row["gradient_mb"]))
+        if row.embed_gradient:
+            dx = self.for_embed[row.dx_read] if tables.slots.embed else self.dx
+            assert dx == ("dx", 0, row.gradient_mb)
+            self.ends.append(("embed", row.gradient_mb))
 
     def sends(self, row, index):
-        kinds, sent = self.tables.lanes[index].kinds, row[f"send_{index}"]
+        kinds, sent = self.tables.lanes[index].kinds, row.send[index]
         return getattr(self, kinds[sent - 1]) if sent else None
+
+
+def at(columns, tick, rank):
+    """One row of columns, which may lie in tuples within them."""
+    if isinstance(columns, np.ndarray):
+        return int(columns[tick, rank])
+    values = [None if column is None else at(column, tick, rank) for column in columns]
+    return type(columns)(*values) if hasattr(columns, "_fields") else tuple(values)
 
 
 def interpret(schedule, tables):
     """All actions that the tables run, each checked."""
     rows = [
-        [{name: int(c[tick, r]) for name, c in tables.columns.items()} for r in range(schedule.pp)]
+        [at(tables.columns, tick, rank) for rank in range(schedule.pp)]
         for tick in range(tables.ticks)
     ]
     ranks = [Rank(schedule, tables, r) for r in range(schedule.pp)]
     nothing = [[None] * len(tables.lanes)] * schedule.pp
     done, arriving = [], nothing
     for now in rows:
-        if tables.vocab_parallel:
-            names = [name for name in now[0] if name.startswith(("head_", "embed_"))]
-            for name in set(names) - {"embed_write", "embed_gradient", *TAKEN_ALONE}:
-                assert len({row[name] for row in now}) == 1
+        if tables.lockstep.vocab_parallel:
+            assert len({row.ends[:3] for row in now}) == 1  # all ranks do the same
             for rank, row in zip(ranks, now):
-                rank.shared_ends(row)
+                rank.shared_ends(row.ends)
         sent = [
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]
@@ -153,7 +159,7 @@ def interpret(schedule, tables):
             for r in range(schedule.pp)
         ]
         arrived, arriving = (
-            (brought, nothing) if tables.transfer_ticks == 1 else (arriving, brought)
+            (brought, nothing) if tables.lockstep.transfer_ticks == 1 else (arriving, brought)
         )
         for rank, row, messages in zip(ranks, now, arrived):
             rank.keep(row, messages)

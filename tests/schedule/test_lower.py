@@ -1,5 +1,6 @@
 """The tables, executed by a plain interpreter that checks every slot it reads."""
 
+from copy import deepcopy
 from dataclasses import replace
 from inspect import signature
 
@@ -11,6 +12,7 @@ from interpreter import interpret
 from jaxpipe.schedule import (
     BUILDERS,
     Action,
+    Lockstep,
     Op,
     Placement,
     Schedule,
@@ -39,6 +41,11 @@ def legal(name, pp, microbatches, chunks):
     return build(name, pp=pp, microbatches=microbatches, **options)
 
 
+def writable(tables):
+    """The same tables, to plant a fault in."""
+    return deepcopy(tables)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 @given(
     pp=st.integers(1, 8),
@@ -53,7 +60,7 @@ def test_tables_bring_every_value_where_it_is_read(
     name, pp, microbatches, chunks, transfer_ticks, ends, pairs
 ):
     schedule = legal(name, pp, microbatches, chunks)
-    tables = lower(schedule, transfer_ticks=transfer_ticks, pairs=pairs, **ends)
+    tables = lower(schedule, Lockstep(transfer_ticks, pairs=pairs, **ends))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert bool(tables.pairs) == (pairs and name in ("dualpipe", "dualpipev"))
 
@@ -71,12 +78,7 @@ def test_a_cap_on_microbatches_is_kept(
     name, pp, microbatches, transfer_ticks, in_flight, vocab_parallel
 ):
     schedule = build(name, pp=pp, microbatches=microbatches)
-    tables = lower(
-        schedule,
-        transfer_ticks=transfer_ticks,
-        in_flight=in_flight,
-        vocab_parallel=vocab_parallel,
-    )
+    tables = lower(schedule, Lockstep(transfer_ticks, in_flight, vocab_parallel))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert tables.slots.for_w <= in_flight
 
@@ -86,7 +88,7 @@ def test_a_cap_on_microbatches_is_kept(
 def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
     """A buffer is no larger than the order of the actions makes it, whatever ticks they fall in."""
     schedule = legal(name, 4, 12, 2)
-    slots, report = lower(schedule, transfer_ticks=transfer_ticks).slots, simulate(schedule)
+    slots, report = lower(schedule, Lockstep(transfer_ticks)).slots, simulate(schedule)
     assert slots.for_b == max(report.peak_until_b)
     assert slots.for_w == max(report.peak_until_w)
     assert bool(slots.stash) == any(action.op is Op.W for _, action in schedule.actions())
@@ -109,7 +111,7 @@ def test_a_pair_of_cells_holds_both_at_once(name):
 @pytest.mark.parametrize("vocab_parallel", [False, True])
 def test_forward_only_tables(placement, transfer_ticks, vocab_parallel):
     schedule = forward_only(placement, 6)
-    tables = lower(schedule, transfer_ticks=transfer_ticks, vocab_parallel=vocab_parallel)
+    tables = lower(schedule, Lockstep(transfer_ticks, vocab_parallel=vocab_parallel))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert not tables.trains
     assert tables.slots.inbox <= transfer_ticks * placement.chunks + vocab_parallel
@@ -119,18 +121,18 @@ def test_forward_only_tables(placement, transfer_ticks, vocab_parallel):
 @pytest.mark.parametrize("fault", ["swapped slot", "late store", "dropped W", "other way", "chunk"])
 def test_a_planted_fault_is_caught(fault):
     schedule = legal("zbv", 4, 6, 2)
-    tables = lower(schedule)
+    tables = writable(lower(schedule))
     columns = tables.columns
     if fault == "swapped slot":
-        columns["for_b_read"][columns["B"] > 0] ^= 1
+        columns.for_b_read[columns.B > 0] ^= 1
     elif fault == "late store":
-        columns["arrive_0"][1:] = columns["arrive_0"][:-1].copy()
+        columns.arrive[0][1:] = columns.arrive[0][:-1].copy()
     elif fault == "other way":
-        columns["send_0"][columns["send_0"] > 0] ^= 3
+        columns.send[0][columns.send[0] > 0] ^= 3
     elif fault == "chunk":
-        columns["F"][columns["F"] > 0] ^= 3
+        columns.F[columns.F > 0] ^= 3
     else:
-        columns["W"][columns["W"][:, 1].argmax(), 1] = 0
+        columns.W[columns.W[:, 1].argmax(), 1] = 0
     with pytest.raises((AssertionError, KeyError)):
         assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
 
@@ -152,12 +154,12 @@ def test_slices_pass_in_order_and_return_in_reverse(name, pp, rounds, slices, tr
     validate(schedule)
     most = max(simulate(schedule).peak_until_w)
     in_flight = None if more is None else most + more
-    tables = lower(schedule, transfer_ticks=transfer_ticks, in_flight=in_flight)
+    tables = lower(schedule, Lockstep(transfer_ticks, in_flight))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert 1 <= tables.slots.dstate <= tables.slots.state
     forward = forward_only(schedule.placement, schedule.microbatches, slices)
     validate(forward)
-    tables = lower(forward, transfer_ticks=transfer_ticks)
+    tables = lower(forward, Lockstep(transfer_ticks))
     assert interpret(forward, tables) == {action for _, action in forward.actions()}
     assert tables.slots.dstate == 0
 
@@ -187,12 +189,13 @@ def test_slices_out_of_order_are_refused(swap, message):
 @pytest.mark.parametrize("fault", ["state", "state_read", "dstate", "first_slice", "last_slice"])
 def test_a_planted_fault_of_slices_is_caught(fault):
     schedule = build("interleaved_zb", pp=2, microbatches=4, slices=2)
-    tables = lower(schedule)
+    tables = writable(lower(schedule))
     assert interpret(schedule, tables)
-    used = tables.columns["F" if fault in ("state", "first_slice") else "B"] > 0
+    columns = tables.columns
+    used = columns.chunk_of(Op.F if fault in ("state", "first_slice") else Op.B) > 0
     if fault == "dstate":
-        used &= tables.columns["last_slice"] == 0
-    tables.columns[fault][used] ^= 1
+        used &= columns.last_slice == 0
+    getattr(columns, fault)[used] ^= 1
     with pytest.raises((AssertionError, KeyError)):
         interpret(schedule, tables)
 
@@ -229,11 +232,24 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
     [
         ({"transfer_ticks": 3}, "transfer_ticks=3"),
         ({"in_flight": 0}, "in_flight=0: a rank must hold at least 1"),
+        ({"vocab_parallel": True, "defer_ends": True}, "nothing to even out .* use one of them"),
     ],
 )
-def test_rejects(options, message):
+def test_knobs_that_cannot_be(options, message):
     with pytest.raises(ScheduleError, match=message):
-        lower(build("1f1b", pp=2, microbatches=2), **options)
+        Lockstep(**options)
+
+
+def test_tables_are_made_once_and_cannot_be_written():
+    schedule = build("dualpipe", pp=2, microbatches=4)
+    tables = lower(schedule, Lockstep(vocab_parallel=True))
+    same = build("dualpipe", pp=2, microbatches=4)
+    assert lower(same, Lockstep(vocab_parallel=True)) is tables
+    assert lower(same, Lockstep()) is not tables
+    columns = tables.columns
+    for column in (columns.W, columns.send[1], columns.ends.dy_write, columns.ends.head[0]):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0, 0] = 1
 
 
 def test_rejects_a_message_across_the_ring():
@@ -246,4 +262,4 @@ def test_rejects_a_message_across_the_ring():
 
 def test_a_cap_that_is_too_small_says_so():
     with pytest.raises(ScheduleError, match="no rank of bfs can go on with in_flight=1: raise it"):
-        lower(build("bfs", pp=2, microbatches=4, virtual_stages=1), in_flight=1)
+        lower(build("bfs", pp=2, microbatches=4, virtual_stages=1), Lockstep(in_flight=1))

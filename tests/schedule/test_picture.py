@@ -15,6 +15,7 @@ from jaxpipe.schedule import (
     BUILDERS,
     Action,
     Costs,
+    Lockstep,
     Op,
     Placement,
     Schedule,
@@ -26,8 +27,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.cells import lockstep_cost, place
 from jaxpipe.schedule.picture import Box, boxes, picture, segments
 
-CLOCKS = [("asynchronous", 1, None), ("lockstep", 1, None), ("lockstep", 2, None)]
-CLOCKS += [("lockstep", 1, 20), ("lockstep", 2, 20)]
+CLOCKS = [None, Lockstep(1), Lockstep(2), Lockstep(1, 20), Lockstep(2, 20)]
 UNEVEN = Costs(F=0.9, B=1.3, W=0.7, transfer=0.2, pair=2.4)
 
 
@@ -42,13 +42,13 @@ def svg_of(schedule, folder, **options):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(("clock", "ticks", "in_flight"), CLOCKS)
+@pytest.mark.parametrize("lockstep", CLOCKS, ids=str)
 @pytest.mark.parametrize("costs", [Costs(), UNEVEN], ids=["default", "uneven"])
-def test_boxes_and_idle_cover_the_time(name, clock, ticks, in_flight, costs):
+def test_boxes_and_idle_cover_the_time(name, lockstep, costs):
     schedule = small(name)
-    report = simulate(schedule, costs, transfer_ticks=ticks, in_flight=in_flight)
-    span = report.makespan if clock == "asynchronous" else report.lockstep_makespan
-    rows = segments(boxes(schedule, costs, clock, transfer_ticks=ticks, in_flight=in_flight))
+    report = simulate(schedule, costs, lockstep or Lockstep())
+    span = report.lockstep_makespan if lockstep else report.makespan
+    rows = segments(boxes(schedule, costs, lockstep))
     for order, row in zip(schedule.ranks, rows):
         pieces = sorted([*((box.start, box.end) for box in row.boxes), *row.idle])
         assert pieces[0][0] == 0
@@ -68,18 +68,18 @@ def test_boxes_and_idle_cover_the_time(name, clock, ticks, in_flight, costs):
 @settings(max_examples=40, deadline=None)
 def test_lockstep_ends_with_its_cost(size, name, times, ticks):
     schedule, costs = build(name, pp=size[0], microbatches=size[1]), Costs(*times)
-    grid = place(schedule, transfer_ticks=ticks)
-    lines = boxes(schedule, costs, "lockstep", transfer_ticks=ticks)
+    grid = place(schedule, Lockstep(ticks))
+    lines = boxes(schedule, costs, Lockstep(ticks))
     last = max(box.end for line in lines for box in line)
     assert last == pytest.approx(lockstep_cost(grid, costs, ticks))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(("clock", "ticks", "in_flight"), CLOCKS[:3])
-def test_memory_peaks(name, clock, ticks, in_flight):
+@pytest.mark.parametrize("lockstep", CLOCKS[:3], ids=str)
+def test_memory_peaks(name, lockstep):
     schedule = small(name)
     report = simulate(schedule)
-    lines = boxes(schedule, Costs(), clock, transfer_ticks=ticks, in_flight=in_flight)
+    lines = boxes(schedule, Costs(), lockstep)
     peaks = [max(amount for _, amount in row.memory) for row in segments(lines)]
     assert tuple(peaks) == report.peak_until_w
     peaks = [max(amount for _, amount in row.memory) for row in segments(lines, (1.0, 0.0))]
@@ -92,7 +92,7 @@ def test_memory_peaks(name, clock, ticks, in_flight):
 
 def test_memory_and_phases_by_hand():
     schedule = build("zb_h1", pp=2, microbatches=2)
-    lines = boxes(schedule, Costs(), "asynchronous")
+    lines = boxes(schedule, Costs())
     first, second = segments(lines, (3.0, 1.0))
     assert [str(box.cell) for box in second.boxes] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
     assert second.idle == [(0.0, 1.0)]
@@ -137,7 +137,7 @@ def test_a_page_stands_alone(tmp_path):
     ("name", "options", "bubble"),
     [
         ("1f1b", {}, "1f1b · P = 4, M = 8 · bubble 27.3%<"),
-        ("1f1b", {"clock": "lockstep"}, "1f1b · lockstep · P = 4, M = 8 · bubble 40.0%<"),
+        ("1f1b", {"lockstep": Lockstep()}, "1f1b · lockstep · P = 4, M = 8 · bubble 40.0%<"),
         ("zb_auto", {}, "zb_auto · P = 4, M = 8 · bubble 11.1% (0.0% of the longest rank's span)<"),
     ],
 )
@@ -157,9 +157,9 @@ def test_numbers_are_drawn_where_they_fit(tmp_path):
 
 def test_clock_options_reach_the_grid(tmp_path):
     schedule = small("1f1b")
-    one = svg_of(schedule, tmp_path, clock="lockstep")
-    ahead = svg_of(schedule, tmp_path, clock="lockstep", in_flight=7)
-    two = svg_of(schedule, tmp_path, clock="lockstep", transfer_ticks=2)
+    one = svg_of(schedule, tmp_path, lockstep=Lockstep())
+    ahead = svg_of(schedule, tmp_path, lockstep=Lockstep(in_flight=7))
+    two = svg_of(schedule, tmp_path, lockstep=Lockstep(transfer_ticks=2))
     assert len({one, ahead, two}) == 3
 
 
@@ -192,12 +192,10 @@ def test_unknown_suffix(tmp_path, path):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(ScheduleError, match="clock='wall'"):
-        picture(small("1f1b"), tmp_path / "a.svg", clock="wall")
     stuck = Schedule.of("stuck", Placement.loop(1), 1, [[Action(Op.BW, 0, 0), Action(Op.F, 0, 0)]])
-    for clock in ("asynchronous", "lockstep"):
+    for lockstep in (None, Lockstep()):
         with pytest.raises(ScheduleError, match="deadlock"):
-            picture(stuck, tmp_path / "a.svg", clock=clock)
+            picture(stuck, tmp_path / "a.svg", lockstep=lockstep)
 
 
 def test_matplotlib_waits_until_a_picture_is_drawn(tmp_path):

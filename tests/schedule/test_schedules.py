@@ -10,6 +10,7 @@ from jaxpipe.schedule import (
     Action,
     Cell,
     Costs,
+    Lockstep,
     Op,
     Placement,
     Schedule,
@@ -138,7 +139,7 @@ def test_lockstep_of_one_op_a_tick(pp, microbatches, efficiency):
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 16), (8, 16)])
 def test_pairing_f_with_bw_restores_the_ideal_lockstep(pp, microbatches):
     schedule = build("1f1b", pp=pp, microbatches=microbatches)
-    report = simulate(schedule, in_flight=2 * pp - 1)
+    report = simulate(schedule, lockstep=Lockstep(in_flight=2 * pp - 1))
     assert report.lockstep_makespan == 3 * (microbatches + pp - 1)
 
 
@@ -147,8 +148,8 @@ def test_transfers_in_the_lockstep():
     schedule = build("1f1b", pp=4, microbatches=8)
     messages = len(place(schedule)) - 1
     for ticks, added in ((1, 1.0), (2, 2 / 3)):
-        free = simulate(schedule, transfer_ticks=ticks).lockstep_makespan
-        paid = simulate(schedule, Costs(transfer=0.25), transfer_ticks=ticks).lockstep_makespan
+        free = simulate(schedule, lockstep=Lockstep(ticks)).lockstep_makespan
+        paid = simulate(schedule, Costs(transfer=0.25), Lockstep(ticks)).lockstep_makespan
         assert free < paid <= free + added * 0.25 * messages + 1e-12
 
 
@@ -156,7 +157,7 @@ def test_transfers_in_the_lockstep():
 def test_two_tick_transfers_need_room(in_flight, efficiency):
     """Useful share of the time; asynchronous ranks would reach 64/71 = 0.901."""
     schedule, costs = build("1f1b", pp=8, microbatches=64), Costs(1, 1.3, 0.8)
-    report = simulate(schedule, costs, transfer_ticks=2, in_flight=in_flight)
+    report = simulate(schedule, costs, Lockstep(2, in_flight))
     assert 1 - report.bubble_lockstep == pytest.approx(efficiency, abs=0.003)
 
 

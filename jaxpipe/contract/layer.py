@@ -1,0 +1,75 @@
+"""One contract for every layer: what it is given, and what it may give back.
+
+A layer is a pure function `layer(params, x, context) -> LayerOutput`. It is traced once and cut
+into F, B and W (`jaxpipe.pipeline.split`); it never sees ticks, ranks or rings.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import jax
+
+Tree = Any
+
+
+class Context(NamedTuple):
+    """What a layer is given beside its parameters and x, in F, B and W alike.
+
+    Nothing of it is differentiated but the inexact leaves of `state`.
+
+    Attributes:
+      rows: the microbatch's row data: the batch's leaves without their leading axis M.
+      index: the layer's place in the whole model, an int32 scalar; None at the ends of the model.
+      state: what the slices of a sequence leave for each other; None where sequences are whole.
+      variables: the model's state that is no parameter, the same in all microbatches of a step.
+    """
+
+    rows: Tree
+    index: "jax.Array | None" = None
+    state: Tree = None
+    variables: Tree = None
+
+
+class Side(NamedTuple):
+    """What a layer makes beside y; devices along tp must make it alike.
+
+    Attributes:
+      loss: a scalar that is added to the summed loss, and like it divided by the number of terms of
+        the whole batch; None: none. It is differentiated.
+      sums: small arrays by name, added up over layers, microbatches and replicas.
+      maxima: small arrays by name, of which the elementwise largest over all these is taken.
+    """
+
+    loss: "jax.Array | None" = None
+    sums: Mapping[str, "jax.Array"] = {}
+    maxima: Mapping[str, "jax.Array"] = {}
+
+
+class LayerOutput(NamedTuple):
+    """What a layer returns: y like x, the state for the next slice, and what it makes beside."""
+
+    y: "jax.Array"
+    state: Tree = None
+    side: Side = Side()
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One kind of layer; the layers of a kind have parameters of the same shapes.
+
+    Attributes:
+      layer: `(params, x, context) -> LayerOutput`; y has x's shape and dtype.
+      leaves: a `Leaf` for every parameter, as a tree of the same form; None: nothing is cut.
+      state: `(x, rows) -> state` before the first slice, all zeros; None: sequences are whole. The
+        gradient of a layer may read the state that it returns, as later slices leave it, but not
+        the one that it is given.
+      keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores whatever is
+        rematerialised: what must not be computed twice, such as indices of a top-k.
+    """
+
+    layer: Callable[[Tree, "jax.Array", Context], LayerOutput]
+    leaves: Tree = None
+    state: Callable[["jax.Array", Tree], Tree] | None = None
+    keep: tuple[str, ...] = field(default=())

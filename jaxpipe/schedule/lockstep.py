@@ -1,0 +1,57 @@
+"""The knobs of the lockstep: how the scan that runs a schedule places its actions into ticks."""
+
+from dataclasses import dataclass
+
+from jaxpipe.schedule.action import ScheduleError
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """How a schedule is laid out in ticks; none of it changes what is computed.
+
+    Attributes:
+      transfer_ticks: a message sent in tick t can be used from tick t + transfer_ticks on, 1 or 2.
+      in_flight: None keeps each rank's order of cells. A number lets every rank run forwards ahead
+        of its order while it holds at most so many microbatches; with one-tick transfers it then
+        also pairs an F with a gradient action in one cell, so that all ranks do the same work in a
+        tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
+      vocab_parallel: all ranks compute both ends of the model, each a part of the vocabulary. The
+        loss is then made at the start of the tick after the last stage's F; so its gradient cannot
+        share the cell of that F, and packed 1F1B needs 2P in flight.
+      defer_ends: the gradients of the embedding's and the head's own matrices wait for W of their
+        stages, for the memory of what they take: a whole gradient of the logits for each microbatch
+        that waits.
+      pairs: the two halves of a cell, an F and a gradient of different chunks, stand in one branch
+        of the program, so that XLA may run collectives of one during the compute of the other; else
+        they are two branches in a row, and DualPipe compiles in two thirds of the time.
+
+    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight` below 1, and for
+    ends that are both shared and deferred.
+
+    >>> Lockstep(transfer_ticks=2).in_flight is None
+    True
+    """
+
+    transfer_ticks: int = 1
+    in_flight: int | None = None
+    vocab_parallel: bool = False
+    defer_ends: bool = False
+    pairs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.transfer_ticks not in (1, 2):
+            raise ScheduleError(
+                f"transfer_ticks={self.transfer_ticks}: a transfer takes 1 or 2 ticks."
+            )
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ScheduleError(
+                f"in_flight={self.in_flight}: a rank must hold at least 1 microbatch."
+            )
+        if self.vocab_parallel and self.defer_ends:
+            raise ScheduleError(
+                "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even "
+                "out by waiting; use one of them."
+            )
+
+
+PLAIN = Lockstep()  # transfers end in their tick, and every rank keeps its order

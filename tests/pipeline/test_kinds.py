@@ -1,0 +1,76 @@
+"""Layers of several kinds, side outputs, kept values and experts, against one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same
+from jaxpipe.schedule.families import smallest
+from kinds import CHOICES, layer_params, mixed
+from toy import toy_batch, toy_params
+
+from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, step_ref
+from jaxpipe.schedule import BUILDERS, Lockstep, build
+
+ORDERS = {
+    "mixed": ("toy", "routed", "experts", "routed", "toy", "experts", "experts", "routed"),
+    "first_other": ("toy", "toy", *("routed",) * 6),
+}
+
+
+def problem(order, microbatches, examples, dtype=jnp.float64):
+    """Shared parameters, layers in order, a batch and variables."""
+    shared, toys = toy_params(jax.random.key(0), len(order), dtype)
+    layers = [
+        toys[i] if kind == "toy" else layer_params(jax.random.key(100 + i), kind, dtype)
+        for i, kind in enumerate(order)
+    ]
+    bias = 0.1 * jax.random.normal(jax.random.key(5), (len(order), CHOICES), dtype)
+    return shared, layers, toy_batch(jax.random.key(1), microbatches, examples), {"bias": bias}
+
+
+def run(schedule, order, *, dp=2, ep=2, **execution):
+    """`(got, want)` of a step on a mesh and on one device, gradients in stage form."""
+    examples = 2 * dp
+    shared, layers, batch, variables = problem(order, schedule.microbatches, examples)
+    counts = [len(order) // schedule.stages] * schedule.stages
+    mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], ep=ep)
+    execution = Execution(**execution)
+    pipeline = Pipeline(mixed(order, ep), schedule, mesh, counts, execution)
+    layout = StageLayout(tuple(counts), schedule.placement, order)
+    params = {"shared": shared, "layers": layout.stack(layers)}
+    got = jax.jit(pipeline.step)(params, batch, variables)
+    want = step_ref(mixed(order), shared, layers, batch, variables=variables)
+    staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
+    return got, want._replace(gradients=staged)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_kinds_under_every_schedule(name, order):
+    schedule = smallest(name, 2)
+    with jax.enable_x64(True):
+        got, want = run(schedule, ORDERS[order], dp=4, zero_stage=2, poison_bubbles=True)
+        assert_same(got, want)
+        counts = np.asarray(got.side.sums["counts"])
+        tokens = schedule.microbatches * 8 * 6
+        routed = [kind == "routed" for kind in ORDERS[order]]
+        np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("zero", [(0, False), (1, False), (3, False), (3, True)], ids=str)
+def test_kinds_however_they_are_stored(zero, remat):
+    stage, reshard = zero
+    schedule = build("zb_h1", pp=4, microbatches=5)
+    how = {"zero_stage": stage, "reshard_after_forward": reshard, "remat": remat}
+    with jax.enable_x64(True):
+        assert_same(*run(schedule, ORDERS["mixed"], **how))
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_two_tick_transfers_and_pairs(name):
+    with jax.enable_x64(True):
+        lockstep = Lockstep(transfer_ticks=2)
+        assert_same(*run(smallest(name, 2), ORDERS["mixed"], dp=4, lockstep=lockstep))

@@ -1,0 +1,53 @@
+"""What is printed before the first step is about the tables that the step really reads."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxpipe import config as configs
+from jaxpipe.planning import Candidate, lockstep_of, rank_bytes, schedule_of
+from jaxpipe.planning.checks import validate
+from jaxpipe.schedule import Lockstep, lower
+from jaxpipe.training.summary import readable_bytes, summary
+from jaxpipe.training.trainer import Trainer
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+
+
+def printed(trainer):
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(summary(trainer))
+    return captured.get()
+
+
+def test_deferred_ends_are_counted():
+    config = configs.load(
+        SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.schedule=zb_h1",
+                "parallel.defer_ends=true", "train.grad_accum_steps=8"],
+    )  # fmt: skip
+    trainer = Trainer(config, tuple(jax.devices()[:2]))
+    schedule, layers = trainer.schedule, trainer.layout.counts
+
+    def activations(lockstep):
+        candidate = Candidate("zb_h1", schedule, layers, lockstep)
+        planned = rank_bytes(config, candidate, lower(schedule, lockstep))
+        return readable_bytes(planned.activations)
+
+    assert activations(Lockstep(defer_ends=True)) != activations(Lockstep())
+    assert activations(Lockstep(defer_ends=True)) in printed(trainer)
+
+
+@pytest.mark.parametrize("more", [(), ("parallel.in_flight=3",), ("parallel.transfer_ticks=2",)])
+def test_checks_summary_and_executor_share_one_set_of_tables(more):
+    mesh = ("parallel.pp=2", "parallel.dp=4", "runtime.cpu_devices=8")
+    config = configs.load(SMALL, [*mesh, *more])
+    lower.cache_clear()
+    validate(config, devices=8)
+    trainer = Trainer(config)
+    assert f"{trainer.pipeline.tables.ticks} ticks" in printed(trainer)
+    assert lower.cache_info().misses == 1
+    assert trainer.execution.lockstep == lockstep_of(config, on_cpu=True)
+    assert trainer.pipeline.tables is lower(schedule_of(config), trainer.execution.lockstep)
