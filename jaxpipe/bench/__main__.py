@@ -7,6 +7,7 @@
   overhead       what a tick costs beside its work, on virtual CPU devices
   scale CONFIG   weak and strong scaling by simulation
   show           tables and pictures of the kept results, into the README
+  pages          pictures and timelines of the READMEs
 
 Exit codes: 0 done; 1 a measurement failed; 2 bad input.
 """
@@ -15,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, overhead, scale, show, step, train
+from jaxpipe.bench import costs, overhead, pages, scale, show, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleError
@@ -28,6 +29,7 @@ _COMMANDS = {
     "overhead": overhead,
     "scale": scale,
     "show": show,
+    "pages": pages,
 }
 
 

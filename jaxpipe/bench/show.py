@@ -21,7 +21,7 @@ from jaxpipe.bench.variants import VARIANTS
 from jaxpipe.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
-FILES = [Path("README.md"), Path("jaxpipe/bench/results/README.md")]
+FILES = [Path("jaxpipe/bench/results/README.md")]
 _MARKED = re.compile(r"(<!-- (results|ops) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
