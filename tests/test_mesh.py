@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_close, cal_diff
+from compare import assert_close, assert_same
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import (
     EXAMPLES,
@@ -54,8 +54,7 @@ SHARED = Lockstep(vocab_parallel=True)
 def test_devices_that_share_layers(model, tp, sequence):
     with jax.enable_x64(True):
         got, want = run(model, "1f1b", 1, 1, tp, sequence=sequence, dtype=jnp.float64)
-        worst = jax.tree.map(cal_diff, got, want)
-    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
@@ -63,11 +62,9 @@ def test_devices_that_share_layers(model, tp, sequence):
 def test_schedules_on_meshes(schedule, mesh):
     model = "deep" if schedule == "interleaved_1f1b" and mesh[0] == 4 else "one_kv"
     with jax.enable_x64(True):
-        worst = jax.tree.map(
-            cal_diff,
-            *run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2),
+        assert_same(
+            *run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, zero_stage=2)
         )
-    assert max(jax.tree.leaves(worst)) < 1e-13, worst
 
 
 @pytest.mark.parametrize(("mesh", "sdp"), [((2, 2, 2), 2), ((2, 4, 1), 2), ((2, 4, 1), 4)])
@@ -75,10 +72,7 @@ def test_schedules_on_meshes(schedule, mesh):
 def test_replicas_that_share_sequences(schedule, mesh, sdp):
     how = {"sequence": mesh[2] > 1, "zero_stage": 2 + (sdp == 4), "reshard_after_forward": sdp == 4}
     with jax.enable_x64(True):
-        worst = jax.tree.map(
-            cal_diff, *run("one_kv", schedule, *mesh, sdp=sdp, dtype=jnp.float64, **how)
-        )
-    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+        assert_same(*run("one_kv", schedule, *mesh, sdp=sdp, dtype=jnp.float64, **how))
 
 
 @pytest.mark.parametrize("remat", ["selective", "full"])
@@ -92,14 +86,11 @@ def test_keys_of_shared_sequences_are_gathered_again(remat):
 def test_all_ranks_share_the_vocabulary(schedule, mesh):
     lockstep = Lockstep(transfer_ticks=1 + (mesh[0] == 2), vocab_parallel=True)
     with jax.enable_x64(True):
-        worst = jax.tree.map(
-            cal_diff,
-            *run(
+        got, want = run(
                 "deep", schedule, *mesh, sequence=mesh[2] > 1, loss_chunks=mesh[2],
                 dtype=jnp.float64, lockstep=lockstep, zero_stage=2,
-            ),
         )  # fmt: skip
-    assert max(jax.tree.leaves(worst)) < 1e-13, worst
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
@@ -202,8 +193,7 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         _, want = losses_and_gradients_ref(recording(decoder), shared, layers, batch)
         for found, layer in zip(layout.unstack(got["layers"]), want["layers"]):
             assert layer["tables"]["y"].any((1, 2)).all()
-            worst = jax.tree.map(cal_diff, found["tables"], layer["tables"])
-            assert max(jax.tree.leaves(worst)) < 1e-13, worst
+            assert_same(found["tables"], layer["tables"])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from jaxpipe.schedule.families import smallest
 from kinds import CHOICES, layer_params, mixed
+from legal import near
 from toy import toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
@@ -49,7 +49,7 @@ def run(schedule, order, *, dp=2, ep=2, **execution):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_kinds_under_every_schedule(name, order):
-    schedule = smallest(name, 2)
+    schedule = near(name, 2, 1)
     with jax.enable_x64(True):
         got, want = run(schedule, ORDERS[order], dp=4, zero_stage=2, poison_bubbles=True)
         assert_same(got, want)
@@ -73,4 +73,4 @@ def test_kinds_however_they_are_stored(zero, remat):
 def test_two_tick_transfers_and_pairs(name):
     with jax.enable_x64(True):
         lockstep = Lockstep(transfer_ticks=2)
-        assert_same(*run(smallest(name, 2), ORDERS["mixed"], dp=4, lockstep=lockstep))
+        assert_same(*run(near(name, 2, 1), ORDERS["mixed"], dp=4, lockstep=lockstep))

@@ -60,9 +60,13 @@ def toy_params(key, layers, dtype=jnp.float32):
 
 
 def toy_batch(key, microbatches, examples, ignore="some"):
-    """Tokens `[M, B, L]`; `ignore`: none, some (unevenly), or whole (one microbatch entirely)."""
-    k_inputs, k_targets, k_mask = jax.random.split(key, 3)
+    """Rows `[M, B, L]`, no two examples alike, of which some targets are ignored.
+
+    `ignore`: none, some (unevenly), or whole (one microbatch entirely).
+    """
+    k_inputs, k_targets, k_mask, k_starts = jax.random.split(key, 4)
     shape = (microbatches, examples, LENGTH)
+    starts = jax.random.permutation(k_starts, shape[0] * shape[1]).reshape(*shape[:2], 1)
     targets = jax.random.randint(k_targets, shape, 0, VOCAB)
     if ignore != "none":
         chance = jnp.linspace(0.1, 0.8, shape[0] * shape[1]).reshape(*shape[:2], 1)
@@ -72,5 +76,5 @@ def toy_batch(key, microbatches, examples, ignore="some"):
     return {
         "inputs": jax.random.randint(k_inputs, shape, 0, VOCAB),
         "targets": targets,
-        "positions": jnp.broadcast_to(jnp.arange(LENGTH), shape),
+        "positions": jnp.arange(LENGTH)[None, None] + starts,
     }

@@ -239,7 +239,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of 'gpipe', '1f1b'"),
+        (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of '1f1b', 'gpipe'"),
         (["--costs", "nowhere.json"], "cannot read op seconds from nowhere.json"),
         (["parallel.pp=64"], "layers cannot fill 64 stages"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
