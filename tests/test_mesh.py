@@ -23,7 +23,7 @@ from meshes import (
 from programs import executed_flops
 
 from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
     SequenceDataParallel,
     Sharding,

@@ -110,11 +110,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
 
 def of_one_device(config: Config) -> Config:
     """The model that one device of the tp group computes, on a mesh of one device."""
-    model, tp = config.model, config.parallel.tp
-    model = msgspec.structs.replace(
-        model, head_dim=model.head_size, n_heads=model.n_heads // tp, d_ff=model.d_ff // tp,
-        n_kv_heads=max(model.n_kv_heads // tp, 1), vocab_size=model.vocab_size // tp,
-    )  # fmt: skip
+    model = config.model.part(config.parallel.tp)
     parallel = configs.ParallelConfig(schedule="1f1b")
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)
     return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)

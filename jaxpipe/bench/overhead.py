@@ -13,7 +13,8 @@ import msgspec
 
 from jaxpipe.bench.options import at_least_one
 from jaxpipe.bench.processes import seconds_of
-from jaxpipe.config import Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig
+from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
+from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.environment import use_cpu_devices
 
 _ASKED = 300e-6  # seconds of a tick beside its work
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _config(schedule: str, ranks: int, microbatches: int) -> Config:
     return Config(
-        model=ModelConfig(
+        model=LlamaConfig(
             n_layers=2 * ranks, d_model=8, n_heads=1, n_kv_heads=1, d_ff=8, vocab_size=8
         ),
         parallel=ParallelConfig(pp=ranks, schedule=schedule),

@@ -61,28 +61,11 @@ def check_replicas(config: Config) -> None:
 
 
 def _check_mesh(config: Config) -> None:
-    model, parallel = config.model, config.parallel
-    tp = parallel.tp
+    parallel, tp = config.parallel, config.parallel.tp
     check_replicas(config)
     _check_sequences(config)
-    divided = {
-        "model.n_heads": model.n_heads,
-        "model.d_ff": model.d_ff,
-        "model.vocab_size": model.vocab_size,
-    }
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
-    for name, size in divided.items():
-        if size % tp:
-            raise ConfigError(
-                f"{name}={size} must be a multiple of parallel.tp={tp}: devices that share a layer "
-                f"have equal parts of it; change one of them."
-            )
-    if model.n_kv_heads % tp and tp % model.n_kv_heads:
-        raise ConfigError(
-            f"model.n_kv_heads={model.n_kv_heads} and parallel.tp={tp}: one must be a multiple of "
-            f"the other, so that each device has whole key/value heads, or a copy of one."
-        )
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
@@ -136,28 +119,8 @@ def _check_vocab_parallel(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    model = config.model
-    if model.n_heads % model.n_kv_heads:
-        raise ConfigError(
-            f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads="
-            f"{model.n_kv_heads}: query heads share key/value heads in equal groups."
-        )
-    if not model.head_dim and model.d_model % model.n_heads:
-        raise ConfigError(
-            f"model.d_model={model.d_model} must be a multiple of model.n_heads={model.n_heads}: "
-            f"change one, or give model.head_dim."
-        )
-    if model.head_size % 2:
-        raise ConfigError(
-            f"the width of a head is {model.head_size} but rotary positions turn pairs: use an "
-            f"even model.head_dim."
-        )
-    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        raise ConfigError(
-            f"model.rope_high_freq_factor={model.rope_high_freq_factor} must exceed "
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor}: wavelengths between them "
-            f"are blended."
-        )
+    for sentence in config.model.broken_rules(config.parallel.tp):
+        raise ConfigError(sentence)
 
 
 def _check_pipeline(config: Config) -> None:

@@ -13,26 +13,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
-from jaxpipe.model import Decoder
+from jaxpipe.model.family import Model
 from jaxpipe.parallel import (
     PP,
     REPLICAS,
     TP,
-    SequenceDataParallel,
     Sharding,
     StageLayout,
     Stored,
-    TensorParallel,
-    VocabularyParallel,
     batch_spec,
     deal_batch,
     is_stage_form,
     make_mesh,
 )
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
@@ -101,20 +97,14 @@ class Trainer:
         )
 
     @cached_property
-    def decoder(self) -> Decoder:
-        """The model: devices along tp share its layers, and those along pp too its ends if told."""
-        parallel, loss_chunks = self.config.parallel, self.config.train.loss_chunks
-        devices = ONE_DEVICE
-        if parallel.tp > 1:
-            devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-        sequence = SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE
-        ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
-        return Decoder(self.config.model, devices, loss_chunks, ends, sequence, parallel.slices)
+    def model(self) -> Model:
+        """The model's functions, as devices share them."""
+        return model_of(self.config)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The model on the mesh under the schedule."""
-        functions, counts = self.decoder.functions, self.layout.counts
+        functions, counts = self.model.functions, self.layout.counts
         return Pipeline(functions, self.schedule, self.mesh, counts, self.execution)
 
     @property
@@ -166,7 +156,7 @@ class Trainer:
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
-        variables = jax.tree.map(jnp.asarray, self.decoder.functions.variables)
+        variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
         return State(params, self.optimizer.init(params), jnp.int32(0), variables)
 
     @cached_property
@@ -207,7 +197,7 @@ class Trainer:
         params = if_finite(optax.apply_updates(state.params, updates), state.params)
         gradients, params = lax.optimization_barrier((gradients, params))
         _, moments = self.optimizer.update(gradients, state.optimizer, state.params)
-        variables, after = state.variables, self.decoder.functions.next_variables
+        variables, after = state.variables, self.model.functions.next_variables
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
@@ -271,8 +261,8 @@ class Trainer:
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
-        layers = [self.decoder.init_layer(key, i) for i in range(self.layout.layers)]
-        params = {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
+        layers = [self.model.init_layer(key, i) for i in range(self.layout.layers)]
+        params = {"shared": self.model.init_ends(key), "layers": self.layout.stack(layers)}
         return self.unplaced(self.sharding.padded(params))
 
     def _init_on_rank(self) -> Tree:
@@ -286,7 +276,7 @@ class Trainer:
 
         def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
-            layer = self.decoder.init_layer(key, index)
+            layer = self.model.init_layer(key, index)
             return jax.tree.map(
                 lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
                     None
@@ -298,7 +288,7 @@ class Trainer:
         return {
             "shared": jax.tree.map(
                 lambda leaf, s: s.part(leaf, {TP, PP, *REPLICAS}),
-                self.decoder.init_ends(key),
+                self.model.init_ends(key),
                 stored["shared"],
             ),
             "layers": tuple(map(slot, zip(*self.layout.table), stored["layers"])),

@@ -22,8 +22,8 @@ from jaxpipe.analysis import (
     layer_leaves,
     state_bytes,
 )
-from jaxpipe.config import ModelConfig
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.pipeline import POLICIES, split_layer
 
@@ -34,7 +34,7 @@ SHAPES = [GROUPED, {"n_heads": 4, "n_kv_heads": 4}, {"n_heads": 4, "n_kv_heads":
 
 def model_of(**sizes):
     plain = {"n_layers": 2, "d_model": 24, "head_dim": 8, "d_ff": 40, "vocab_size": 64}
-    return ModelConfig(**(plain | GROUPED | sizes))
+    return LlamaConfig(**(plain | GROUPED | sizes))
 
 
 def split_of(model, dtype, remat, batch=BATCH, length=LENGTH, slices=1):

@@ -57,7 +57,7 @@ def test_bytes_are_the_trainers(pp, remat):
         trainer.state_shapes.params["layers"][0],
     )
     split = split_layer(
-        trainer.decoder.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
+        trainer.model.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
     )
     slots = lower(trainer.schedule).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
@@ -154,7 +154,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     config, _, at_once = estimates_of(*sizes)
     _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
     trainer = Trainer(config, tuple(jax.devices()[:2]))
-    decoder, shared = trainer.decoder, trainer.state_shapes.params["shared"]
+    decoder, shared = trainer.model, trainer.state_shapes.params["shared"]
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
     microbatch = {"inputs": ids, "targets": ids}
     x = jax.eval_shape(decoder.embed, shared, microbatch)
