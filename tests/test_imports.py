@@ -16,7 +16,6 @@ ROWS = [
     {"model"},
     {"config"},
     {"runtime"},
-    {"analysis"},
     {"parallel"},
     {"pipeline"},
     {"planning"},

@@ -20,9 +20,9 @@ from meshes import (
     run,
     wanted,
 )
+from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import executed_flops
 
-from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
     SequenceDataParallel,

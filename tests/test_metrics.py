@@ -6,7 +6,6 @@ import json
 import pytest
 from rich.console import Console
 
-from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import LogConfig
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
@@ -31,7 +30,7 @@ def test_flops_of_llama3_8b():
     """Matrices are all but the embedding (525,336,576) and the norm gains (65 x 4096)."""
     config = LlamaConfig(**PRESETS["llama3_8b"])
     matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    assert flops_per_token(config, 4096) == 6 * matrices + 12 * 32 * 4096 * 4096
+    assert config.flops_per_token(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
 def write(directory, steps, last_step):

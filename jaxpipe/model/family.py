@@ -39,6 +39,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of parameters, from the sizes alone."""
         raise NotImplementedError
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs that training is said to take a token, by which utilisation is measured."""
+        raise NotImplementedError
+
     def part(self, tp: int) -> Self:
         """A model that has whole what each of `tp` devices has of this one's layers."""
         raise NotImplementedError

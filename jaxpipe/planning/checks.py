@@ -16,7 +16,7 @@ def validate(
 
     Raises `ConfigError` at the first rule that is broken.
     """
-    for check in (_check_mesh, _check_model, _check_pipeline, _check_rest):
+    for check in (check_sizes, _check_pipeline, _check_rest):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -51,8 +51,8 @@ def filled(config: Config, devices: int | None) -> Config:
     return replace(config, parallel=replace(parallel, dp=devices // each))
 
 
-def check_replicas(config: Config) -> None:
-    """Raise `ConfigError` where their number is none, or still to be filled."""
+def _check_replicas(config: Config) -> None:
+    """Their number is known."""
     if config.parallel.dp < 1:
         raise ConfigError(
             f"parallel.dp={config.parallel.dp}: give at least 1; or -1 for all devices that there "
@@ -60,12 +60,15 @@ def check_replicas(config: Config) -> None:
         )
 
 
-def _check_mesh(config: Config) -> None:
+def check_sizes(config: Config) -> None:
+    """Raise `ConfigError` where sizes of model, mesh and batch break a rule between them."""
     parallel, tp = config.parallel, config.parallel.tp
-    check_replicas(config)
+    _check_replicas(config)
     _check_sequences(config)
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
+    for sentence in config.model.broken_rules(tp):
+        raise ConfigError(sentence)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
@@ -116,11 +119,6 @@ def _check_vocab_parallel(config: Config) -> None:
             "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: ends that all ranks "
             "share leave nothing to even out by waiting; use one of them."
         )
-
-
-def _check_model(config: Config) -> None:
-    for sentence in config.model.broken_rules(config.parallel.tp):
-        raise ConfigError(sentence)
 
 
 def _check_pipeline(config: Config) -> None:

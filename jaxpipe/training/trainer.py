@@ -11,7 +11,6 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.parallel import (
@@ -245,7 +244,7 @@ class Trainer:
         }
         peak = peak_flops(self.mesh.devices.flat[0].device_kind)
         if peak is not None:
-            flops = flops_per_token(self.config.model, self.config.train.seq_len)
+            flops = self.config.model.flops_per_token(self.config.train.seq_len)
             values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
         memory = memory_peak()
         return values if memory is None else values | {"peak_memory_bytes": memory}

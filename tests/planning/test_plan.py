@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 
 from jaxpipe import config as configs
-from jaxpipe.analysis import hidden_bytes, layer_bytes, state_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
@@ -244,7 +244,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
         (["parallel.pp=64"], "layers cannot fill 64 stages"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
-        (["parallel.tp=3"], "tp=3 must divide"),
+        (["parallel.tp=3"], "must be a multiple of parallel.tp=3"),
         (["--picture", "plan.gif"], r"\.svg"),
     ],
 )

@@ -41,6 +41,18 @@ class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=
         ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
         return self.n_layers * layer + ends
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 per matrix parameter and 12 L H K S of attention.
+
+        Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
+        counted, the embedding look-up free.
+        """
+        embedding = self.vocab_size * self.d_model
+        vectors = (2 * self.n_layers + 1) * self.d_model
+        vectors += 2 * self.n_layers * self.head_size * self.qk_norm
+        matrices = self.parameter_count() - vectors - (0 if self.tie_embeddings else embedding)
+        return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * seq_len
+
     def resolved(self) -> Self:
         """The same with the width of a head."""
         return replace(self, head_dim=self.head_size)

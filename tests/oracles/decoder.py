@@ -18,10 +18,10 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
-from jaxpipe.analysis.flops import OpFlops
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.leaf import TP, Leaf
 from jaxpipe.partition.sequence import query_blocks
+from oracles.flops import OpFlops
 
 REMAT = ("none", "selective", "full")
 
@@ -95,19 +95,6 @@ def head_flops(
     """
     tokens = batch * _stretch(seq_len, sdp, slices)
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
-
-
-def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
-    """Training FLOPs a token: 6 per matrix parameter and 12 L H K S of attention.
-
-    Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
-    counted, the embedding look-up free.
-    """
-    embedding = model.vocab_size * model.d_model
-    vectors = (2 * model.n_layers + 1) * model.d_model
-    vectors += 2 * model.n_layers * model.head_size * model.qk_norm
-    matrices = model.parameter_count() - vectors - (0 if model.tie_embeddings else embedding)
-    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
 
 
 def layer_bytes(
@@ -184,7 +171,7 @@ def hidden_bytes(
     Raises `ValueError` for an `sdp` x `slices` that does not divide `seq_len`, or a `tp` that does
     not divide the rest with sequence parallelism.
 
-    >>> model = ModelConfig(
+    >>> model = LlamaConfig(
     ...     n_layers=1, d_model=8, n_heads=2, n_kv_heads=1, d_ff=16, vocab_size=32
     ... )
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
