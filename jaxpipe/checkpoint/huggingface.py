@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,17 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     theirs = huggingface_of(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
     ends = _paths(jax.eval_shape(built.init_ends, key))
-    layer = _paths(jax.eval_shape(lambda key: built.init_layer(key, 0), key))
+    order = built.functions.kinds_of(model.n_layers)
+    layers = {
+        kind: _paths(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
+        for kind in set(order)
+    }
     found = [_parameter(("ends",), path, shape, "", theirs.ENDS) for path, shape in ends.items()]
-    for i in range(model.n_layers):
+    for i, kind in enumerate(order):
         start = ("layers", str(i))
         found += [
             _parameter(start, path, shape, f"model.layers.{i}.", theirs.LAYER)
-            for path, shape in layer.items()
+            for path, shape in layers[kind].items()
         ]
     return found
 

@@ -62,8 +62,11 @@ class Model(Protocol):
     def init_ends(self, key: "jax.Array") -> Tree:
         """Float32 values of the leaves that no layer has."""
 
-    def init_layer(self, key: "jax.Array", index: "jax.Array | int") -> Tree:
-        """Float32 values of layer `index`: of key, index and names alone, whatever the layout."""
+    def init_layer(self, key: "jax.Array", index: "jax.Array | int", kind: str) -> Tree:
+        """Float32 values of layer `index`, which is of that kind.
+
+        They depend on key, index and names alone, whatever the layout.
+        """
 
 
 class HuggingFace(Protocol):

@@ -33,7 +33,7 @@ def trace(config: Config) -> ModelCosts:
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
     layers = {
-        name: jax.eval_shape(partial(model.init_layer, index=order.index(name)), key)
+        name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
         for name in dict.fromkeys(order)
     }
     leaves_of = {

@@ -75,7 +75,8 @@ class Trainer:
     def layout(self) -> StageLayout:
         """Layers of each stage, and where the stages live."""
         placement = self.schedule.placement
-        return StageLayout(layers_of(self.config, placement.stages), placement)
+        kinds = self.model.functions.kinds_of(self.config.model.n_layers)
+        return StageLayout(layers_of(self.config, placement.stages), placement, kinds)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -260,7 +261,7 @@ class Trainer:
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
-        layers = [self.model.init_layer(key, i) for i in range(self.layout.layers)]
+        layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
         params = {"shared": self.model.init_ends(key), "layers": self.layout.stack(layers)}
         return self.unplaced(self.sharding.padded(params))
 
@@ -273,9 +274,9 @@ class Trainer:
         def own_part(how: Stored, leaf: jax.Array) -> jax.Array:
             return how.of_rank.part(leaf, {TP, *REPLICAS})
 
-        def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
+        def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
-            layer = self.model.init_layer(key, index)
+            layer = self.model.init_layer(key, index, kind)
             return jax.tree.map(
                 lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
                     None
@@ -290,5 +291,7 @@ class Trainer:
                 self.model.init_ends(key),
                 stored["shared"],
             ),
-            "layers": tuple(map(slot, zip(*self.layout.table), stored["layers"])),
+            "layers": tuple(
+                map(slot, zip(*self.layout.table), self.layout.slot_kinds, stored["layers"])
+            ),
         }

@@ -46,7 +46,7 @@ class Decoder:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
         return _values(Ends(self.config, self._of_ends, init_from(key)))
 
-    def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
+    def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
         own = init_from(jax.random.fold_in(key, index))
         return _values(DecoderLayer(self.config, self._parts, own))
