@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,22 +40,30 @@ from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.metrics import memory_peak, peak_flops
 
 Tree = Any
+_RATES = (  # what else a line of the log may hold
+    "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
+    "peak_memory_bytes", "eval_loss",
+)  # fmt: skip
 
 
 class State(NamedTuple):
     """Parameters and moments in stage form, and the number of updates made so far.
 
-    `variables` are the model's state that is no parameter; None: it has none.
+    `variables` are the model's state that is no parameter; None: it has none. A state is `stopped`
+    once a step was not finite: no later one changes it.
     """
 
     params: Tree
     optimizer: Tree
     step: jax.Array
     variables: Tree = None
+    stopped: Any = np.False_
 
     def parts(self) -> dict[str, Tree]:
-        """What there is of it, by name: what a checkpoint holds."""
-        return {name: part for name, part in self._asdict().items() if part is not None}
+        """What there is of it, by name: what a checkpoint holds, from which a run goes on."""
+        parts = self._asdict()
+        del parts["stopped"]
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -167,14 +176,16 @@ class Trainer:
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.decoder.functions.variables)
-        return State(params, self.optimizer.init(params), jnp.int32(0), variables)
+        moments = self.optimizer.init(params)
+        return State(params, moments, jnp.int32(0), variables, jnp.bool_(False))
 
     @cached_property
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite leaves the state as it was. Metrics are the
-        scalars loss and grad_norm, and by their names the sums and maxima that layers make.
+        A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
+        that follow: who reads a step late finds the state before it. Metrics are the scalars loss
+        and grad_norm, and by their names the sums and maxima that layers make.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -197,7 +208,7 @@ class Trainer:
         Pure, for use within compiled functions.
         """
         norm = optimizers.global_norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & ~state.stopped
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         # The moments come last, from gradients that wait for the parameters: nothing then reads an
         # old moment once its successor is written, and XLA overwrites the state in place. On CPU
@@ -211,8 +222,15 @@ class Trainer:
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
-        metrics = {"loss": loss, "grad_norm": norm, **side.sums, **side.maxima}
-        return State(params, moments, state.step + finite, variables), metrics
+        metrics = {"loss": loss, "grad_norm": norm}
+        for name, value in (*side.sums.items(), *side.maxima.items()):
+            if name in metrics or name in _RATES:
+                raise ValueError(
+                    f"a layer makes a sum or maximum {name!r}, but that name is taken: of "
+                    f"{', '.join((*metrics, *_RATES))} none is free."
+                )
+            metrics[name] = value
+        return State(params, moments, state.step + finite, variables, ~finite), metrics
 
     @cached_property
     def eval_step(self) -> Any:
