@@ -205,9 +205,11 @@ class Trainer:
     ) -> tuple[State, dict[str, jax.Array]]:
         """The state after an update, unless loss or gradient norm is not finite; and the metrics.
 
-        Pure, for use within compiled functions.
+        Pure, for use within compiled functions. Raises `ValueError` where a sum or maximum has the
+        name of another metric.
         """
         norm = optimizers.global_norm(gradients)
+        metrics = _metrics(loss, norm, side)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & ~state.stopped
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         # The moments come last, from gradients that wait for the parameters: nothing then reads an
@@ -222,14 +224,6 @@ class Trainer:
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
-        metrics = {"loss": loss, "grad_norm": norm}
-        for name, value in (*side.sums.items(), *side.maxima.items()):
-            if name in metrics or name in _RATES:
-                raise ValueError(
-                    f"a layer makes a sum or maximum {name!r}, but that name is taken: of "
-                    f"{', '.join((*metrics, *_RATES))} none is free."
-                )
-            metrics[name] = value
         return State(params, moments, state.step + finite, variables, ~finite), metrics
 
     @cached_property
@@ -321,3 +315,16 @@ class Trainer:
             ),
             "layers": tuple(map(slot, zip(*self.layout.table), stored["layers"])),
         }
+
+
+def _metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Array]:
+    """All that is logged of a step and computed in it, by name."""
+    metrics = {"loss": loss, "grad_norm": norm}
+    for name, value in (*side.sums.items(), *side.maxima.items()):
+        if name in metrics or name in _RATES:
+            raise ValueError(
+                f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
+                f"name: rename it; {', '.join((*metrics, *_RATES))} are taken."
+            )
+        metrics[name] = value
+    return metrics
