@@ -35,7 +35,7 @@ from jaxpipe.planning import (
     estimate,
     op_seconds,
 )
-from jaxpipe.planning.checks import check_replicas, filled, validate
+from jaxpipe.planning.checks import check_sizes, filled, validate
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline
 from jaxpipe.schedule.picture import picture
@@ -107,7 +107,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.costs:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
     config = filled(configs.load(arguments.config, overrides), arguments.devices)
-    check_replicas(config)
+    check_sizes(config)
     hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:

@@ -5,8 +5,9 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.config import ModelConfig
-from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import (
     SequenceDataParallel,
     StageLayout,
@@ -23,12 +24,12 @@ from jaxpipe.schedule.lockstep import PLAIN
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 MODELS = {
-    "grouped": ModelConfig(**SIZES, n_kv_heads=2),
-    "normed": ModelConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
-    "tied": ModelConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
-    "one_kv": ModelConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
-    "deep": ModelConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
-    "odd": ModelConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
+    "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
+    "normed": LlamaConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
+    "tied": LlamaConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
+    "one_kv": LlamaConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
+    "deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
+    "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.config import Config, ConfigError, load, to_toml
-from jaxpipe.config.presets import PRESETS
+from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import filled, validate
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))

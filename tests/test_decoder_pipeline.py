@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_same
 
-from jaxpipe.config import ModelConfig
-from jaxpipe.model import IGNORE, Decoder
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.schedule import build
 
-CONFIG = ModelConfig(
+CONFIG = LlamaConfig(
     n_layers=5,
     d_model=32,
     n_heads=4,

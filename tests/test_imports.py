@@ -1,6 +1,7 @@
 """The house's one rule: a module imports only from the rows above its own (or its own package)."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"config", "contract", "partition", "schedule"},
-    {"runtime"},
-    {"analysis"},
-    {"planning"},
+    {"contract", "partition", "schedule"},
     {"model"},
+    {"config"},
+    {"runtime"},
     {"parallel"},
     {"pipeline"},
+    {"planning"},
     {"checkpoint", "data"},
     {"training"},
     {"gpu"},
@@ -62,9 +63,21 @@ def test_rows(path):
         assert (own, other) not in FORBIDDEN, f"{own} may not import {other}"
 
 
+def test_only_the_models_room_knows_a_family():
+    """Sizes that all families have are free; the PyTorch peer is a model of its own."""
+    of_family = re.compile(r"\b(llama|qwen|n_heads|n_kv_heads|head_dim|head_size|d_ff|qk_norm)\b")
+    strangers = [path for path in modules() if not {"model", "peers"} & {*path.parts}]
+    named = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in strangers
+        for name in of_family.findall(path.read_text())
+    }
+    assert not named
+
+
 @pytest.mark.parametrize(
     "name",
-    ["schedule", "config", "partition", "analysis", "planning", "plan", "runtime.environment"],
+    ["schedule", "model", "config", "partition", "planning", "plan", "runtime.environment"],
 )
 def test_row_zero_does_not_import_jax(name):
     code = f"import sys, jaxpipe.{name}; sys.exit('jax' in sys.modules)"

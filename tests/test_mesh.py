@@ -20,10 +20,10 @@ from meshes import (
     run,
     wanted,
 )
+from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import executed_flops
 
-from jaxpipe.analysis import LayerBytes, hidden_bytes, layer_bytes
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
     SequenceDataParallel,
     Sharding,

@@ -6,9 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
-from jaxpipe.analysis import flops_per_token
-from jaxpipe.config import LogConfig, ModelConfig
-from jaxpipe.config.presets import PRESETS
+from jaxpipe.config import LogConfig
+from jaxpipe.model import PRESETS
+from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.training.metrics import MetricsLog, memory_peak, peak_flops
 from jaxpipe.training.progress import Progress
 
@@ -28,9 +28,9 @@ def test_an_unknown_device_has_no_peak():
 
 def test_flops_of_llama3_8b():
     """Matrices are all but the embedding (525,336,576) and the norm gains (65 x 4096)."""
-    config = ModelConfig(**PRESETS["llama3_8b"])
+    config = LlamaConfig(**PRESETS["llama3_8b"])
     matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    assert flops_per_token(config, 4096) == 6 * matrices + 12 * 32 * 4096 * 4096
+    assert config.flops_per_token(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
 def write(directory, steps, last_step):

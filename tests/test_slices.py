@@ -9,7 +9,7 @@ import pytest
 from compare import assert_close, assert_same
 from meshes import MODELS, pipeline_of, problem, run, wanted
 
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import deal_batch
 from jaxpipe.pipeline import (
     Context,

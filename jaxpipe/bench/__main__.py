@@ -4,7 +4,6 @@
   train CONFIG   training steps on the present devices
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
-  overhead       what a tick costs beside its work, on virtual CPU devices
   scale CONFIG   weak and strong scaling by simulation
   show           tables and pictures of the kept results, into the README
   pages          pictures and timelines of the READMEs
@@ -16,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, overhead, pages, scale, show, step, train
+from jaxpipe.bench import costs, pages, scale, show, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleError
@@ -26,7 +25,6 @@ _COMMANDS = {
     "train": train,
     "step": step,
     "torch": step,
-    "overhead": overhead,
     "scale": scale,
     "show": show,
     "pages": pages,

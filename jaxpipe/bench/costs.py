@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.analysis import head_flops, hidden_bytes, layer_flops
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
 from jaxpipe.bench.processes import processor
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import ITEMSIZE
+from jaxpipe.planning.costs import costs_of
 
 if TYPE_CHECKING:
     import jax
@@ -79,20 +78,16 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     seconds["layer"] = {
         name: median(each["layer"][name] for each in rounds) for name in rounds[0]["layer"]
     }
-    train, sizes = config.train, {"batch": config.train.microbatch_size,
-                                  "seq_len": config.train.seq_len}  # fmt: skip
+    costs = costs_of(part)
     if len(jax.devices()) > 1:
         parallel = msgspec.structs.replace(part.parallel, pp=2)
         pair = Trainer(msgspec.structs.replace(part, parallel=parallel), tuple(jax.devices()[:2]))
         transfer = TransferTimer(pair)
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
     else:
-        message = hidden_bytes(config.model, itemsize=ITEMSIZE[train.compute_dtype], **sizes)
-        seconds["transfer"] = message / link
+        seconds["transfer"] = costs.message / link
     update = UpdateTimer(one, layers)
-    layer, head = layer_flops(part.model, remat=train.remat, **sizes), head_flops(
-        part.model, **sizes
-    )  # fmt: skip
+    layer = costs.kinds[costs.order[0]]
     return {
         "date": date.today().isoformat(),
         "device": _named(device),
@@ -102,7 +97,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         "update": median(update.seconds() for _ in range(repeats)) / layers,
         "flops": {
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
-            "head": head.F + head.B + head.W,
+            "head": costs.head,
         },
         "transfer_measured": len(jax.devices()) > 1,
     }  # fmt: skip
@@ -110,11 +105,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
 
 def of_one_device(config: Config) -> Config:
     """The model that one device of the tp group computes, on a mesh of one device."""
-    model, tp = config.model, config.parallel.tp
-    model = msgspec.structs.replace(
-        model, head_dim=model.head_size, n_heads=model.n_heads // tp, d_ff=model.d_ff // tp,
-        n_kv_heads=max(model.n_kv_heads // tp, 1), vocab_size=model.vocab_size // tp,
-    )  # fmt: skip
+    model = config.model.part(config.parallel.tp)
     parallel = configs.ParallelConfig(schedule="1f1b")
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)
     return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)

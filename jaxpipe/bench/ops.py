@@ -59,12 +59,14 @@ class OpTimer:
         key, functions = jax.random.key(0), trainer.pipeline.functions
         dtype = trainer.execution.compute_dtype
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-        layer = jax.jit(lambda index: cast(trainer.decoder.init_layer(key, index)))
+        layer = jax.jit(
+            lambda index: cast(trainer.model.init_layer(key, index, trainer.layout.kinds[0]))
+        )
         train = trainer.config.train
         tokens = jnp.zeros((train.microbatch_size, train.seq_len), jnp.int32)
         return cls(
             functions,
-            jax.jit(lambda: cast(trainer.decoder.init_ends(key)))(),
+            jax.jit(lambda: cast(trainer.model.init_ends(key)))(),
             tuple(layer(index) for index in range(layers)),
             {"inputs": tokens, "targets": tokens},
             policy=POLICIES[train.remat],
@@ -228,15 +230,18 @@ class UpdateTimer:
 
     def __init__(self, trainer: Trainer, layers: int):
         ranks = trainer.mesh.shape[PP]
-        key = jax.random.key(0)
+        key, kind = jax.random.key(0), trainer.layout.kinds[0]
 
         def start() -> State:
             held = [
-                jax.tree.map(lambda leaf: leaf[None], trainer.decoder.init_layer(key, index))
+                jax.tree.map(
+                    lambda leaf: leaf[None],
+                    trainer.model.init_layer(key, index, trainer.layout.kinds[0]),
+                )
                 for index in range(layers)
             ]
             ends = jax.tree.map(
-                lambda leaf: leaf[: len(leaf) // ranks], trainer.decoder.init_ends(key)
+                lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_ends(key)
             )
             return trainer.unplaced({"shared": ends, "layers": tuple(held)})
 

@@ -23,7 +23,6 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.analysis import flops_per_token
 from jaxpipe.bench.options import add_config
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
@@ -202,7 +201,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _as_json(point: Point, peak: float) -> dict[str, Any]:
-    flops = flops_per_token(point.config.model, point.config.train.seq_len)
+    flops = point.config.model.flops_per_token(point.config.train.seq_len)
     parallel = point.config.parallel
     return {
         "scaling": point.scaling,

@@ -15,7 +15,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.analysis import flops_per_token
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
 from jaxpipe.config import Config
 from jaxpipe.planning.checks import validate
@@ -72,7 +71,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         "least_seconds": min(seconds),
         "most_seconds": max(seconds),
         "tokens_per_second_per_device": rate,
-        "mfu": peak and rate * flops_per_token(config.model, train.seq_len) / peak,
+        "mfu": peak and rate * config.model.flops_per_token(train.seq_len) / peak,
         "peak_memory_bytes": memory_peak(),
         "compile_seconds": built["compile"],
         "losses": built["losses"],

@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax import lax
 
 from jaxpipe.bench import memory
 from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
-from jaxpipe.config import Config
+from jaxpipe.config import from_builtins
 from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.schedule.cells import Grid, place
@@ -113,7 +112,7 @@ def accumulated(trainer: Trainer) -> Any:
             x = functions.embed(params["shared"], microbatch)
             for slot in params["layers"]:
                 layer = jax.tree.map(lambda leaf: leaf[0], slot)
-                x = trainer.decoder.layer(layer, x, Context(microbatch)).y
+                x = trainer.model.layer(layer, x, Context(microbatch)).y
             return functions.head(params["shared"], x, microbatch) / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
@@ -129,7 +128,7 @@ def accumulated(trainer: Trainer) -> Any:
 
 def trainer_of(config: dict[str, Any]) -> Trainer:
     """The trainer of a configuration in plain values, on the first devices it needs."""
-    converted = msgspec.convert(config, Config)
+    converted = from_builtins(config)
     parallel = converted.parallel
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
 

@@ -25,7 +25,7 @@ from jaxpipe import config as configs
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.inspection import inspected
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, from_builtins
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -119,7 +119,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _stored_config(checkpoint: StoredCheckpoint) -> Config:
     try:
-        return msgspec.convert(tomllib.loads(checkpoint.meta["config"]), Config)
+        return from_builtins(tomllib.loads(checkpoint.meta["config"]))
     except (KeyError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint.directory} holds no configuration that this version reads: "

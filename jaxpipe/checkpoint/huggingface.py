@@ -1,4 +1,4 @@
-"""Parameters of Llama 3 and Qwen3 as Hugging Face names and lays them out, in and out.
+"""Parameters as Hugging Face names and lays them out, in and out.
 
 Ours multiply from the right, `x @ w` with w `[in, out]`; torch's `Linear` holds `[out, in]`. Heads
 and their rotary halves have the same order in both. A tied head is the embedding in both, but some
@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,34 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.checkpoint.huggingface_config import check_same_model, config_of, read_config
 from jaxpipe.checkpoint.safetensors_directory import Shape, TensorFiles, write_tensors
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nested, save_parameters
-from jaxpipe.config import ConfigError, ModelConfig
-from jaxpipe.model import Decoder
+from jaxpipe.config import ConfigError
+from jaxpipe.model import FAMILIES, ModelConfig
+from jaxpipe.model.family import HuggingFace
 
 Tree = Any
-
-# Ours, theirs, and whether one is the other transposed.
-_LAYER = {
-    "attn_norm/scale": ("input_layernorm", False),
-    "attn/wq": ("self_attn.q_proj", True),
-    "attn/wk": ("self_attn.k_proj", True),
-    "attn/wv": ("self_attn.v_proj", True),
-    "attn/q_norm/scale": ("self_attn.q_norm", False),
-    "attn/k_norm/scale": ("self_attn.k_norm", False),
-    "attn/wo": ("self_attn.o_proj", True),
-    "mlp_norm/scale": ("post_attention_layernorm", False),
-    "mlp/w_gate": ("mlp.gate_proj", True),
-    "mlp/w_up": ("mlp.up_proj", True),
-    "mlp/w_down": ("mlp.down_proj", True),
-}
-_ENDS = {
-    "embed": ("model.embed_tokens", False),
-    "final_norm/scale": ("model.norm", False),
-    "head": ("lm_head", True),
-}
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -70,19 +50,62 @@ class Parameter:
         return array.T if self.transposed else array
 
 
+def huggingface_of(model: ModelConfig) -> HuggingFace:
+    """How Hugging Face writes the family of a model; `ConfigError` where that is not known."""
+    try:
+        return FAMILIES[model.family].published
+    except LookupError as error:
+        raise ConfigError(f"{error}: use a model of another family.") from error
+
+
 def parameters(model: ModelConfig) -> list[Parameter]:
     """All parameters of a model: the ends, then layer by layer."""
-    decoder, key = Decoder(model), jax.random.key(0)
-    ends = _paths(jax.eval_shape(decoder.init_ends, key))
-    layer = _paths(jax.eval_shape(lambda key: decoder.init_layer(key, 0), key))
-    found = [_parameter(("ends",), path, shape, "", _ENDS) for path, shape in ends.items()]
-    for i in range(model.n_layers):
+    theirs = huggingface_of(model)
+    built, key = FAMILIES[model.family].build(model), jax.random.key(0)
+    ends = _paths(jax.eval_shape(built.init_ends, key))
+    order = built.functions.kinds_of(model.n_layers)
+    layers = {
+        kind: _paths(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
+        for kind in set(order)
+    }
+    found = [_parameter(("ends",), path, shape, "", theirs.ENDS) for path, shape in ends.items()]
+    for i, kind in enumerate(order):
         start = ("layers", str(i))
         found += [
-            _parameter(start, path, shape, f"model.layers.{i}.", _LAYER)
-            for path, shape in layer.items()
+            _parameter(start, path, shape, f"model.layers.{i}.", theirs.LAYER)
+            for path, shape in layers[kind].items()
         ]
     return found
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint; `ConfigError` where there is none."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{directory} has no config.json: give the directory of a Hugging Face checkpoint."
+        )
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): download it again.") from error
+
+
+def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) -> None:
+    """Raise `ConfigError` unless config.json in `place` describes the model of `[model]`."""
+    try:
+        expected = huggingface_of(model).expected(theirs)
+    except ValueError as error:
+        raise ConfigError(f"{place}/config.json {error}") from error
+    ours = {name: getattr(model.resolved(), name) for name in expected}
+    wrong = [name for name, value in expected.items() if ours[name] != value]
+    if wrong:
+        differences = ", ".join(
+            f"{name} is {json.dumps(expected[name])} there and {json.dumps(ours[name])} here"
+            for name in wrong
+        )
+        remedy = " ".join(f"model.{name}={json.dumps(expected[name])}" for name in wrong)
+        raise ConfigError(f"{place}/config.json and [model] differ: {differences}; set {remedy}.")
 
 
 def import_huggingface(
@@ -97,7 +120,7 @@ def import_huggingface(
     check_same_model(read_config(source), model, source)
     files = TensorFiles(source)
     wanted = parameters(model)
-    _check_tensors(files, wanted, tied=model.tie_embeddings)
+    _check_tensors(files, wanted, model)
 
     def lazy(own: Parameter) -> LazyArray:
         return LazyArray(
@@ -133,7 +156,7 @@ def export_huggingface(
     kind = np.dtype(jnp.dtype(dtype))
     try:
         partial.mkdir(parents=True)
-        text = json.dumps(config_of(model, kind, max_positions), indent=2)
+        text = json.dumps(huggingface_of(model).written(model, str(kind), max_positions), indent=2)
         (partial / "config.json").write_text(text + "\n")
         write_tensors(
             partial,
@@ -152,7 +175,8 @@ def export_huggingface(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_tensors(files: TensorFiles, wanted: list[Parameter], *, tied: bool) -> None:
+def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConfig) -> None:
+    form = huggingface_of(model)
     place, names = files.directory, set(files.names)
     for own in wanted:
         if own.name not in names:
@@ -166,17 +190,18 @@ def _check_tensors(files: TensorFiles, wanted: list[Parameter], *, tied: bool) -
                 f"describes {own.their_shape}: download it again."
             )
     unknown = names - {own.name for own in wanted}
-    if tied and _HEAD in unknown:
-        if not np.array_equal(files.read(_HEAD), files.read(_EMBED)):
+    if form.tied(model) and form.HEAD in unknown:
+        if not np.array_equal(files.read(form.HEAD), files.read(form.EMBED)):
             raise ConfigError(
-                f"{place} has a {_HEAD} that differs from {_EMBED} though its config.json says "
-                f"tie_word_embeddings: set that to false there, and model.tie_embeddings=false."
+                f"{place} has a {form.HEAD} that differs from {form.EMBED} though its config.json "
+                f"says tie_word_embeddings: set that to false there and in [model]."
             )
-        unknown.remove(_HEAD)
+        unknown.remove(form.HEAD)
     if unknown:
         raise ConfigError(
             f"{place} has {len(unknown)} tensors that the model has no place for "
-            f"({min(unknown)} first): take a checkpoint of a plain Llama 3 or Qwen3."
+            f"({min(unknown)} first): take a checkpoint of "
+            f"{form.MODELS}."
         )
 
 

@@ -1,13 +1,12 @@
 """The settings of a run: what they are, and how they are read. Nothing here needs jax."""
 
 from jaxpipe.config.errors import ConfigError, first_line
-from jaxpipe.config.reading import load, to_toml
+from jaxpipe.config.reading import from_builtins, load, to_toml
 from jaxpipe.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -21,13 +20,13 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "LogConfig",
-    "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RunConfig",
     "RuntimeConfig",
     "TrainConfig",
     "first_line",
+    "from_builtins",
     "load",
     "to_toml",
 ]

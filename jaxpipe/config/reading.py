@@ -16,8 +16,8 @@ import msgspec
 import tomli_w
 
 from jaxpipe.config.errors import ConfigError
-from jaxpipe.config.presets import PRESETS
 from jaxpipe.config.sections import Config
+from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -39,16 +39,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     tree = _with_preset(tree)
-    _check_names(tree)
+    sections = _sections(tree)
+    _check_names(tree, sections)
     try:
-        config = msgspec.convert(tree, Config)
+        config = from_builtins(tree)
     except msgspec.ValidationError as error:
-        raise ConfigError(_sentence(str(error), tree)) from error
+        raise ConfigError(_sentence(str(error), tree, sections)) from error
     _check_finite(config)
     if config.run.dir:
         return config
     run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
     return msgspec.structs.replace(config, run=run)
+
+
+def from_builtins(tree: Mapping[str, Any]) -> Config:
+    """A configuration from `msgspec.to_builtins` of one, with names and types checked.
+
+    Raises `msgspec.ValidationError`.
+    """
+    return msgspec.convert(tree, Config[_sections(tree)["model"]])  # type: ignore[misc]
 
 
 def to_toml(config: Config) -> str:
@@ -83,11 +92,25 @@ def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     if name not in PRESETS:
         raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
+    family = PRESETS[name]["family"]
+    if model.get("family", family) != family:
+        raise ConfigError(
+            f"model.preset={name!r} is of the family {family!r}, but model.family="
+            f"{model['family']!r}: leave one of them out."
+        )
     return tree | {"model": PRESETS[name] | model}
 
 
-def _check_names(tree: Mapping[str, Any]) -> None:
-    sections = get_type_hints(Config)
+def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of every section, that of `[model]` by its family."""
+    model = tree.get("model")
+    name = (model if isinstance(model, Mapping) else {}).get("family", ModelConfig.DEFAULT)
+    if name not in FAMILIES:
+        raise ConfigError(f"unknown model.family={name!r}: use one of {', '.join(FAMILIES)}.")
+    return get_type_hints(Config) | {"model": FAMILIES[name].config}
+
+
+def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in sections:
             raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}.")
@@ -114,7 +137,7 @@ def _nearest(word: str, known: Any, prefix: str = "") -> str:
     return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
 
 
-def _sentence(message: str, tree: Mapping[str, Any]) -> str:
+def _sentence(message: str, tree: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
     """msgspec's message with the key first and the value at the end."""
     what, _, where = message.partition(" - at `$")
     key = where.strip("`.").removeprefix(".")
@@ -125,15 +148,15 @@ def _sentence(message: str, tree: Mapping[str, Any]) -> str:
         field = what.split("`")[1]
         return f"{key}.{field} is missing: give it a value.".removeprefix(".")
     if what.startswith("Invalid enum value"):
-        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key))}."
+        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key, sections))}."
     what = re.sub(", got `.*`$", "", what)
     return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."
 
 
-def _choices(key: str) -> list[str]:
+def _choices(key: str, sections: Mapping[str, Any]) -> list[str]:
     """What the `Literal` field at `section.field` may hold."""
     section, field = key.split(".")
-    hint = get_type_hints(get_type_hints(Config)[section])[field]
+    hint = get_type_hints(sections[section])[field]
     kinds = (hint, *get_args(hint))
     literals = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
     return literals + ["a list of integers" for kind in kinds if get_origin(kind) is tuple]

@@ -1,16 +1,21 @@
 """Every setting of a run, by section: frozen records with types, ranges, units and defaults."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from jaxpipe.model import ModelConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
+
+
+Model = TypeVar("Model", bound=ModelConfig)
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,41 +26,6 @@ class RunConfig(_Section, kw_only=True):
     """`[run]`: where the run lives."""
 
     dir: str = ""  # holds data, checkpoints and metrics; empty: runs/<name of the config file>
-
-
-class ModelConfig(_Section, kw_only=True):
-    """`[model]`: a Llama-style decoder, by preset or by size."""
-
-    preset: str = ""  # fills the fields below; those also given by hand win
-    n_layers: Positive
-    d_model: Positive  # width of the residual stream
-    n_heads: Positive  # query heads
-    n_kv_heads: Positive  # key and value heads; divides n_heads
-    head_dim: Count = 0  # width of a head; 0: d_model / n_heads
-    d_ff: Positive  # hidden width of the SwiGLU
-    vocab_size: Positive
-    rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
-    rope_factor: PositiveFloat = 1.0  # stretches the long ones (Llama 3.1); 1: none
-    rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
-    rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
-    rope_original_positions: Positive = 8192  # ... so many positions
-    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
-    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
-    tie_embeddings: bool = False  # the head is the embedding, transposed
-    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.d_model // self.n_heads
-
-    def parameter_count(self) -> int:
-        """Number of parameters, from the sizes alone."""
-        d, k = self.d_model, self.head_size
-        attention = 2 * d * k * (self.n_heads + self.n_kv_heads) + 2 * k * self.qk_norm
-        layer = attention + 3 * d * self.d_ff + 2 * d
-        ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
-        return self.n_layers * layer + ends
 
 
 class ParallelConfig(_Section, kw_only=True):
@@ -175,11 +145,11 @@ class RuntimeConfig(_Section, kw_only=True):
     cpu_devices: Count = 0  # virtual CPU devices of a process; 0: the devices that jax finds
 
 
-class Config(_Section, kw_only=True):
+class Config(_Section, Generic[Model], kw_only=True):
     """A whole run."""
 
     run: RunConfig = RunConfig()
-    model: ModelConfig
+    model: Model
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()

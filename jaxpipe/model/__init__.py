@@ -1,6 +1,6 @@
-"""The model: Flax layers and plain maths, on one device."""
+"""Models: families of decoders, and what their layers are built of. This much needs no jax."""
 
-from jaxpipe.model.decoder import Decoder
-from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.families import FAMILIES, PRESETS
+from jaxpipe.model.family import Family, ModelConfig
 
-__all__ = ["IGNORE", "Decoder"]
+__all__ = ["FAMILIES", "PRESETS", "Family", "ModelConfig"]

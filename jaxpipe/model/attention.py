@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.model.fused import fused_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
 
@@ -55,10 +56,7 @@ class Attend:
             k_BSGK, v_BSGK, _ = past
         mask_11LS = self._causal(length, past)
         if self.kernel == "cudnn":
-            mixed_BLHK = jax.nn.dot_product_attention(
-                q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None,
-                implementation="cudnn",
-            )  # fmt: skip
+            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
         elif mask_11LS is None:
             mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK)
         else:

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.model.layers import own_entries
+from jaxpipe.model.parts import own_entries
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
 IGNORE = -100  # a target that counts for nothing

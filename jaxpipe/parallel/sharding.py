@@ -163,7 +163,8 @@ class Sharding:
         else:
             node, keys = self.shared, path[1:]
         if node is None:
-            return _undeclared(array.ndim, of_layer=path[0].key == "layers")
+            of_layer = path[0].key == "layers"
+            return _undeclared(array.ndim - of_layer, of_layer=of_layer)
         for key in keys:
             node = node[key.key]
         return node
@@ -177,9 +178,15 @@ class Sharding:
         return Stored(how.names, leaf, how.padding)
 
 
+def declared(leaves: Tree, arrays: Tree, *, of_layer: bool) -> Tree:
+    """A model's `Leaf`s for these parameters, and what holds where it says nothing (None)."""
+    if leaves is not None:
+        return leaves
+    return jax.tree.map(lambda array: _undeclared(array.ndim, of_layer=of_layer), arrays)
+
+
 def _undeclared(dims: int, *, of_layer: bool) -> Leaf:
     """A leaf of which the model says nothing: any rank may use all of a shared one."""
-    dims -= of_layer
     matrix = (dims - 2, dims - 1) if dims >= 2 else None
     return Leaf(summed=() if of_layer else (PP,), matrix=matrix)
 

@@ -1,7 +1,7 @@
 """The pipelined step: one `shard_map`, one scan over the ticks of a schedule's tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,10 +76,10 @@ class Pipeline:
 
     @cached_property
     def forward_tables(self) -> Tables:
-        """The same of a forward-only pass."""
+        """The same of a forward-only pass, which keeps nothing that in_flight could limit."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        return lower(forward, self.execution.lockstep)
+        return lower(forward, replace(self.execution.lockstep, in_flight=None))
 
     def step(self, params: Tree, batch: Tree, variables: Tree = None) -> StepOutput:
         """Shares of the loss, gradients of their sum, and what layers make beside.

@@ -16,7 +16,7 @@ def validate(
 
     Raises `ConfigError` at the first rule that is broken.
     """
-    for check in (_check_mesh, _check_model, _check_pipeline, _check_rest):
+    for check in (check_sizes, _check_pipeline, _check_rest):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -51,8 +51,8 @@ def filled(config: Config, devices: int | None) -> Config:
     return replace(config, parallel=replace(parallel, dp=devices // each))
 
 
-def check_replicas(config: Config) -> None:
-    """Raise `ConfigError` where their number is none, or still to be filled."""
+def _check_replicas(config: Config) -> None:
+    """Their number is known."""
     if config.parallel.dp < 1:
         raise ConfigError(
             f"parallel.dp={config.parallel.dp}: give at least 1; or -1 for all devices that there "
@@ -60,29 +60,15 @@ def check_replicas(config: Config) -> None:
         )
 
 
-def _check_mesh(config: Config) -> None:
-    model, parallel = config.model, config.parallel
-    tp = parallel.tp
-    check_replicas(config)
+def check_sizes(config: Config) -> None:
+    """Raise `ConfigError` where sizes of model, mesh and batch break a rule between them."""
+    parallel, tp = config.parallel, config.parallel.tp
+    _check_replicas(config)
     _check_sequences(config)
-    divided = {
-        "model.n_heads": model.n_heads,
-        "model.d_ff": model.d_ff,
-        "model.vocab_size": model.vocab_size,
-    }
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
-    for name, size in divided.items():
-        if size % tp:
-            raise ConfigError(
-                f"{name}={size} must be a multiple of parallel.tp={tp}: devices that share a layer "
-                f"have equal parts of it; change one of them."
-            )
-    if model.n_kv_heads % tp and tp % model.n_kv_heads:
-        raise ConfigError(
-            f"model.n_kv_heads={model.n_kv_heads} and parallel.tp={tp}: one must be a multiple of "
-            f"the other, so that each device has whole key/value heads, or a copy of one."
-        )
+    for sentence in config.model.broken_rules(tp):
+        raise ConfigError(sentence)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
@@ -132,31 +118,6 @@ def _check_vocab_parallel(config: Config) -> None:
         raise ConfigError(
             "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: ends that all ranks "
             "share leave nothing to even out by waiting; use one of them."
-        )
-
-
-def _check_model(config: Config) -> None:
-    model = config.model
-    if model.n_heads % model.n_kv_heads:
-        raise ConfigError(
-            f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads="
-            f"{model.n_kv_heads}: query heads share key/value heads in equal groups."
-        )
-    if not model.head_dim and model.d_model % model.n_heads:
-        raise ConfigError(
-            f"model.d_model={model.d_model} must be a multiple of model.n_heads={model.n_heads}: "
-            f"change one, or give model.head_dim."
-        )
-    if model.head_size % 2:
-        raise ConfigError(
-            f"the width of a head is {model.head_size} but rotary positions turn pairs: use an "
-            f"even model.head_dim."
-        )
-    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        raise ConfigError(
-            f"model.rope_high_freq_factor={model.rope_high_freq_factor} must exceed "
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor}: wavelengths between them "
-            f"are blended."
         )
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.hardware import OpSeconds, message_bytes
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.planning.memory import RankBytes, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Op, Report, Tables, lower, simulate
 
@@ -51,7 +52,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     )
     report = simulate(schedule, costs, candidate.lockstep)
     tables = lower(schedule, candidate.lockstep)
-    message = message_bytes(config)
+    message = costs_of(config).message
     mirrored = mirrored_bytes(config, schedule, candidate.layers)
     return Estimate(
         candidate,

@@ -3,12 +3,11 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from jaxpipe.analysis import OpFlops, head_flops, hidden_bytes, layer_flops
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning.costs import costs_of
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import Costs
 
@@ -88,35 +87,15 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
-    """Seconds from FLOPs and bytes."""
-    sizes = device_sizes(config)
-    layer = layer_flops(config.model, remat=config.train.remat, **sizes)
-    head = head_flops(config.model, **sizes)
+    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers."""
+    costs = costs_of(config)
+    layers = [costs.kinds[kind] for kind in costs.order]
+    mean = lambda op: sum(getattr(kind, op) for kind in layers) / len(layers)  # noqa: E731
     return OpSeconds(
-        layer=LayerSeconds(*(work / hardware.flops for work in (layer.F, layer.B, layer.W))),
-        head=_total(head) / hardware.flops,
-        transfer=message_bytes(config) / hardware.link,
+        layer=LayerSeconds(*(mean(op) / hardware.flops for op in ("F", "B", "W"))),
+        head=costs.head / hardware.flops,
+        transfer=costs.message / hardware.link,
     )
-
-
-def message_bytes(config: Config) -> int:
-    """Bytes of a message between ranks: what a device has of a microbatch between two layers."""
-    return hidden_bytes(
-        config.model, itemsize=ITEMSIZE[config.train.compute_dtype],
-        sequence_parallel=config.parallel.sequence_parallel, **device_sizes(config),
-    )  # fmt: skip
-
-
-def device_sizes(config: Config) -> dict[str, Any]:
-    """A microbatch and how it is cut and shared, with the layers, as `jaxpipe.analysis` has it."""
-    train, parallel = config.train, config.parallel
-    return {
-        "batch": train.microbatch_size,
-        "seq_len": train.seq_len,
-        "tp": parallel.tp,
-        "sdp": parallel.sdp,
-        "slices": parallel.slices,
-    }
 
 
 def read_measured(path: Path) -> OpSeconds:
@@ -134,7 +113,3 @@ def read_measured(path: Path) -> OpSeconds:
             '{"seconds": {"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": '
             "1e-4}}."
         ) from error
-
-
-def _total(work: OpFlops) -> float:
-    return work.F + work.B + work.W

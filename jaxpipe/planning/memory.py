@@ -1,14 +1,17 @@
 """Bytes on one device: the largest rank's, since one program sizes every rank's buffers alike."""
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpipe.analysis import end_leaves, hidden_bytes, layer_bytes, layer_leaves, state_bytes
 from jaxpipe.config import Config
-from jaxpipe.partition.leaf import DP, PP, TP, cutting
+from jaxpipe.partition.leaf import DP, PP, cutting
 from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.hardware import ITEMSIZE, device_sizes
+from jaxpipe.planning.costs import ModelCosts, Parameter, costs_of
+from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Schedule, Tables
+
+if TYPE_CHECKING:
+    from jaxpipe.parallel import StageLayout
 
 _FLOAT32 = 4
 
@@ -41,48 +44,53 @@ class RankBytes:
 
 def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankBytes:
     """Bytes of a device under one of the schedules of a configuration, lowered to `tables`."""
-    schedule, layers = candidate.schedule, candidate.layers
-    model, train, parallel = config.model, config.train, config.parallel
-    item = ITEMSIZE[train.compute_dtype]
-    sizes = device_sizes(config) | {"sequence_parallel": parallel.sequence_parallel}
-    slots = max(layers)  # every stage has room for as many
-    held_slots = slots * (schedule.stages // parallel.pp)
-    mirrored = schedule.placement.mirrored_from is not None
-    layer, end = _values(config, of_layer=True), _values(config, of_layer=False)
-    sums = layer.part if parallel.reshard_after_forward else layer.whole
-    parameters = held_slots * layer.part + end.part
+    train, parallel = config.train, config.parallel
+    item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
+    layout = layout_of(candidate.schedule, candidate.layers, costs)
+    mirrored = candidate.schedule.placement.mirrored_from is not None
+    by_kind = {name: _values(config, costs, name) for name in costs.kinds}
+    held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
+    end = _values(config, costs)
+    sums = held.part if parallel.reshard_after_forward else held.whole
     cast = item != _FLOAT32
     if parallel.reshard_after_forward:
-        read = held_slots * layer.part * (cast + mirrored) + layer.whole
+        gathered = max(values.whole for values in by_kind.values())  # one layer at a time
+        read = held.part * (cast + mirrored) + gathered
     else:
-        read = held_slots * layer.whole * ((cast or layer.whole != layer.part) + mirrored)
+        read = held.whole * ((cast or held.whole != held.part) + mirrored)
     if cast or end.whole != end.part:
         read += end.whole
-    stored = layer_bytes(model, itemsize=item, remat=train.remat, **sizes)
-    of_sequences = state_bytes(
-        model, batch=train.microbatch_size, seq_len=train.seq_len, itemsize=item, tp=parallel.tp
+    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
+    rows //= train.loss_chunks
+    vocabulary = config.model.vocab_size // parallel.tp
+    if parallel.vocab_parallel_pp:
+        vocabulary //= parallel.pp
+    logits, matrix = rows * vocabulary, config.model.d_model * vocabulary
+    return RankBytes(
+        parameters=_FLOAT32 * (held.part + end.part),
+        optimizer=_FLOAT32 * (held.moments + end.moments),
+        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
+        copies=item * read,
+        activations=_activations(costs, layout, tables) + tables.slots.head * logits * item,
+        head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
     )
+
+
+def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> int:
+    """Bytes of the rings of a rank's layers, and of messages that wait or are on their way."""
     held = tables.slots
-    rings = held.for_b * stored.for_b + held.for_w * stored.for_w + held.stash * stored.stash
-    rings += (held.state + held.dstate) * of_sequences
+    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
+    rings = sum(
+        held.for_b * kind.for_b
+        + held.for_w * kind.for_w
+        + held.stash * kind.stash
+        + (held.state + held.dstate) * kind.state
+        for kind in kinds
+    )
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
-    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
-    rows //= train.loss_chunks
-    vocabulary = model.vocab_size // parallel.tp
-    if parallel.vocab_parallel_pp:
-        vocabulary //= parallel.pp
-    logits, matrix = rows * vocabulary, model.d_model * vocabulary
-    hidden = hidden_bytes(model, itemsize=item, **sizes)
-    return RankBytes(
-        parameters=_FLOAT32 * parameters,
-        optimizer=_FLOAT32 * (held_slots * layer.moments + end.moments),
-        gradients=_FLOAT32 * (held_slots * sums * (1 + mirrored) + end.whole),
-        copies=item * read,
-        activations=slots * rings + (messages + waits) * hidden + held.head * logits * item,
-        head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
-    )
+    return rings + (messages + waits) * costs.message
 
 
 def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) -> int:
@@ -92,10 +100,20 @@ def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) 
     """
     if schedule.placement.mirrored_from is None:
         return 0
-    layer = _values(config, of_layer=True)
-    values = layer.part if config.parallel.reshard_after_forward else layer.whole
-    slots = max(layers) * (schedule.stages // config.parallel.pp)
-    return slots * values * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
+    costs = costs_of(config)
+    values = [
+        _values(config, costs, kind) for kind in layout_of(schedule, layers, costs).slot_kinds
+    ]
+    reshard = config.parallel.reshard_after_forward
+    sent = sum(kind.part if reshard else kind.whole for kind in values)
+    return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
+
+
+def layout_of(schedule: Schedule, layers: tuple[int, ...], costs: ModelCosts) -> "StageLayout":
+    """Where the layers of a schedule's stages are."""
+    from jaxpipe.parallel import StageLayout
+
+    return StageLayout(layers, schedule.placement, costs.order)
 
 
 class _Values(NamedTuple):
@@ -106,24 +124,26 @@ class _Values(NamedTuple):
     moments: int
 
 
-def _values(config: Config, *, of_layer: bool) -> _Values:
-    """Of the parameters of one layer, or of those that no layer has."""
-    parallel = config.parallel
+def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Values:
+    """Of the parameters of one layer of a kind, or of those that no layer has."""
+    of_layer = kind is not None
+    parameters = costs.kinds[kind].parameters if kind is not None else costs.ends
+    every = [_values_of(config, parameter, of_layer=of_layer) for parameter in parameters]
+    return _Values(*map(sum, zip(*every)))
+
+
+def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
+    parallel, leaf = config.parallel, parameter.leaf
     mesh = {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
-    part = whole = moments = 0
-    if of_layer:
-        leaves = layer_leaves(config.model, parallel.tp)
-    else:
-        leaves = end_leaves(config.model, (TP, PP) if parallel.vocab_parallel_pp else (TP,))
-    for leaf in leaves.values():
-        shape = (parallel.pp, *leaf.shape) if of_layer else leaf.shape
-        how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
-        stored = how.part_size(shape, mesh)
-        part += stored
-        moments += stored * _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
-        parted = of_layer or PP in leaf.parted
-        whole += how.part_size(shape, mesh, whole=(DP,) if parted else (PP, DP))
-    return _Values(part, whole, moments)
+    shape = (parallel.pp, *parameter.shape) if of_layer else parameter.shape
+    how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
+    stored = how.part_size(shape, mesh)
+    parted = of_layer or PP in leaf.parted
+    return _Values(
+        part=stored,
+        whole=how.part_size(shape, mesh, whole=(DP,) if parted else (PP, DP)),
+        moments=stored * _moments(config.optimizer.name, of_layer and leaf.matrix is not None),
+    )
 
 
 def _moments(optimizer: str, matrix: bool) -> int:

@@ -7,33 +7,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.analysis import flops_per_token
 from jaxpipe.config import Config
-from jaxpipe.model import Decoder
+from jaxpipe.model.family import Model
 from jaxpipe.parallel import (
     PP,
     REPLICAS,
     TP,
-    SequenceDataParallel,
     Sharding,
     StageLayout,
     Stored,
-    TensorParallel,
-    VocabularyParallel,
     batch_spec,
     deal_batch,
     is_stage_form,
     make_mesh,
 )
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
@@ -56,11 +50,11 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     step: jax.Array
-    variables: Tree = None
-    stopped: Any = np.False_
+    variables: Tree
+    stopped: jax.Array
 
     def parts(self) -> dict[str, Tree]:
-        """What there is of it, by name: what a checkpoint holds, from which a run goes on."""
+        """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
         parts = self._asdict()
         del parts["stopped"]
         return {name: part for name, part in parts.items() if part is not None}
@@ -89,7 +83,8 @@ class Trainer:
     def layout(self) -> StageLayout:
         """Layers of each stage, and where the stages live."""
         placement = self.schedule.placement
-        return StageLayout(layers_of(self.config, placement.stages), placement)
+        kinds = self.model.functions.kinds_of(self.config.model.n_layers)
+        return StageLayout(layers_of(self.config, placement.stages), placement, kinds)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -110,20 +105,14 @@ class Trainer:
         )
 
     @cached_property
-    def decoder(self) -> Decoder:
-        """The model: devices along tp share its layers, and those along pp too its ends if told."""
-        parallel, loss_chunks = self.config.parallel, self.config.train.loss_chunks
-        devices = ONE_DEVICE
-        if parallel.tp > 1:
-            devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-        sequence = SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE
-        ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
-        return Decoder(self.config.model, devices, loss_chunks, ends, sequence, parallel.slices)
+    def model(self) -> Model:
+        """The model's functions, as devices share them."""
+        return model_of(self.config)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The model on the mesh under the schedule."""
-        functions, counts = self.decoder.functions, self.layout.counts
+        functions, counts = self.model.functions, self.layout.counts
         return Pipeline(functions, self.schedule, self.mesh, counts, self.execution)
 
     @property
@@ -173,9 +162,14 @@ class Trainer:
         made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
 
+    def state_of(self, parts: dict[str, Tree]) -> State:
+        """The state that goes on from what a checkpoint holds."""
+        stopped = jax.device_put(False, self.state_shardings.stopped)
+        return State(**{"variables": None, **parts, "stopped": stopped})
+
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
-        variables = jax.tree.map(jnp.asarray, self.decoder.functions.variables)
+        variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
         moments = self.optimizer.init(params)
         return State(params, moments, jnp.int32(0), variables, jnp.bool_(False))
 
@@ -220,7 +214,7 @@ class Trainer:
         params = if_finite(optax.apply_updates(state.params, updates), state.params)
         gradients, params = lax.optimization_barrier((gradients, params))
         _, moments = self.optimizer.update(gradients, state.optimizer, state.params)
-        variables, after = state.variables, self.decoder.functions.next_variables
+        variables, after = state.variables, self.model.functions.next_variables
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
@@ -267,7 +261,7 @@ class Trainer:
         }
         peak = peak_flops(self.mesh.devices.flat[0].device_kind)
         if peak is not None:
-            flops = flops_per_token(self.config.model, self.config.train.seq_len)
+            flops = self.config.model.flops_per_token(self.config.train.seq_len)
             values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
         memory = memory_peak()
         return values if memory is None else values | {"peak_memory_bytes": memory}
@@ -283,8 +277,8 @@ class Trainer:
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
-        layers = [self.decoder.init_layer(key, i) for i in range(self.layout.layers)]
-        params = {"shared": self.decoder.init_ends(key), "layers": self.layout.stack(layers)}
+        layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
+        params = {"shared": self.model.init_ends(key), "layers": self.layout.stack(layers)}
         return self.unplaced(self.sharding.padded(params))
 
     def _init_on_rank(self) -> Tree:
@@ -296,9 +290,9 @@ class Trainer:
         def own_part(how: Stored, leaf: jax.Array) -> jax.Array:
             return how.of_rank.part(leaf, {TP, *REPLICAS})
 
-        def slot(layers: tuple[int | None, ...], leaves: Tree) -> Tree:
+        def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
-            layer = self.decoder.init_layer(key, index)
+            layer = self.model.init_layer(key, index, kind)
             return jax.tree.map(
                 lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
                     None
@@ -310,10 +304,12 @@ class Trainer:
         return {
             "shared": jax.tree.map(
                 lambda leaf, s: s.part(leaf, {TP, PP, *REPLICAS}),
-                self.decoder.init_ends(key),
+                self.model.init_ends(key),
                 stored["shared"],
             ),
-            "layers": tuple(map(slot, zip(*self.layout.table), stored["layers"])),
+            "layers": tuple(
+                map(slot, zip(*self.layout.table), self.layout.slot_kinds, stored["layers"])
+            ),
         }
 
 

@@ -210,17 +210,6 @@ def test_a_step_that_touches_new_memory_is_made_again(monkeypatch):
     assert found.tried == {"soon": 2, "never": 3}
 
 
-def test_a_tick_costs_something(capsys):
-    assert bench.main(["overhead", "--ranks", "8", "--schedule", "zb_h1", "--steps", "3"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("zb_h1, 8 ranks: ")
-    first, *rest = said.splitlines()
-    tick, exchanges = [float(word) for word in first.split() if word.isdecimal()][-2:]
-    assert 1 < exchanges < 1e5
-    assert 1 < tick < 1e5
-    assert bool(rest) == (tick > 300)
-
-
 def test_a_device_of_a_tp_group_has_its_part_of_the_model():
     part = costs.of_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
     assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)

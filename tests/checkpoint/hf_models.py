@@ -10,20 +10,20 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
-from jaxpipe.config import ModelConfig
 from jaxpipe.contract import Context
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
 
-LLAMA = ModelConfig(
+LLAMA = LlamaConfig(
     n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=64, rope_theta=10000.0
 )
 # Query heads are wider together than the stream, as in Qwen3-0.6B; halves of a head are odd.
-QWEN3 = ModelConfig(
+QWEN3 = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=10, d_ff=48, vocab_size=64,
     rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
 # All matrices square: a transpose that is missing shows in the numbers alone.
-SQUARE = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=32, vocab_size=32)
+SQUARE = LlamaConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=32, vocab_size=32)
 # Llama 3.1's stretched rotary positions, in a context so short that every kind of pair is there.
 LLAMA31 = msgspec.structs.replace(
     LLAMA, head_dim=16, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from jaxpipe.checkpoint import Keying, read_state
 from jaxpipe.checkpoint.huggingface import import_huggingface, parameters
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
-from jaxpipe.model import Decoder
+from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))

@@ -6,21 +6,21 @@ from hf_models import our_logits, rope_scaling, stored_params
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.config import ModelConfig
+from jaxpipe.model.llama.config import LlamaConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"n_layers": 3, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 96}
 MODELS = {
-    "llama": ModelConfig(**SIZES, rope_theta=10000.0),
-    "llama31": ModelConfig(
+    "llama": LlamaConfig(**SIZES, rope_theta=10000.0),
+    "llama31": LlamaConfig(
         **SIZES, head_dim=16, rope_theta=1e4, rope_factor=8.0, rope_original_positions=256
     ),
-    "llama_tied": ModelConfig(**SIZES, rope_theta=5e5, tie_embeddings=True),
-    "llama_one_kv_head": ModelConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
-    "qwen3": ModelConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
-    "qwen3_tied": ModelConfig(
+    "llama_tied": LlamaConfig(**SIZES, rope_theta=5e5, tie_embeddings=True),
+    "llama_one_kv_head": LlamaConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
+    "qwen3": LlamaConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
+    "qwen3_tied": LlamaConfig(
         **SIZES, head_dim=10, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True
     ),
 }

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.config import ModelConfig
-from jaxpipe.config.presets import PRESETS
 from jaxpipe.contract import Context
-from jaxpipe.model import IGNORE, Decoder
-from jaxpipe.model.layers import rotary
-from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model import PRESETS
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.layers import rotary
+from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.partition.devices import ONE_DEVICE
 
-SMALL = ModelConfig(
+SMALL = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, vocab_size=50
 )
-QK_NORM = ModelConfig(
+QK_NORM = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=48, vocab_size=50, qk_norm=True
 )
 
@@ -87,7 +87,7 @@ def test_attention_equals_a_plain_twin():
 def test_rotary_scores_depend_on_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
-    config = ModelConfig(
+    config = LlamaConfig(
         n_layers=1, d_model=16, n_heads=1, n_kv_heads=1, d_ff=1, vocab_size=1, rope_theta=100.0
     )
 
@@ -117,14 +117,14 @@ def test_initial_values_depend_on_layer_and_name():
     assert not np.array_equal(first["attn"]["wk"], first["attn"]["wv"])
     # A parameter more or less elsewhere changes nothing here.
     normed = Decoder(
-        ModelConfig(**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__} | {"qk_norm": True})
+        LlamaConfig(**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__} | {"qk_norm": True})
     )
     np.testing.assert_array_equal(normed.init_layer(key, 1)["attn"]["wo"], other["attn"]["wo"])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_counted_by_shape(preset):
-    config = ModelConfig(**PRESETS[preset])
+    config = LlamaConfig(**PRESETS[preset])
     decoder, key = Decoder(config), jax.random.key(0)
     ends = jax.eval_shape(decoder.init_ends, key)
     layer = jax.eval_shape(decoder.init_layer, key, 0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 
 from jaxpipe import config as configs
-from jaxpipe.analysis import hidden_bytes, layer_bytes, state_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main, parse_bytes
@@ -57,7 +57,7 @@ def test_bytes_are_the_trainers(pp, remat):
         trainer.state_shapes.params["layers"][0],
     )
     split = split_layer(
-        trainer.decoder.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
+        trainer.model.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
     )
     slots = lower(trainer.schedule).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
@@ -154,7 +154,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     config, _, at_once = estimates_of(*sizes)
     _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
     trainer = Trainer(config, tuple(jax.devices()[:2]))
-    decoder, shared = trainer.decoder, trainer.state_shapes.params["shared"]
+    decoder, shared = trainer.model, trainer.state_shapes.params["shared"]
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
     microbatch = {"inputs": ids, "targets": ids}
     x = jax.eval_shape(decoder.embed, shared, microbatch)
@@ -244,7 +244,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
         (["parallel.pp=64"], "layers cannot fill 64 stages"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
-        (["parallel.tp=3"], "tp=3 must divide"),
+        (["parallel.tp=3"], "must be a multiple of parallel.tp=3"),
         (["--picture", "plan.gif"], r"\.svg"),
     ],
 )

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legal import QUICK, near
+from oracles.peaks import peak_held
 
-from jaxpipe.analysis import peak_held
 from jaxpipe.schedule import (
     BUILDERS,
     FAMILIES,

@@ -61,7 +61,7 @@ class RoutedTrainer(Trainer):
 
     ep: int = 1
 
-    decoder = cached_property(lambda self: Routed())
+    model = cached_property(lambda self: Routed())
 
     @cached_property
     def execution(self):

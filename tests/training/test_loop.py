@@ -58,7 +58,7 @@ class Recorder:
     def train_step(self, state, batch):
         self.events.append(("dispatch", batch))
         loss = self.losses.get(batch, 1.0)
-        stopped = bool(state.stopped) or not np.isfinite(loss)
+        stopped = state.stopped or not np.isfinite(loss)
         numbers = {"loss": Number(self.events, batch, loss), "grad_norm": np.float32(1)}
         return State(None, None, state.step + (not stopped), None, stopped), numbers
 
@@ -86,7 +86,7 @@ class Recorder:
 
     def run(self):
         with MetricsLog(self.directory, tensorboard=False, last_step=0) as log:
-            return Run(self, self, self, self, log).loop(State(None, None, 0), 0)
+            return Run(self, self, self, self, log).loop(State(None, None, 0, None, False), 0)
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]

@@ -42,9 +42,9 @@ def test_a_step_is_that_of_one_device(mesh):
         batch = batch_at(0, MICROBATCHES, EXAMPLES)
         state = alone.init()
         key = jax.random.key(alone.config.train.seed)
-        layers = [alone.decoder.init_layer(key, i) for i in range(LAYERS)]
+        layers = [alone.model.init_layer(key, i) for i in range(LAYERS)]
         want = step_ref(
-            functions(), alone.decoder.init_ends(key), layers, batch, variables=state.variables
+            functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
         )
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
         after, wanted = alone.update(state, want.losses.sum(), gradients, want.side)

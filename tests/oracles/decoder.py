@@ -18,10 +18,10 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
-from jaxpipe.analysis.flops import OpFlops
-from jaxpipe.config import ModelConfig
+from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.leaf import TP, Leaf
 from jaxpipe.partition.sequence import query_blocks
+from oracles.flops import OpFlops
 
 REMAT = ("none", "selective", "full")
 
@@ -46,7 +46,7 @@ class LayerBytes:
 
 
 def layer_flops(
-    model: ModelConfig,
+    model: LlamaConfig,
     *,
     batch: int,
     seq_len: int,
@@ -86,7 +86,7 @@ def layer_flops(
 
 
 def head_flops(
-    model: ModelConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1, slices: int = 1
+    model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1, slices: int = 1
 ) -> OpFlops:
     """FLOPs of the product with the output head, on one device.
 
@@ -97,21 +97,8 @@ def head_flops(
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs a token: 6 per matrix parameter and 12 L H K S of attention.
-
-    Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
-    counted, the embedding look-up free.
-    """
-    embedding = model.vocab_size * model.d_model
-    vectors = (2 * model.n_layers + 1) * model.d_model
-    vectors += 2 * model.n_layers * model.head_size * model.qk_norm
-    matrices = model.parameter_count() - vectors - (0 if model.tie_embeddings else embedding)
-    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
-
-
 def layer_bytes(
-    model: ModelConfig,
+    model: LlamaConfig,
     *,
     batch: int,
     seq_len: int,
@@ -163,13 +150,13 @@ def layer_bytes(
     return LayerBytes(for_b, q, inputs - q + gradients)
 
 
-def state_bytes(model: ModelConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
+def state_bytes(model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
     """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many."""
     return 2 * batch * seq_len * _Widths(model, tp).kv * itemsize
 
 
 def hidden_bytes(
-    model: ModelConfig,
+    model: LlamaConfig,
     *,
     batch: int,
     seq_len: int,
@@ -184,7 +171,7 @@ def hidden_bytes(
     Raises `ValueError` for an `sdp` x `slices` that does not divide `seq_len`, or a `tp` that does
     not divide the rest with sequence parallelism.
 
-    >>> model = ModelConfig(
+    >>> model = LlamaConfig(
     ...     n_layers=1, d_model=8, n_heads=2, n_kv_heads=1, d_ff=16, vocab_size=32
     ... )
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
@@ -194,7 +181,7 @@ def hidden_bytes(
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
-def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, Leaf]:
+def layer_leaves(model: LlamaConfig, tp: int = 1) -> dict[str, Leaf]:
     """Whole shape of every parameter of a layer, and how `tp` devices share it.
 
     Key and value weights of fewer heads than devices are on all of them.
@@ -217,7 +204,7 @@ def layer_leaves(model: ModelConfig, tp: int = 1) -> dict[str, Leaf]:
     }
 
 
-def end_leaves(model: ModelConfig, axes: tuple[str, ...] = (TP,)) -> dict[str, Leaf]:
+def end_leaves(model: LlamaConfig, axes: tuple[str, ...] = (TP,)) -> dict[str, Leaf]:
     """Whole shape of the parameters that no layer has, and how devices along `axes` share them."""
     d, v = model.d_model, model.vocab_size
     leaves = {"embed": _matrix(v, d, 0, axes), "final_norm/scale": Leaf(shape=(d,))}
@@ -232,7 +219,7 @@ def _matrix(rows: int, columns: int, cut: int | None, axes: tuple[str, ...] = (T
 class _Widths:
     """Widths of what one device holds of a layer."""
 
-    def __init__(self, model: ModelConfig, tp: int):
+    def __init__(self, model: LlamaConfig, tp: int):
         for name in ("n_heads", "d_ff"):
             _check_divides(tp, name, getattr(model, name))
         self.heads, self.kv_heads = model.n_heads // tp, max(model.n_kv_heads // tp, 1)
@@ -246,7 +233,7 @@ def _stretch(seq_len: int, sdp: int, slices: int) -> int:
     return seq_len // (sdp * slices)
 
 
-def _keys(model: ModelConfig, seq_len: int, parts: int) -> float:
+def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
     """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
     blocks = query_blocks(seq_len) if model.attention == "xla" and parts == 1 else 1
     return seq_len * (blocks + 1) / (2 * blocks)
@@ -260,7 +247,7 @@ def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> in
     return batch * (own // tp)
 
 
-def _vocabulary_matrix(model: ModelConfig, tp: int) -> int:
+def _vocabulary_matrix(model: LlamaConfig, tp: int) -> int:
     _check_divides(tp, "vocab_size", model.vocab_size)
     return model.vocab_size // tp * model.d_model
 

@@ -11,7 +11,7 @@ Transformer Models", sections 4.1 and 4.2 (bytes item by item, tensor and sequen
 
 from dataclasses import dataclass
 
-from jaxpipe.analysis.flops import OpFlops
+from oracles.flops import OpFlops
 
 
 @dataclass(frozen=True)

@@ -9,52 +9,18 @@ dtype; a layer computes in the dtype of its input, norms, rotary angles and the 
 in float32 (or wider, if the input is).
 """
 
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.config import ModelConfig
-from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.attention import Past
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.parts import Init, Parts, RMSNorm, own_entries
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.leaf import PP, TP, Leaf
 
-# (name, shape, standard deviation or None for ones, how devices share it)
-Init = Callable[[str, tuple[int, ...], float | None, Leaf], nnx.Param]
 
-
-def init_from(key: jax.Array) -> Init:
-    """Normal initial values that depend on the key and the parameter's name alone."""
-
-    def init(name: str, shape: tuple[int, ...], std: float | None, _: Leaf) -> nnx.Param:
-        if std is None:
-            return nnx.Param(jnp.ones(shape, jnp.float32))
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return nnx.Param(std * jax.random.normal(own, shape, jnp.float32))
-
-    return init
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim (Zhang and Sennrich 2019)."""
-
-    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: Leaf):
-        self.scale = init(f"{name}/scale", (size,), None, leaf)
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise `x [..., size]`."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(x.dtype)
-        return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def rotary_frequencies(config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
+def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
     """Radians that each pair turns per position, `[K / 2]`: theta^(-2i/K).
 
     With `rope_factor` long wavelengths are stretched by it, short ones stay, and those between are
@@ -70,7 +36,7 @@ def rotary_frequencies(config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     return frequency_K * (kept_K + (1 - kept_K) / config.rope_factor)
 
 
-def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: ModelConfig) -> jax.Array:
+def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: LlamaConfig) -> jax.Array:
     """Rotate the halves of each head by position (Su et al. 2021; rotate-half layout).
 
     Pair (i, i + K/2) turns by position times its frequency.
@@ -84,34 +50,6 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: ModelConfig) -> j
     return turned.astype(x_BLHK.dtype)
 
 
-@dataclass(frozen=True)
-class Dot:
-    """The product of activations with a weight, in the dtype of the activations."""
-
-    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """`[..., in] x [in, out] -> [..., out]`."""
-        return x @ weight.astype(x.dtype)
-
-
-class Parts(NamedTuple):
-    """What a layer is built of besides its own maths: what may be chosen without editing it.
-
-    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights.
-    """
-
-    devices: OneDevice
-    attend: Attend
-    dot: Dot = Dot()
-
-    def cut(self, dim: int) -> Leaf:
-        """Of a parameter of which each of the devices has an equal part along a dim."""
-        return Leaf(cuts=((TP, dim),))
-
-    def own(self, *, differs: bool) -> Leaf:
-        """Of a parameter that each has whole; if its use `differs`, gradients must be added up."""
-        return Leaf(summed=(TP,) if differs else ())
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
@@ -120,7 +58,7 @@ class Attention(nnx.Module):
     keys and values of all its tokens; a slice of it adds its own to those of earlier slices.
     """
 
-    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
+    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
         d, k, devices = config.d_model, config.head_size, parts.devices
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.own_kv = config.n_kv_heads % devices.size == 0
@@ -168,7 +106,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
+    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
         d, f = config.d_model, config.d_ff
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.w_gate = init("mlp/w_gate", (d, f), 0.02, parts.cut(1))
@@ -187,7 +125,7 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, init: Init):
+    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
         d, eps = config.d_model, config.norm_eps
         norm = parts.own(differs=parts.devices.sequence)
         self.attn_norm = RMSNorm("attn_norm", d, eps, init, norm)
@@ -211,7 +149,7 @@ class Ends(nnx.Module):
     the ranks do not share them, each stage adds to the gradients of what it uses.
     """
 
-    def __init__(self, config: ModelConfig, devices: OneDevice, init: Init):
+    def __init__(self, config: LlamaConfig, devices: OneDevice, init: Init):
         d, v = config.d_model, config.vocab_size
         of_ranks = () if PP in devices.axes else (PP,)
 
@@ -238,10 +176,3 @@ class Ends(nnx.Module):
         x_BLD = self.devices.enter(self.final_norm(x_BLD))
         head_DV = self.embed[...].T if self.tied else self.head[...]
         return x_BLD, head_DV.astype(x_BLD.dtype)
-
-
-def own_entries(tokens_BL: jax.Array, own: int, devices: OneDevice) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are in this device's `own` entries of the vocabulary, and where (else 0)."""
-    local_BL = tokens_BL - devices.index() * own
-    own_BL = (local_BL >= 0) & (local_BL < own)
-    return own_BL, jnp.where(own_BL, local_BL, 0)

@@ -20,7 +20,7 @@ def _sizes(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> dict
 _LLAMA3_2 = {"rope_factor": 32.0, "head_dim": 64, "tie_embeddings": True}
 
 
-PRESETS: dict[str, dict[str, int | float | bool]] = {
+LLAMA_PRESETS: dict[str, dict[str, int | float | bool]] = {
     "llama3_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336),
     "llama3_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672),
     "llama3_1_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336) | {"rope_factor": 8.0},

@@ -1,19 +1,38 @@
-"""Hugging Face's config.json and our `[model]`: compared, and the one made from the other.
+"""Llama 3 and Qwen3 as Hugging Face names and describes them.
 
 What is read are the fields of transformers' `LlamaConfig` and `Qwen3Config`, as version 4 writes
 them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does (`rope_parameters`,
 `dtype`). A field that is absent has transformers' default.
 """
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jaxpipe.config import ConfigError, ModelConfig
+from jaxpipe.model.llama.config import LlamaConfig
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
+MODELS = "a plain Llama 3 or Qwen3"
+
+# Ours, theirs, and whether one is the other transposed.
+LAYER = {
+    "attn_norm/scale": ("input_layernorm", False),
+    "attn/wq": ("self_attn.q_proj", True),
+    "attn/wk": ("self_attn.k_proj", True),
+    "attn/wv": ("self_attn.v_proj", True),
+    "attn/q_norm/scale": ("self_attn.q_norm", False),
+    "attn/k_norm/scale": ("self_attn.k_norm", False),
+    "attn/wo": ("self_attn.o_proj", True),
+    "mlp_norm/scale": ("post_attention_layernorm", False),
+    "mlp/w_gate": ("mlp.gate_proj", True),
+    "mlp/w_up": ("mlp.up_proj", True),
+    "mlp/w_down": ("mlp.down_proj", True),
+}
+ENDS = {
+    "embed": ("model.embed_tokens", False),
+    "final_norm/scale": ("model.norm", False),
+    "head": ("lm_head", True),
+}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Theirs, ours; sizes have no default that a checkpoint could mean.
 _SIZES = {
@@ -40,36 +59,23 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint; `ConfigError` where there is none."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{directory} has no config.json: give the directory of a Hugging Face checkpoint."
-        )
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): download it again.") from error
+def tied(model: LlamaConfig) -> bool:
+    """Whether the head is the embedding."""
+    return model.tie_embeddings
 
 
-def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) -> None:
-    """Raise `ConfigError` unless config.json in `place` describes the model of `[model]`."""
-    architecture = _architecture(theirs, place)
-    _check_plain(theirs, place)
-    expected = _sizes(theirs, place) | _choices(theirs, architecture)
-    ours = {name: getattr(model, name) for name in expected} | {"head_dim": model.head_size}
-    wrong = [name for name, value in expected.items() if ours[name] != value]
-    if wrong:
-        differences = ", ".join(
-            f"{name} is {_toml(expected[name])} there and {_toml(ours[name])} here"
-            for name in wrong
-        )
-        remedy = " ".join(f"model.{name}={_toml(expected[name])}" for name in wrong)
-        raise ConfigError(f"{place}/config.json and [model] differ: {differences}; set {remedy}.")
+def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]` that a config.json asks for.
+
+    Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
+    model that ours is not.
+    """
+    architecture = _architecture(theirs)
+    _check_plain(theirs)
+    return _sizes(theirs) | _choices(theirs, architecture)
 
 
-def config_of(model: ModelConfig, dtype: np.dtype, max_positions: int) -> dict[str, Any]:
+def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
     It is a Qwen3 if the model normalises queries and keys, else a Llama. The number of positions
@@ -93,58 +99,58 @@ def config_of(model: ModelConfig, dtype: np.dtype, max_positions: int) -> dict[s
         "tie_word_embeddings": model.tie_embeddings,
         "bos_token_id": None,  # the tokenizer's: Llama's defaults are those of Llama 2
         "eos_token_id": None,
-        "torch_dtype": str(dtype),
+        "torch_dtype": dtype,
         **own,
     }
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
     if model.rope_factor == 1:
         return None
     factors = {theirs: getattr(model, ours) for theirs, ours in _ROPE.items()}
     return {"rope_type": "llama3"} | factors
 
 
-def _architecture(theirs: dict[str, Any], place: Path) -> str:
+def _architecture(theirs: Mapping[str, Any]) -> str:
     names = theirs.get("architectures") or [None]
     if names[0] not in (LLAMA, QWEN3):
-        raise ConfigError(
-            f"{place}/config.json names the architecture {names[0]} but only {LLAMA} and {QWEN3} "
+        raise ValueError(
+            f"names the architecture {names[0]} but only {LLAMA} and {QWEN3} "
             f"can be imported: take a checkpoint of one of these."
         )
     return names[0]
 
 
-def _check_plain(theirs: dict[str, Any], place: Path) -> None:
+def _check_plain(theirs: Mapping[str, Any]) -> None:
     rope = _rope(theirs)
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
-        raise ConfigError(
-            f"{place}/config.json scales its rotary positions (rope_type {kind!r}) but this model "
+        raise ValueError(
+            f"scales its rotary positions (rope_type {kind!r}) but this model "
             f"has only Llama 3.1's way ('llama3') and none: take another checkpoint."
         )
     given = {"partial_rotary_factor": rope.get("partial_rotary_factor")} | theirs
     for name, allowed in _ABSENT.items():
         if given.get(name, allowed[0]) not in allowed:
-            raise ConfigError(
-                f"{place}/config.json has {name}={given[name]!r} but this model has only "
+            raise ValueError(
+                f"has {name}={given[name]!r} but this model has only "
                 f"{name}={allowed[0]!r}: take another checkpoint."
             )
     if "sliding_attention" in (theirs.get("layer_types") or ()):
-        raise ConfigError(
-            f"{place}/config.json has layers of sliding_attention but this model attends to all "
-            f"tokens in every layer: take another checkpoint."
+        raise ValueError(
+            "has layers of sliding_attention but this model attends to all "
+            "tokens in every layer: take another checkpoint."
         )
 
 
-def _sizes(theirs: dict[str, Any], place: Path) -> dict[str, Any]:
+def _sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SIZES:
         if name not in theirs:
-            raise ConfigError(f"{place}/config.json has no {name}: download it again.")
+            raise ValueError(f"has no {name}: download it again.")
     return {ours: theirs[name] for name, ours in _SIZES.items()}
 
 
-def _choices(theirs: dict[str, Any], architecture: str) -> dict[str, Any]:
+def _choices(theirs: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Ours, by our names: what has a default in transformers."""
     heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
     llama = architecture == LLAMA
@@ -160,20 +166,16 @@ def _choices(theirs: dict[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-def _rope_choices(rope: dict[str, Any]) -> dict[str, Any]:
+def _rope_choices(rope: Mapping[str, Any]) -> dict[str, Any]:
     """How long wavelengths are stretched, by our names."""
     if _rope_type(rope) == "default":
         return {"rope_factor": 1.0}
     return {ours: rope.get(theirs) for theirs, ours in _ROPE.items()}
 
 
-def _rope_type(rope: dict[str, Any]) -> str:
+def _rope_type(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
+def _rope(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     return theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value)

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from oracles.bubbles import BUBBLES, OpTimes, bubble, held_activations
 
-from jaxpipe.analysis import BUBBLES, OpTimes, bubble, held_activations
 from jaxpipe.schedule import BUILDERS, Costs, Op, build
 from jaxpipe.schedule.simulate import clock
 

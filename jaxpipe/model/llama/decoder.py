@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.config import ModelConfig
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.model.attention import Attend, Past
-from jaxpipe.model.layers import DecoderLayer, Ends, Init, Parts, init_from
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.layers import DecoderLayer, Ends
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.parts import Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.leaf import Leaf
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
@@ -34,7 +35,7 @@ class Decoder:
     [B]`: which of the slices it is, the same for all B.
     """
 
-    config: ModelConfig
+    config: LlamaConfig
     devices: OneDevice = ONE_DEVICE
     loss_chunks: int = 1
     end_devices: OneDevice | None = None
@@ -45,7 +46,7 @@ class Decoder:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
         return _values(Ends(self.config, self._of_ends, init_from(key)))
 
-    def init_layer(self, key: jax.Array, index: jax.Array | int) -> Tree:
+    def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
         own = init_from(jax.random.fold_in(key, index))
         return _values(DecoderLayer(self.config, self._parts, own))

@@ -4,14 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from counting import dot_flops
-
-from jaxpipe.analysis import (
-    ActivationBytes,
-    OpFlops,
-    VanillaSizes,
-    vanilla_bytes,
-    vanilla_flops,
-)
+from oracles.flops import OpFlops
+from oracles.vanilla import ActivationBytes, VanillaSizes, vanilla_bytes, vanilla_flops
 
 SIZES = [
     VanillaSizes(s=1024, b=1, h=2304, a=24),

@@ -1,0 +1,134 @@
+"""What the rest of jaxpipe knows of a family of models: one record, and the form of its members.
+
+Nothing here imports jax: a configuration is read, and a model's sizes are checked, without it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxpipe.contract import StageFunctions
+
+Tree = Any
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: what every family has. A family's own record adds its sizes and choices."""
+
+    DEFAULT: ClassVar[str] = "llama"
+
+    family: str = DEFAULT  # one of jaxpipe.model.FAMILIES
+    preset: str = ""  # fills the fields below; those also given by hand win
+    n_layers: Positive
+    d_model: Positive  # width of the residual stream
+    vocab_size: Positive
+
+    def resolved(self) -> Self:
+        """The same with every size filled in that follows from others where it is not given."""
+        return self
+
+    def parameter_count(self) -> int:
+        """Number of parameters, from the sizes alone."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs that training is said to take a token, by which utilisation is measured."""
+        raise NotImplementedError
+
+    def part(self, tp: int) -> Self:
+        """A model that has whole what each of `tp` devices has of this one's layers."""
+        raise NotImplementedError
+
+    def broken_rules(self, tp: int) -> Iterator[str]:
+        """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
+        raise NotImplementedError
+
+
+class Model(Protocol):
+    """A model as functions: what the pipeline runs, and initial values for what it reads."""
+
+    @property
+    def functions(self) -> "StageFunctions":
+        """The model as pipeline stages see it."""
+
+    def init_ends(self, key: "jax.Array") -> Tree:
+        """Float32 values of the leaves that no layer has."""
+
+    def init_layer(self, key: "jax.Array", index: "jax.Array | int", kind: str) -> Tree:
+        """Float32 values of layer `index`, which is of that kind.
+
+        They depend on key, index and names alone, whatever the layout.
+        """
+
+
+class HuggingFace(Protocol):
+    """How Hugging Face writes a family: a module of these names.
+
+    `MODELS` says which models it has. `LAYER` and `ENDS` give for every leaf, by our path, their
+    name and whether theirs is ours transposed. `EMBED` and `HEAD` are their names of one tensor
+    where `tied` says so, which some checkpoints hold twice.
+    """
+
+    MODELS: str
+    LAYER: Mapping[str, tuple[str, bool]]
+    ENDS: Mapping[str, tuple[str, bool]]
+    HEAD: str
+    EMBED: str
+
+    def tied(self, model: Any) -> bool:
+        """Whether the head is the embedding."""
+
+    def expected(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `[model]` that a config.json asks for.
+
+        Raises `ValueError` with the end of a sentence that begins with the file, where it describes
+        a model that the family does not have.
+        """
+
+    def written(self, model: Any, dtype: str, max_positions: int) -> dict[str, Any]:
+        """The config.json of a model."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models. What needs jax is named, and imported when it is first used.
+
+    Attributes:
+      name: as in `model.family`.
+      config: the record of `[model]`.
+      presets: published models: the fields of `config` that they have.
+      model: "module:name" of what makes a `Model`, called as `build` says.
+      huggingface: the module that is its `HuggingFace`; "" where there is none.
+    """
+
+    name: str
+    config: type[ModelConfig]
+    presets: Mapping[str, Mapping[str, Any]]
+    model: str
+    huggingface: str = ""
+
+    def build(self, config: ModelConfig, **sharing: Any) -> Model:
+        """The functions of one model: on one device, or as devices share it.
+
+        `sharing` has any of: `devices` that share the layers and `end_devices` that share the ends,
+        if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
+        `slices` of it in time; `loss_chunks`, of which the loss is made one by one.
+        """
+        module, name = self.model.split(":")
+        make: Callable[..., Model] = getattr(importlib.import_module(module), name)
+        return make(config, **sharing)
+
+    @property
+    def published(self) -> HuggingFace:
+        """How Hugging Face writes it; `LookupError` where that is not known."""
+        if not self.huggingface:
+            raise LookupError(f"the family {self.name!r} has no form at Hugging Face")
+        return importlib.import_module(self.huggingface)  # type: ignore[return-value]

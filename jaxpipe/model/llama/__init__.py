@@ -1,0 +1,1 @@
+"""Llama-style decoders: Llama 3 and Qwen3, dense."""

@@ -1,0 +1,104 @@
+"""Sizes and choices of a Llama-style decoder, and the rules between them."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from jaxpipe.model.family import ModelConfig, Positive
+
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: a Llama-style decoder, by preset or by size."""
+
+    n_heads: Positive  # query heads
+    n_kv_heads: Positive  # key and value heads; divides n_heads
+    head_dim: Annotated[int, Meta(ge=0)] = 0  # width of a head; 0: d_model / n_heads
+    d_ff: Positive  # hidden width of the SwiGLU
+    rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
+    rope_factor: PositiveFloat = 1.0  # stretches the long ones (Llama 3.1); 1: none
+    rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
+    rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
+    rope_original_positions: Positive = 8192  # ... so many positions
+    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
+    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
+    tie_embeddings: bool = False  # the head is the embedding, transposed
+    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    def parameter_count(self) -> int:
+        """Number of parameters, from the sizes alone."""
+        d, k = self.d_model, self.head_size
+        attention = 2 * d * k * (self.n_heads + self.n_kv_heads) + 2 * k * self.qk_norm
+        layer = attention + 3 * d * self.d_ff + 2 * d
+        ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
+        return self.n_layers * layer + ends
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 per matrix parameter and 12 L H K S of attention.
+
+        Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
+        counted, the embedding look-up free.
+        """
+        embedding = self.vocab_size * self.d_model
+        vectors = (2 * self.n_layers + 1) * self.d_model
+        vectors += 2 * self.n_layers * self.head_size * self.qk_norm
+        matrices = self.parameter_count() - vectors - (0 if self.tie_embeddings else embedding)
+        return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * seq_len
+
+    def resolved(self) -> Self:
+        """The same with the width of a head."""
+        return replace(self, head_dim=self.head_size)
+
+    def part(self, tp: int) -> Self:
+        """A model that has whole what each of `tp` devices has of this one's layers."""
+        return replace(
+            self.resolved(),
+            n_heads=self.n_heads // tp,
+            n_kv_heads=max(self.n_kv_heads // tp, 1),
+            d_ff=self.d_ff // tp,
+            vocab_size=self.vocab_size // tp,
+        )
+
+    def broken_rules(self, tp: int) -> Iterator[str]:
+        """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
+        divided = {"n_heads": self.n_heads, "d_ff": self.d_ff, "vocab_size": self.vocab_size}
+        for name, size in divided.items():
+            if size % tp:
+                yield (
+                    f"model.{name}={size} must be a multiple of parallel.tp={tp}: devices that "
+                    f"share a layer have equal parts of it; change one of them."
+                )
+        if self.n_kv_heads % tp and tp % self.n_kv_heads:
+            yield (
+                f"model.n_kv_heads={self.n_kv_heads} and parallel.tp={tp}: one must be a multiple "
+                f"of the other, so that each device has whole key/value heads, or a copy of one."
+            )
+        if self.n_heads % self.n_kv_heads:
+            yield (
+                f"model.n_heads={self.n_heads} must be a multiple of model.n_kv_heads="
+                f"{self.n_kv_heads}: query heads share key/value heads in equal groups."
+            )
+        if not self.head_dim and self.d_model % self.n_heads:
+            yield (
+                f"model.d_model={self.d_model} must be a multiple of model.n_heads={self.n_heads}: "
+                f"change one, or give model.head_dim."
+            )
+        if self.head_size % 2:
+            yield (
+                f"the width of a head is {self.head_size} but rotary positions turn pairs: use an "
+                f"even model.head_dim."
+            )
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            yield (
+                f"model.rope_high_freq_factor={self.rope_high_freq_factor} must exceed "
+                f"model.rope_low_freq_factor={self.rope_low_freq_factor}: wavelengths between them "
+                f"are blended."
+            )

@@ -1,0 +1,25 @@
+"""The model of a configuration, as its devices share it. Importing this imports jax."""
+
+from jaxpipe.config import Config
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.family import Model
+from jaxpipe.parallel import SequenceDataParallel, TensorParallel, VocabularyParallel
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+
+
+def model_of(config: Config) -> Model:
+    """Devices along tp share its layers, and those along pp too its ends if told."""
+    parallel = config.parallel
+    devices = ONE_DEVICE
+    if parallel.tp > 1:
+        devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
+    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
+    return FAMILIES[config.model.family].build(
+        config.model,
+        devices=devices,
+        end_devices=ends,
+        sequence=SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE,
+        slices=parallel.slices,
+        loss_chunks=config.train.loss_chunks,
+    )

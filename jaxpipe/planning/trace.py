@@ -1,0 +1,156 @@
+"""The costs of a model, traced at one device's shapes on a mesh of no devices."""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from jaxpipe.config import Config
+from jaxpipe.contract import Context, StageFunctions
+from jaxpipe.model.fused import flops_of_stand_in, stand_ins
+from jaxpipe.parallel import DP, EP, PP, TP
+from jaxpipe.parallel.sharding import declared
+from jaxpipe.partition.leaf import Leaf
+from jaxpipe.pipeline import POLICIES
+from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter
+from jaxpipe.planning.model import model_of
+
+Tree = Any
+
+
+def trace(config: Config) -> ModelCosts:
+    """The costs of a configuration's model, for `parallel.dp` = `parallel.sdp`."""
+    model, parallel, train = model_of(config), config.parallel, config.train
+    functions, sizes = model.functions, {PP: parallel.pp, DP: parallel.dp, EP: 1, TP: parallel.tp}
+    order = functions.kinds_of(config.model.n_layers)
+    dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
+    ends = jax.eval_shape(model.init_ends, key)
+    layers = {
+        name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
+        for name in dict.fromkeys(order)
+    }
+    leaves_of = {
+        name: declared(functions.by_name[name].leaves, layer, of_layer=True)
+        for name, layer in layers.items()
+    }
+    end_leaves = declared(functions.leaves, ends, of_layer=False)
+    of_ends = _parameters(ends, end_leaves)
+    of_layers = {name: _parameters(layer, leaves_of[name]) for name, layer in layers.items()}
+    costs: list[ModelCosts] = []
+
+    def on_device(ends: Tree, layers: dict[str, Tree], rows: Tree) -> None:
+        x = jax.eval_shape(functions.embed, ends, rows)
+        context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
+        policy = POLICIES[train.remat]
+        kinds = {}
+        for name, params in layers.items():
+            kind = functions.by_name[name]
+            run = RunKind.trace(name, kind, params, x, context, policy)
+            context = context._replace(state=run.state)
+            kinds[name] = _layer_costs(run, params, x, context, of_layers[name])
+        head = _flops(jax.grad(functions.head, argnums=(0, 1), allow_int=True), ends, x, rows)
+        costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
+
+    arguments = (
+        _parts(ends, end_leaves, sizes, dtype),
+        {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
+        _rows(config, functions),
+    )
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 4)
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=None, check_vma=False
+    )
+    with stand_ins():
+        jax.eval_shape(run, *arguments)
+    return costs[0]
+
+
+def product_flops(jaxpr: Jaxpr) -> float:
+    """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
+
+    >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
+    24
+    """
+    return sum(map(_flops_of, jaxpr.eqns))
+
+
+def _flops_of(eqn: JaxprEqn) -> float:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+    stand_in = flops_of_stand_in(name, *(var.aval.shape for var in eqn.invars))
+    if stand_in is not None:
+        return stand_in
+    bodies = [
+        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
+        for value in eqn.params.values()
+        for body in (value if isinstance(value, tuple) else (value,))
+        if isinstance(body, ClosedJaxpr | Jaxpr)
+    ]
+    if name == "cond":
+        return max(bodies)
+    return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+
+
+def _layer_costs(
+    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...]
+) -> LayerCosts:
+    split: LayerSplit = run.split
+    kept, dloss = split.residuals, run.output.side.loss
+    dy = Cotangent(x, inexact(run.state), dloss)
+    return LayerCosts(
+        F=_flops(split.forward, params, x, context),
+        B=_flops(split.backward_input, params, context, kept, dy),
+        W=_flops(split.backward_weight, params, context, kept.for_w, split.stash, dloss),
+        for_b=_bytes(kept.for_b),
+        for_w=_bytes(kept.for_w),
+        stash=_bytes(split.stash),
+        state=_bytes(run.state),
+        parameters=parameters,
+    )
+
+
+def _rows(config: Config, functions: StageFunctions) -> Tree:
+    """Shapes of the rows of one microbatch or slice that one device reads."""
+    parallel, train = config.parallel, config.train
+    length = train.seq_len // (parallel.sdp * parallel.slices)
+    ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
+    rows = {"inputs": ids, "targets": ids}
+    if functions.sliced:
+        rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
+    return rows
+
+
+def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
+    """What ops of one device read of the parameters."""
+
+    def part(whole: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        shape = list(whole.shape)
+        for axis, dim in leaf.cuts:
+            shape[dim] //= sizes[axis]
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return jax.tree.map(part, tree, leaves)
+
+
+def _flops(function: Callable[..., Any], *args: Any) -> float:
+    return product_flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _parameters(tree: Tree, leaves: Tree) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(whole.shape, leaf) for whole, leaf in zip(*map(jax.tree.leaves, (tree, leaves)))
+    )

@@ -1,0 +1,1 @@
+"""Closed forms and orders from papers: what the code is compared with."""

@@ -1,0 +1,184 @@
+"""Traced costs of the decoder against closed forms of its FLOPs and bytes. All exact."""
+
+from itertools import product
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from oracles.decoder import (
+    end_leaves,
+    head_flops,
+    hidden_bytes,
+    layer_bytes,
+    layer_flops,
+    layer_leaves,
+    state_bytes,
+)
+from oracles.flops import OpFlops
+
+from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.pipeline import POLICIES, Context, split_layer
+from jaxpipe.planning.costs import costs_of
+
+BATCH, LENGTH = 3, 16
+GROUPED = {"n_heads": 4, "n_kv_heads": 2}
+SHAPES = [GROUPED, {"n_heads": 4, "n_kv_heads": 4}, {"n_heads": 4, "n_kv_heads": 1}]
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def model_of(**sizes):
+    plain = {"n_layers": 2, "d_model": 24, "head_dim": 8, "d_ff": 40, "vocab_size": 64}
+    return LlamaConfig(**(plain | GROUPED | sizes))
+
+
+def traced(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, chunks=1, **how):
+    train = TrainConfig(
+        steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
+        compute_dtype=dtype, remat=remat, loss_chunks=chunks,
+    )  # fmt: skip
+    sdp = how.get("sdp", 1)
+    return costs_of(Config(model=model, parallel=ParallelConfig(dp=sdp, **how), train=train))
+
+
+def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, **how):
+    """Everything that a closed form says of one layer, the head and a message."""
+    costs = traced(model, dtype, remat, batch=batch, length=length, **how)
+    layer, itemsize = costs.kinds["layer"], ITEMSIZE[dtype]
+    stream = {"sequence_parallel": how.pop("sequence_parallel", False)}
+    sizes = {"batch": batch, "seq_len": length} | how
+    stored = layer_bytes(model, itemsize=itemsize, remat=remat, **sizes, **stream)
+    assert (layer.for_b, layer.for_w, layer.stash) == (stored.for_b, stored.for_w, stored.stash)
+    work = layer_flops(model, remat=remat, **sizes)
+    assert (layer.F, layer.B, layer.W) == (work.F, work.B, work.W)
+    head = head_flops(model, **sizes)
+    assert costs.head == head.F + head.B + head.W
+    assert costs.message == hidden_bytes(model, itemsize=itemsize, **sizes, **stream)
+    sliced, tp = how.get("slices", 1) > 1, how.get("tp", 1)
+    state = state_bytes(model, batch=batch, seq_len=length, itemsize=itemsize, tp=tp)
+    assert layer.state == sliced * state
+
+
+CASES = list(product(POLICIES, ["float32", "bfloat16", "float16"], [False, True]))
+
+
+@pytest.mark.parametrize(("remat", "dtype", "qk_norm"), CASES)
+@pytest.mark.parametrize("heads", SHAPES, ids=["grouped", "own", "shared"])
+def test_bytes_and_flops(remat, dtype, qk_norm, heads):
+    check(model_of(qk_norm=qk_norm, **heads), dtype, remat)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize(("length", "share"), [(256, 3 / 4), (258, 3 / 4), (257, 1)])
+def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
+    """Long sequences: a block of queries makes and stores no scores of later keys."""
+    check(model_of(), "float32", remat, length=length)
+    whole = traced(model_of(attention="cudnn"), length=length).kinds["layer"].F
+    left_out = (1 - share) * 4 * BATCH * length**2 * 4 * 8
+    assert whole - left_out == traced(model_of(), length=length).kinds["layer"].F
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
+@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}, {"sdp": 2, "slices": 2}], ids=str)
+def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
+    """Keys and values of slices are in the state, which B is given instead of residuals."""
+    check(model_of(qk_norm=qk_norm), dtype, remat, **how)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("attention", ["xla", "cudnn"])
+@pytest.mark.parametrize("heads", SHAPES, ids=["grouped", "own", "shared"])
+def test_bytes_and_flops_of_devices_that_share_layers(remat, sequence, attention, heads):
+    model = model_of(qk_norm=True, attention=attention, **heads)
+    check(model, "bfloat16", remat, tp=2, sequence_parallel=sequence)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize(
+    ("sizes", "batch", "length"), [({}, 1, 16), ({}, 2, 1), ({"head_dim": 2, "d_ff": 7}, 1, 3)]
+)
+def test_bytes_of_odd_sizes(remat, sizes, batch, length):
+    check(model_of(**sizes), "bfloat16", remat, batch=batch, length=length)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_head_in_chunks_makes_the_same_products(chunks):
+    model = model_of()
+    assert traced(model, chunks=chunks).head == traced(model).head
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkeypatch):
+    """Only tracing: the checks for a GPU and its library are the one thing put aside."""
+    fused = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
+    model = model_of(qk_norm=qk_norm, attention="cudnn", head_dim=64)
+    decoder = Decoder(model)
+    params = jax.eval_shape(lambda: decoder.init_layer(jax.random.key(0), 0))
+    x = jax.ShapeDtypeStruct((BATCH, 128, model.d_model), "bfloat16")
+    ids = jax.ShapeDtypeStruct((BATCH, 128), "int32")
+    context = Context({"inputs": ids, "targets": ids}, jax.ShapeDtypeStruct((), "int32"))
+    split = split_layer(decoder.layer, params, x, context, POLICIES[remat])
+    size = lambda leaves: sum(prod(a.shape) * a.dtype.itemsize for a in leaves)  # noqa: E731
+    layer = traced(model, "bfloat16", remat, length=128).kinds["layer"]
+    assert (layer.for_b, layer.for_w, layer.stash) == (
+        *map(size, split.residuals),
+        size(split.stash),
+    )
+    check(model, "bfloat16", remat, length=128)
+
+
+def test_flops_of_fused_attention():
+    """B of the fused attention has five products, and nothing of it is computed again outside."""
+    plain, fused = model_of(), model_of(attention="cudnn")
+    score = 2 * BATCH * LENGTH**2 * 4 * 8
+    for remat, other in (("none", "none"), ("selective", "none"), ("full", "full")):
+        ours, theirs = (
+            traced(fused, "float32", remat).kinds["layer"],
+            traced(plain, "float32", other).kinds["layer"],
+        )
+        assert (theirs.F, theirs.B + score, theirs.W) == (ours.F, ours.B, ours.W)
+
+
+def test_causal_attention_counts_the_pairs_that_the_mask_lets_through():
+    model = model_of()
+    full = layer_flops(model, batch=BATCH, seq_len=LENGTH)
+    half = layer_flops(model, batch=BATCH, seq_len=LENGTH, causal=True)
+    masked = BATCH * sum(LENGTH - 1 - i for i in range(LENGTH))
+    left_out = 2 * 2 * masked * 4 * 8
+    assert half + OpFlops(F=left_out, B=2 * left_out) == full
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
+    model = model_of(qk_norm=qk_norm, tie_embeddings=tied)
+    costs = traced(model, tp=tp)
+
+    def plain(shape, leaf):
+        return shape, tuple(cut for cut in leaf.cuts if cut[0] == "tp" and tp > 1), leaf.matrix
+
+    for parameters, leaves in (
+        (costs.kinds["layer"].parameters, layer_leaves(model, tp)),
+        (costs.ends, end_leaves(model)),
+    ):
+        want = [plain(leaf.shape, leaf) for leaf in leaves.values()]
+        assert sorted(map(str, (plain(*p) for p in parameters))) == sorted(map(str, want))
+    total = lambda parameters: sum(prod(p.shape) for p in parameters)  # noqa: E731
+    layers = model.n_layers * total(costs.kinds["layer"].parameters)
+    assert layers + total(costs.ends) == model.parameter_count()
+
+
+def test_planning_touches_no_device(monkeypatch):
+    monkeypatch.setattr("jax._src.xla_bridge.backends", lambda: pytest.fail("a backend was made"))
+    costs_of.__globals__["_traced"].cache_clear()
+    assert traced(model_of(attention="cudnn"), "bfloat16", "selective", tp=2).message
+    with pytest.raises(pytest.fail.Exception):
+        jnp.ones(3).block_until_ready() if not jax.devices() else None
