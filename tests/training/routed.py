@@ -1,4 +1,4 @@
-"""A run of the toy with routed layers: a loss, counts, maxima, and a variable that they change."""
+"""A run with routed layers and experts: a loss, counts, maxima, a variable that they change."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import SMALL
-from kinds import CHOICES, layer_params, routed
-from toy import LENGTH, TOY, toy_batch, toy_params
+from kinds import CHOICES, layer_params, mixed
+from toy import LENGTH, toy_batch, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
@@ -23,7 +23,8 @@ from jaxpipe.training.progress import Progress
 from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
 
-LAYERS, EXAMPLES = 4, 4  # examples of a microbatch, over all replicas
+KINDS = ("routed", "experts") * 2
+LAYERS, EXAMPLES = len(KINDS), 4  # examples of a microbatch, over all replicas
 SIZES = [f"model.n_layers={LAYERS}", f"train.seq_len={LENGTH}", "train.eval_every=0"]
 
 
@@ -34,25 +35,23 @@ def next_variables(variables, side):
     return {"bias": variables["bias"] + 0.05 * few}
 
 
-def functions():
-    """Routed layers only."""
-    bias = {"bias": 0.1 * jax.random.normal(jax.random.key(5), (LAYERS, CHOICES))}
-    kind = routed(LAYERS)
-    return StageFunctions(
-        TOY.embed, kind, TOY.head, TOY.count, variables=bias, next_variables=next_variables
-    )
+def functions(ep=1):
+    """Routed layers and experts by turns, the experts on so many devices."""
+    bias = 0.1 * np.random.default_rng(5).normal(size=(LAYERS, CHOICES))
+    return replace(mixed(KINDS, ep), variables={"bias": bias}, next_variables=next_variables)
 
 
+@dataclass(frozen=True)
 class Routed:
     """What a trainer asks its model for."""
 
-    functions = property(lambda self: functions())
+    functions: StageFunctions
 
     def init_ends(self, key):
         return toy_params(key, 0, jnp.result_type(float))[0]
 
-    def init_layer(self, key, index):
-        return layer_params(jax.random.fold_in(key, index), "routed", jnp.result_type(float))
+    def init_layer(self, key, index, kind):
+        return layer_params(jax.random.fold_in(key, index), kind, jnp.result_type(float))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,9 @@ class RoutedTrainer(Trainer):
 
     ep: int = 1
 
-    model = cached_property(lambda self: Routed())
+    @cached_property
+    def model(self):
+        return Routed(functions(self.ep))
 
     @cached_property
     def execution(self):

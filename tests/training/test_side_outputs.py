@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import complete, metrics
+from commands import SMALL, complete, metrics
 from compare import assert_same
 from kinds import CHOICES
 from rich.console import Console
-from routed import EXAMPLES, LAYERS, batch_at, functions, restored, run, trainer_of
+from routed import EXAMPLES, KINDS, LAYERS, batch_at, functions, restored, run, trainer_of
 from tensorboardX.proto.event_pb2 import Event
 from toy import LENGTH
 
-from jaxpipe.checkpoint import Keying
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import ConfigError, load
 from jaxpipe.pipeline import Side, step_ref
+from jaxpipe.training.trainer import Trainer
 
 ALONE = ("parallel.pp=1", "parallel.dp=1")
 PP2 = ("parallel.pp=2", "parallel.dp=2")
@@ -25,6 +27,7 @@ MESHES = {
     "pp, dp and ep": (("parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2"), 2),
 }
 MICROBATCHES = 4
+TOKENS = MICROBATCHES * EXAMPLES * LENGTH
 
 
 def keyed(trainer, state):
@@ -42,7 +45,7 @@ def test_a_step_is_that_of_one_device(mesh):
         batch = batch_at(0, MICROBATCHES, EXAMPLES)
         state = alone.init()
         key = jax.random.key(alone.config.train.seed)
-        layers = [alone.model.init_layer(key, i) for i in range(LAYERS)]
+        layers = [alone.model.init_layer(key, i, kind) for i, kind in enumerate(KINDS)]
         want = step_ref(
             functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
         )
@@ -84,8 +87,10 @@ def test_counts_reach_the_logs(tmp_path):
     for line in logged.values():
         assert [len(row) for row in line["counts"]] == [CHOICES] * LAYERS
         assert all(type(count) is int for row in line["counts"] for count in row)
-        assert [sum(row) for row in line["counts"]] == [MICROBATCHES * EXAMPLES * LENGTH] * LAYERS
-        np.testing.assert_allclose(sum(line["share"]), MICROBATCHES * EXAMPLES * LENGTH * LAYERS)
+        assert [sum(row) for row in line["counts"]] == [TOKENS, 0] * 2
+        assert line["tokens"] == 2 * TOKENS
+        assert type(line["tokens"]) is int
+        np.testing.assert_allclose(sum(line["share"]), 2 * TOKENS)
     tags = events(tmp_path)
     shown = [[tags[f"counts/{i}/{j}"].simple_value for j in range(CHOICES)] for i in range(LAYERS)]
     assert shown == logged[3]["counts"]
@@ -122,3 +127,21 @@ def test_variables_go_on_elsewhere(tmp_path, other):
     for step in lines[1]:
         assert lines[0][step]["counts"] == lines[1][step]["counts"]
         np.testing.assert_allclose(lines[0][step]["loss"], lines[1][step]["loss"], rtol=1e-12)
+
+
+def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
+    """One that was saved before there were any goes on, and is not taken for another model's."""
+    plain = Trainer(load(SMALL, ALONE), jax.devices()[:1])
+    before = {"params", "optimizer", "step"}
+    assert plain.state_shapes.parts().keys() == before
+    routed = trainer_of(*ALONE)
+    state = routed.init()
+    assert state.parts().keys() == before | {"variables"}
+    older = {name: part for name, part in state.parts().items() if name in before}
+    keying = Keying(routed.layout, routed.sharding)
+    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        checkpoints.save(1, older, {})
+        parts, _ = checkpoints.restore(older, say=pytest.fail)
+        assert routed.state_of(parts).variables is None
+        with pytest.raises(ConfigError, match="variables/bias has shape none"):
+            checkpoints.restore(state.parts(), say=pytest.fail)
