@@ -10,7 +10,7 @@ from jaxpipe.config import LogConfig
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.training.metrics import MetricsLog, memory_peak, peak_flops
-from jaxpipe.training.progress import Progress
+from jaxpipe.training.progress import Progress, describe
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,23 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
+def test_lists_are_lists_and_their_numbers_exact(tmp_path):
+    many = list(range(100))
+    values = {"counts": [[1, 2**31 - 1], [3, 4]], "share": [0.1, float("nan")], "many": many}
+    with MetricsLog(tmp_path, tensorboard=True, last_step=0) as log:
+        log.write(1, values | {"empty": [float("nan")] * 100})
+    (line,) = lines(tmp_path)
+    assert line["counts"] == values["counts"]
+    assert line["share"] == [0.1, None]
+    assert line["many"] == many
+    (events,) = (tmp_path / "tensorboard").glob("events*")
+    content = events.read_bytes()
+    for tag in (b"counts/0/1", b"counts/1/1", b"share/0", b"many"):
+        assert tag in content
+    assert b"many/" not in content  # one histogram
+    assert b"empty" not in content  # of nothing
+
+
 VALUES = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": 2.0, "mfu": 0.5}
 
 
@@ -81,6 +98,11 @@ def test_plain_lines_where_there_is_no_terminal():
     assert "ETA 0:00:04" in text
     assert "MFU 50.0%" in text
     assert "saved" in text
+
+
+def test_a_line_has_the_numbers_that_layers_make_and_no_lists():
+    line = describe(1, 2, VALUES | {"score": 0.25, "tokens": 96, "counts": [1, 2]}, None)
+    assert line.endswith("2.000 s/step  score 0.25  tokens 96")
 
 
 def test_a_live_line_on_a_terminal():

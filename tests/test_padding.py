@@ -18,7 +18,7 @@ from jaxpipe.parallel import DP, PP, TP
 from jaxpipe.partition.leaf import Leaf, cutting
 from jaxpipe.planning import Hardware, analytic, candidates, estimate
 from jaxpipe.schedule import Lockstep
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
 ODD = ("model.n_layers=4", "model.d_model=64", "model.d_ff=80", "train.seq_len=8",
@@ -206,7 +206,7 @@ def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
     how = {"keep": 1, "asynchronous": True, "keying": keying(trainer)}
     with Checkpoints(directory, **how) as checkpoints:
         restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
-    state = State(**restored)
+    state = trainer.state_of(restored)
     chex.assert_trees_all_equal(keyed(trainer, state), want)
     _, again = trained(trainer, state, [2])
     np.testing.assert_allclose(again, losses, rtol=1e-6)
@@ -220,7 +220,7 @@ def test_any_checkpoint_restores_padded(tmp_path, mesh):
         checkpoints.save(1, state.parts(), {})
     with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying(after)) as checkpoints:
         restored, _ = checkpoints.restore(after.state_shapes.parts(), say=pytest.fail)
-    chex.assert_trees_all_equal(keyed(after, State(**restored)), keyed(before, state))
+    chex.assert_trees_all_equal(keyed(after, after.state_of(restored)), keyed(before, state))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -234,4 +234,6 @@ def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
     for trainer in (before, after):
         with Checkpoints(tmp_path, **how, keying=keying(trainer)) as checkpoints:
             restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
-        chex.assert_trees_all_equal(keyed(trainer, State(**restored)), keyed(after, after.init()))
+        chex.assert_trees_all_equal(
+            keyed(trainer, trainer.state_of(restored)), keyed(after, after.init())
+        )

@@ -17,6 +17,7 @@ from compare import relative
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Keying
+from jaxpipe.pipeline import Side
 from jaxpipe.planning.checks import validate
 from jaxpipe.training.trainer import Trainer
 
@@ -129,7 +130,7 @@ def trained(base, name):
     @jax.jit  # one program, compiled once: a step that shows its gradients
     def step(state, batch):
         losses, gradients = trainer.pipeline.losses_and_gradients(state.params, batch)
-        state, metrics = trainer.update(state, losses.sum(), gradients)
+        state, metrics = trainer.update(state, losses.sum(), gradients, Side())
         return state, metrics["loss"], gradients
 
     state, loss, gradients = step(state, batches[0])

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
 SAVED, MICROBATCHES, EXAMPLES, LENGTH = 2, 8, 4, 16  # the step saved; sizes of a global batch
@@ -134,5 +134,5 @@ def test_any_layout_goes_on_as_any_other(saved, before, after, tied):
     with opened(directory, trainer) as checkpoints:
         restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     jax.tree.map(np.testing.assert_array_equal, keyed(trainer, restored), want)
-    _, loss = step_on(trainer, State(**restored), SAVED)
+    _, loss = step_on(trainer, trainer.state_of(restored), SAVED)
     assert loss == pytest.approx(uninterrupted(tied)[SAVED], rel=1e-6)

@@ -13,6 +13,7 @@ from commands import SMALL, complete, metrics, start, train_command
 from jaxpipe import train
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
+from jaxpipe.pipeline import Side
 from jaxpipe.training.trainer import Trainer
 
 FEWER = {  # other layouts of the same global batch
@@ -134,7 +135,7 @@ def test_an_update_overwrites_the_state_and_copies_none_of_it():
     trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
     state = trainer.init()
     update = jax.jit(lambda *given: trainer.update(*given)[0], donate_argnums=0)
-    program = update.lower(state, np.float32(0), state.params).compile().as_text()
+    program = update.lower(state, np.float32(0), state.params, Side()).compile().as_text()
     copied = [line.split(" copy(")[0] for line in program.splitlines() if " copy(" in line]
     shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(state.params)}
     assert [line for line in copied if any(shape in line for shape in shapes)] == []

@@ -59,9 +59,8 @@ class OpTimer:
         key, functions = jax.random.key(0), trainer.pipeline.functions
         dtype = trainer.execution.compute_dtype
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-        layer = jax.jit(
-            lambda index: cast(trainer.model.init_layer(key, index, trainer.layout.kinds[0]))
-        )
+        kind = trainer.layout.kinds[0]
+        layer = jax.jit(lambda index: cast(trainer.model.init_layer(key, index, kind)))
         train = trainer.config.train
         tokens = jnp.zeros((train.microbatch_size, train.seq_len), jnp.int32)
         return cls(
@@ -236,7 +235,7 @@ class UpdateTimer:
             held = [
                 jax.tree.map(
                     lambda leaf: leaf[None],
-                    trainer.model.init_layer(key, index, trainer.layout.kinds[0]),
+                    trainer.model.init_layer(key, index, kind),
                 )
                 for index in range(layers)
             ]

@@ -2,11 +2,15 @@
 
 import contextlib
 import itertools
+import math
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data import Data
@@ -15,6 +19,17 @@ from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.start import describe
 from jaxpipe.training.trainer import State, Trainer
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """A step that the devices were given, and whose metrics nobody has read."""
+
+    step: int
+    position: int  # of its first sample
+    metrics: dict[str, Any]
+    begun: float  # seconds, of the host's clock
+    first: bool  # of this run: it waited for its compiler
 
 
 @dataclass(frozen=True)
@@ -28,44 +43,68 @@ class Run:
     log: MetricsLog | None  # of the first process
 
     def loop(self, state: State, position: int) -> int:
-        """Step until the last one, a signal, or a loss that is not finite; return the exit code."""
+        """Step until the last one, a signal, or a loss that is not finite; return the exit code.
+
+        The metrics of a step are read when the next one is dispatched, so that devices never wait
+        for the host. Where the state is looked at (held-out loss, save, end) they are read first.
+        """
         trainer, train = self.trainer, self.trainer.config.train
         done = int(state.step)
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
         batches = self.data.train.batches(position, **trainer.config.batch_shape)
+        unread = _Unread()
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):
-                start = time.perf_counter()
+                agreed = processes.largest_soon(lambda: max(received, default=0))
+                begun = time.perf_counter()
                 state, metrics = trainer.train_step(state, trainer.put(next(batches)))
-                values = {name: float(value) for name, value in metrics.items()}
-                values |= trainer.rates(step, time.perf_counter() - start)
-                if int(state.step) != step:
-                    self._record(step, values, first=step == done + 1)
-                    return self._stop_at_non_finite(state, step, position, values)
+                unread.add(_Dispatched(step, position, metrics, begun, first=step == done + 1))
                 position += trainer.samples_per_step
-                if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
-                    values["eval_loss"] = self._heldout_loss(state)
-                self._record(step, values, first=step == done + 1)
-                every = trainer.config.checkpoint.every or train.steps
-                number = processes.largest(max(received, default=0))
-                if number or step % every == 0 or step == train.steps:
-                    self._save(state, position)
+                if failed := self._log_all_but(1, unread, state):
+                    return self._stop_at_non_finite(state, *failed)
+                number = agreed()
+                if not (number or self._evaluates_at(step) or self._saves_at(step)):
+                    continue
+                if failed := self._log_all_but(0, unread, state):
+                    return self._stop_at_non_finite(state, *failed)
+                if number or self._saves_at(step):
+                    self._save(step, state, position)
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
                     return self._end(128 + number, step)
         return self._end(0, train.steps)
 
-    def _record(self, step: int, values: dict[str, float], *, first: bool) -> None:
-        if self.log:
-            self.log.write(step, values)
-        self.progress.update(step, values, first=first)
+    def _evaluates_at(self, step: int) -> bool:
+        train = self.trainer.config.train
+        return bool(train.eval_every) and (step % train.eval_every == 0 or step == train.steps)
 
-    def _save(self, state: State, position: int) -> None:
+    def _saves_at(self, step: int) -> bool:
+        steps = self.trainer.config.train.steps
+        return step % (self.trainer.config.checkpoint.every or steps) == 0 or step == steps
+
+    def _log_all_but(
+        self, newest: int, unread: "_Unread", state: State
+    ) -> tuple[_Dispatched, dict[str, Any]] | None:
+        """Read and log all but the `newest` steps; of the first not finite, return it and stop."""
+        while len(unread) > newest:
+            dispatched, values, seconds = unread.read()
+            values |= self.trainer.rates(dispatched.step, seconds)
+            finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+            if finite and self._evaluates_at(dispatched.step):
+                values["eval_loss"] = self._heldout_loss(state)
+            if self.log:
+                self.log.write(dispatched.step, values)
+            self.progress.update(dispatched.step, values, first=dispatched.first)
+            if not finite:
+                return dispatched, values
+        return None
+
+    def _save(self, step: int, state: State, position: int) -> None:
         meta = describe(self.trainer, self.data, position)
-        self.checkpoints.save(int(state.step), state.parts(), meta)
+        self.checkpoints.save(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
         """The exit code once all is saved, which is another where that failed."""
@@ -83,9 +122,11 @@ class Run:
         return sum(losses) / len(losses)
 
     def _stop_at_non_finite(
-        self, state: State, step: int, position: int, values: dict[str, float]
+        self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
-        self._save(state, position)
+        """Save the state before that step, which no step since has changed; the exit code."""
+        step, position = dispatched.step, dispatched.position
+        self._save(step - 1, state, position)
         last = position + self.trainer.samples_per_step - 1
         self.progress.say(
             f"error: loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}, "
@@ -93,6 +134,32 @@ class Run:
             f"parameters of step {step - 1} are saved."
         )
         return 1
+
+
+class _Unread:
+    """Steps that are dispatched and not read, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Dispatched] = deque()
+        self._read_last = -math.inf  # when
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, dispatched: _Dispatched) -> None:
+        """Another step, after all others."""
+        self._steps.append(dispatched)
+
+    def read(self) -> tuple[_Dispatched, dict[str, Any], float]:
+        """Wait for the oldest step: it, its metrics as numbers or nested lists, and its seconds.
+
+        They count from when the step before it was done, or from its own begin if that is later, so
+        they add up to the time of a run without its held-out losses and saves.
+        """
+        dispatched = self._steps.popleft()
+        values = {name: np.asarray(value).tolist() for name, value in dispatched.metrics.items()}
+        before, self._read_last = self._read_last, time.perf_counter()
+        return dispatched, values, self._read_last - max(before, dispatched.begun)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tensorboardX import SummaryWriter
 
 from jaxpipe.runtime.devices import DEVICES
+
+Value = float | list[Any]  # a number, or nested lists of numbers
+_SCALARS = 64  # numbers of a list that TensorBoard still shows one by one
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -31,7 +35,9 @@ class MetricsLog:
     """`<directory>/metrics.jsonl`, one object a step, and TensorBoard event files beside it.
 
     A run resumed after `last_step` first drops what was logged past it, so every step stands once.
-    Numbers that JSON cannot write (NaN, infinity) are null. A context manager.
+    Values are numbers or nested lists of them. Numbers that JSON cannot write (NaN, infinity) are
+    null. TensorBoard has a scalar for every number of a small list, `counts/3/1`, and a histogram
+    of a large one. A context manager.
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool, last_step: int):
@@ -51,13 +57,28 @@ class MetricsLog:
         if self._writer:
             self._writer.close()
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, Value]) -> None:
         """Log one step's values."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: _for_json(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": step} | finite) + "\n")
         if self._writer:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+                self._show(name, np.asarray(value), step)
+
+    def _show(self, name: str, value: np.ndarray, step: int) -> None:
+        """One value in TensorBoard, whose histograms take finite numbers only."""
+        if value.size <= _SCALARS:
+            for index, number in np.ndenumerate(value):
+                self._writer.add_scalar("/".join((name, *map(str, index))), number, step)
+        elif np.isfinite(value).any():
+            self._writer.add_histogram(name, value[np.isfinite(value)], step)
+
+
+def _for_json(value: Value) -> Any:
+    """The same with null for what JSON cannot write."""
+    if isinstance(value, list):
+        return [_for_json(part) for part in value]
+    return value if math.isfinite(value) else None
 
 
 def _keep_until(path: Path, last_step: int) -> None:

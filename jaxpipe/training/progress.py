@@ -7,6 +7,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxpipe.config import LogConfig
+from jaxpipe.training.metrics import Value
 
 
 class Progress:
@@ -45,8 +46,11 @@ class Progress:
         """Print above the live line."""
         self._console.print(message)
 
-    def update(self, step: int, values: dict[str, float], *, first: bool) -> None:
-        """Show one step; `first` is the step that was compiled and says nothing of the others."""
+    def update(self, step: int, values: dict[str, Value], *, first: bool) -> None:
+        """Show one step's numbers, not its lists of them.
+
+        `first` is the step that was compiled and says nothing of the others.
+        """
         if not first:
             seconds = values["step_seconds"]
             self._seconds = 0.9 * (self._seconds or seconds) + 0.1 * seconds
@@ -59,29 +63,36 @@ class Progress:
             self._console.print(Text(line))
 
 
-def describe(step: int, steps: int, values: dict[str, float], seconds: float | None) -> str:
+_FORMS = {  # of the numbers of a step, in the order of its line
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad_norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
+    "mfu": "MFU {:.1%}",
+    "step_seconds": "{:.3f} s/step",
+    "eval_loss": "eval_loss {:.4f}",
+}
+_MEMORY = "peak_memory_bytes"
+
+
+def describe(step: int, steps: int, values: dict[str, Value], seconds: float | None) -> str:
     """One line for one step; `seconds` is the usual time of a step, None if not yet known.
+
+    Numbers that layers make stand in it by their names; lists do not.
 
     >>> describe(5, 10, {"loss": 2.5, "grad_norm": 1, "lr": 1e-3, "step_seconds": 0.5}, 2.0)
     'step 5/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  0.500 s/step  ETA 0:00:10'
     """
-    parts = [
-        f"step {step}/{steps}",
-        f"loss {values['loss']:.4f}",
-        f"grad_norm {values['grad_norm']:.3f}",
-        f"lr {values['lr']:.2e}",
+    parts = [f"step {step}/{steps}"]
+    parts += [form.format(values[name]) for name, form in _FORMS.items() if name in values]
+    if _MEMORY in values:
+        parts.append(f"memory {values[_MEMORY] / 2**30:.1f} GiB")
+    parts += [
+        f"{name} {value:.4g}"
+        for name, value in values.items()
+        if name not in {*_FORMS, _MEMORY} and not isinstance(value, list)
     ]
-    for name, form in {
-        "tokens_per_second": "{:,.0f} tokens/s",
-        "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
-        "mfu": "MFU {:.1%}",
-        "step_seconds": "{:.3f} s/step",
-        "eval_loss": "eval_loss {:.4f}",
-    }.items():
-        if name in values:
-            parts.append(form.format(values[name]))
-    if "peak_memory_bytes" in values:
-        parts.append(f"memory {values['peak_memory_bytes'] / 2**30:.1f} GiB")
     if seconds is not None:
         parts.append(f"ETA {timedelta(seconds=round(seconds * (steps - step)))}")
     return "  ".join(parts)

@@ -30,7 +30,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
     shapes = trainer.state_shapes
     if found := checkpoints.restore(shapes.parts(), say):
         restored, meta = found
-        return _resumed(State(**restored), meta, data, say)
+        return _resumed(trainer.state_of(restored), meta, data, say)
     if resume in ("auto", "none"):
         return trainer.init(), 0
     path = newest(Path(resume))
@@ -39,7 +39,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         say(f"started with the parameters of {path} (step {meta['step']})")
         return trainer.fresh(restored["params"]), 0
     restored, meta = _read(path, checkpoints, shapes.parts())
-    return _resumed(State(**restored), meta, data, say)
+    return _resumed(trainer.state_of(restored), meta, data, say)
 
 
 def describe(trainer: Trainer, data: Data, position: int) -> dict[str, Any]:

@@ -34,22 +34,30 @@ from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.metrics import memory_peak, peak_flops
 
 Tree = Any
+_RATES = (  # what else a line of the log may hold
+    "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
+    "peak_memory_bytes", "eval_loss",
+)  # fmt: skip
 
 
 class State(NamedTuple):
     """Parameters and moments in stage form, and the number of updates made so far.
 
-    `variables` are the model's state that is no parameter; None: it has none.
+    `variables` are the model's state that is no parameter; None: it has none. A state is `stopped`
+    once a step was not finite: no later one changes it.
     """
 
     params: Tree
     optimizer: Tree
     step: jax.Array
-    variables: Tree = None
+    variables: Tree
+    stopped: jax.Array
 
     def parts(self) -> dict[str, Tree]:
-        """What there is of it, by name: what a checkpoint holds."""
-        return {name: part for name, part in self._asdict().items() if part is not None}
+        """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
+        parts = self._asdict()
+        del parts["stopped"]
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -154,17 +162,24 @@ class Trainer:
         made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
 
+    def state_of(self, parts: dict[str, Tree]) -> State:
+        """The state that goes on from what a checkpoint holds."""
+        stopped = jax.device_put(False, self.state_shardings.stopped)
+        return State(**{"variables": None, **parts, "stopped": stopped})
+
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
-        return State(params, self.optimizer.init(params), jnp.int32(0), variables)
+        moments = self.optimizer.init(params)
+        return State(params, moments, jnp.int32(0), variables, jnp.bool_(False))
 
     @cached_property
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite leaves the state as it was. Metrics are the
-        scalars loss and grad_norm, and by their names the sums and maxima that layers make.
+        A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
+        that follow: who reads a step late finds the state before it. Metrics are the scalars loss
+        and grad_norm, and by their names the sums and maxima that layers make.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -184,10 +199,12 @@ class Trainer:
     ) -> tuple[State, dict[str, jax.Array]]:
         """The state after an update, unless loss or gradient norm is not finite; and the metrics.
 
-        Pure, for use within compiled functions.
+        Pure, for use within compiled functions. Raises `ValueError` where a sum or maximum has the
+        name of another metric.
         """
         norm = optimizers.global_norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        metrics = _metrics(loss, norm, side)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & ~state.stopped
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         # The moments come last, from gradients that wait for the parameters: nothing then reads an
         # old moment once its successor is written, and XLA overwrites the state in place. On CPU
@@ -201,8 +218,7 @@ class Trainer:
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
-        metrics = {"loss": loss, "grad_norm": norm, **side.sums, **side.maxima}
-        return State(params, moments, state.step + finite, variables), metrics
+        return State(params, moments, state.step + finite, variables, ~finite), metrics
 
     @cached_property
     def eval_step(self) -> Any:
@@ -295,3 +311,16 @@ class Trainer:
                 map(slot, zip(*self.layout.table), self.layout.slot_kinds, stored["layers"])
             ),
         }
+
+
+def _metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Array]:
+    """All that is logged of a step and computed in it, by name."""
+    metrics = {"loss": loss, "grad_norm": norm}
+    for name, value in (*side.sums.items(), *side.maxima.items()):
+        if name in metrics or name in _RATES:
+            raise ValueError(
+                f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
+                f"name: rename it; {', '.join((*metrics, *_RATES))} are taken."
+            )
+        metrics[name] = value
+    return metrics

@@ -47,6 +47,9 @@ def experts(devices):
         if devices > 1:
             own = lax.axis_index(EP) * w.shape[0]
             x_all = lax.all_gather(x, EP, axis=0, tiled=True)
+            # Two gathers that are free to run at once, and that XLA on CPU cannot combine since
+            # their dtypes differ, meet under one key there, and it aborts (jaxlib 0.12.0).
+            x_all, inputs = lax.optimization_barrier((x_all, inputs))
             inputs = lax.all_gather(inputs, EP, axis=0, tiled=True)
         else:
             x_all = x

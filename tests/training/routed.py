@@ -1,0 +1,121 @@
+"""A run with routed layers and experts: a loss, counts, maxima, a variable that they change."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import SMALL
+from kinds import CHOICES, layer_params, mixed
+from toy import LENGTH, toy_batch, toy_params
+
+from jaxpipe import config as configs
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import LogConfig
+from jaxpipe.parallel import make_mesh
+from jaxpipe.pipeline import StageFunctions
+from jaxpipe.training.loop import Run
+from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.progress import Progress
+from jaxpipe.training.start import start
+from jaxpipe.training.trainer import Trainer
+
+KINDS = ("routed", "experts") * 2
+LAYERS, EXAMPLES = len(KINDS), 4  # examples of a microbatch, over all replicas
+SIZES = [f"model.n_layers={LAYERS}", f"train.seq_len={LENGTH}", "train.eval_every=0"]
+
+
+def next_variables(variables, side):
+    """Choices that few take have a larger bias after the step."""
+    counts = side.sums["counts"]
+    few = jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
+    return {"bias": variables["bias"] + 0.05 * few}
+
+
+def functions(ep=1):
+    """Routed layers and experts by turns, the experts on so many devices."""
+    bias = 0.1 * np.random.default_rng(5).normal(size=(LAYERS, CHOICES))
+    return replace(mixed(KINDS, ep), variables={"bias": bias}, next_variables=next_variables)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a trainer asks its model for."""
+
+    functions: StageFunctions
+
+    def init_ends(self, key):
+        return toy_params(key, 0, jnp.result_type(float))[0]
+
+    def init_layer(self, key, index, kind):
+        return layer_params(jax.random.fold_in(key, index), kind, jnp.result_type(float))
+
+
+@dataclass(frozen=True)
+class RoutedTrainer(Trainer):
+    """A trainer of the toy, in the widest float that there is; of its replicas `ep` are on ep."""
+
+    ep: int = 1
+
+    @cached_property
+    def model(self):
+        return Routed(functions(self.ep))
+
+    @cached_property
+    def execution(self):
+        return replace(super().execution, compute_dtype=jnp.dtype(jnp.result_type(float)))
+
+    @cached_property
+    def mesh(self):
+        parallel = self.config.parallel
+        return make_mesh(parallel.pp, parallel.dp, parallel.tp, self.devices, ep=self.ep)
+
+
+def trainer_of(*overrides, ep=1):
+    """On as many devices as the mesh takes; every mesh has the same batch."""
+    config = configs.load(SMALL, [*SIZES, *overrides])
+    size = config.parallel.pp * config.parallel.dp * config.parallel.tp
+    examples = EXAMPLES // config.parallel.dp
+    config = configs.load(SMALL, [*SIZES, *overrides, f"train.microbatch_size={examples}"])
+    return RoutedTrainer(config, tuple(jax.devices()[:size]), ep)
+
+
+def batch_at(position, microbatches, batch_size):
+    """The toy's batch of the step that begins there."""
+    batch = toy_batch(jax.random.key(position), microbatches, batch_size)
+    return jax.tree.map(np.asarray, batch)
+
+
+def batches(position, microbatches, batch_size):
+    """Those from a position on."""
+    while True:
+        yield batch_at(position, microbatches, batch_size)
+        position += microbatches * batch_size
+
+
+def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
+    """Train, or go on, as the command does; the exit code."""
+    data = SimpleNamespace(train=SimpleNamespace(batches=data, fingerprint="toy"))
+    keying = Keying(trainer.layout, trainer.sharding)
+    saves = directory / "checkpoints"
+    config = trainer.config
+    with Checkpoints(saves, keep=10, asynchronous=True, keying=keying, say=say) as checkpoints:
+        state, position = start(trainer, data, checkpoints, say)
+        last, shown = int(state.step), LogConfig(progress=False, every=1)
+        with (
+            MetricsLog(directory, tensorboard=config.log.tensorboard, last_step=last) as log,
+            Progress(config.train.steps, shown, console, silent=console is None) as progress,
+        ):
+            return Run(trainer, data, checkpoints, progress, log).loop(state, position)
+
+
+def restored(trainer, directory):
+    """`(state keyed by layer as numpy, meta)` of the newest checkpoint."""
+    keying = Keying(trainer.layout, trainer.sharding)
+    where = directory / "checkpoints"
+    with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
+        state, meta = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
+    return jax.tree.map(np.asarray, keying.keyed(state)), meta

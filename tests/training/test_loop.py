@@ -1,0 +1,202 @@
+"""The loop: what it dispatches before it reads, and what it does about a loss that is no number."""
+
+import itertools
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from commands import SMALL, complete, metrics
+from routed import batches, restored, run, trainer_of
+
+from jaxpipe.config import load
+from jaxpipe.training import loop
+from jaxpipe.training.loop import Run
+from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.trainer import State
+
+SAMPLES = 8  # of a step of `SMALL`
+
+
+class Number:
+    """A number on a device: it is written down when somebody waits for it."""
+
+    def __init__(self, events, step, value):
+        self.events, self.step, self.value = events, step, value
+
+    def __array__(self, dtype=None, copy=None):
+        self.events.append(("read", self.step))
+        return np.asarray(self.value, dtype)
+
+
+class Recorder:
+    """All that a run has, without devices; `events` are what the loop did, in order.
+
+    Losses are 1 but for those given by step; SIGTERM comes while a step is dispatched or read.
+    """
+
+    fingerprint = "none"
+    samples_per_step = SAMPLES
+
+    def __init__(self, directory, *overrides, losses=None, signal_at=None):
+        self.directory, self.losses, self.signal_at = directory, losses or {}, signal_at
+        self.events, self.logged, self.position = Events(signal_at), [], None
+        self.config = load(SMALL, ["train.eval_every=0", *overrides])
+        self.train = self.heldout = self
+
+    def batches(self, position, **_):
+        for number in itertools.count(position // SAMPLES + 1):
+            self.events.append(("batch", number))
+            yield number
+
+    def put(self, batch):
+        return batch
+
+    def train_step(self, state, batch):
+        self.events.append(("dispatch", batch))
+        loss = self.losses.get(batch, 1.0)
+        stopped = state.stopped or not np.isfinite(loss)
+        numbers = {"loss": Number(self.events, batch, loss), "grad_norm": np.float32(1)}
+        return State(None, None, state.step + (not stopped), None, stopped), numbers
+
+    def eval_step(self, state, batch):
+        self.events.append(("evaluate", state.step))
+        return 2.0
+
+    def rates(self, step, seconds):
+        return {"lr": 0.1, "step_seconds": seconds}
+
+    def save(self, step, parts, meta):
+        assert parts["step"] == step
+        self.events.append(("save", step))
+        self.position = meta["position"]
+
+    def written(self, step):
+        return ("save", step) in self.events
+
+    def say(self, message):
+        self.events.append(("say", message))
+
+    def update(self, step, values, *, first):
+        assert first == (step == 1)
+        self.events.append(("log", step))
+
+    def run(self):
+        with MetricsLog(self.directory, tensorboard=False, last_step=0) as log:
+            return Run(self, self, self, self, log).loop(State(None, None, 0, None, False), 0)
+
+    def order(self, *names):
+        return [event for event in self.events if event[0] in names]
+
+    def lines(self):
+        text = (self.directory / "metrics.jsonl").read_text()
+        return list(map(json.loads, text.splitlines()))
+
+
+class Events(list):
+    """Events, at one of which the process is sent SIGTERM."""
+
+    def __init__(self, signal_at):
+        super().__init__()
+        self.signal_at = signal_at
+
+    def append(self, event):
+        super().append(event)
+        if event == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_step_is_dispatched_before_the_one_before_it_is_read(tmp_path):
+    recorder = Recorder(tmp_path, "train.steps=4", "checkpoint.every=0")
+    assert recorder.run() == 0
+    assert recorder.events == [
+        ("batch", 1), ("dispatch", 1),
+        ("batch", 2), ("dispatch", 2), ("read", 1), ("log", 1),
+        ("batch", 3), ("dispatch", 3), ("read", 2), ("log", 2),
+        ("batch", 4), ("dispatch", 4), ("read", 3), ("log", 3),
+        ("read", 4), ("log", 4), ("save", 4),
+    ]  # fmt: skip
+    assert [line["step"] for line in recorder.lines()] == [1, 2, 3, 4]
+
+
+def test_what_looks_at_the_state_reads_its_step_first(tmp_path):
+    often = ["train.eval_every=3", "train.eval_steps=1", "checkpoint.every=2", "train.steps=5"]
+    recorder = Recorder(tmp_path, *often)
+    assert recorder.run() == 0
+    assert recorder.order("dispatch", "read", "evaluate", "log", "save") == [
+        ("dispatch", 1),
+        ("dispatch", 2), ("read", 1), ("log", 1), ("read", 2), ("log", 2), ("save", 2),
+        ("dispatch", 3), ("read", 3), ("evaluate", 3), ("log", 3),
+        ("dispatch", 4), ("read", 4), ("log", 4), ("save", 4),
+        ("dispatch", 5), ("read", 5), ("evaluate", 5), ("log", 5), ("save", 5),
+    ]  # fmt: skip
+    assert recorder.position == 5 * SAMPLES
+    assert [line["step"] for line in recorder.lines() if "eval_loss" in line] == [3, 5]
+
+
+@pytest.mark.parametrize("when", [("batch", 3), ("dispatch", 3), ("read", 2)])
+def test_a_signal_dispatches_no_more(tmp_path, when):
+    recorder = Recorder(tmp_path, "train.steps=9", "checkpoint.every=0", signal_at=when)
+    assert recorder.run() == 128 + signal.SIGTERM
+    assert recorder.order("dispatch")[-1] == ("dispatch", 3)
+    assert recorder.order("read", "save")[-2:] == [("read", 3), ("save", 3)]
+    assert recorder.position == 3 * SAMPLES
+    assert recorder.order("say") == [("say", "SIGTERM: stopped after step 3, which is being saved")]
+    assert [line["step"] for line in recorder.lines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("every", "late"), [(0, 1), (3, 0)])
+@pytest.mark.parametrize("loss", [np.nan, -np.inf])
+def test_of_a_loss_that_is_no_number_the_state_before_it_is_saved(tmp_path, every, late, loss):
+    """Whether or not another step was dispatched meanwhile, which changed nothing."""
+    recorder = Recorder(tmp_path, "train.steps=9", f"checkpoint.every={every}", losses={3: loss})
+    assert recorder.run() == 1
+    assert recorder.order("dispatch")[-1] == ("dispatch", 3 + late)
+    assert recorder.order("save") == [("save", 2)]
+    assert recorder.position == 2 * SAMPLES
+    assert f"at step 3, samples {2 * SAMPLES}..{3 * SAMPLES - 1} of" in recorder.events[-1][1]
+    assert [(line["step"], line["loss"]) for line in recorder.lines()] == [
+        (1, 1.0), (2, 1.0), (3, None)
+    ]  # fmt: skip
+
+
+def test_seconds_are_of_steps_alone(tmp_path, monkeypatch):
+    """Of a clock that goes on with what devices do, and with a held-out loss and a save."""
+    takes = {"read": 1.0, "evaluate": 50.0, "save": 100.0}  # a step is done when it is read
+    recorder = Recorder(
+        tmp_path, "train.steps=6", "checkpoint.every=3", "train.eval_every=3", "train.eval_steps=1"
+    )
+    now = lambda: sum(takes.get(event[0], 0) for event in recorder.events)  # noqa: E731
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))
+    assert recorder.run() == 0
+    assert [line["step_seconds"] for line in recorder.lines()] == [1.0] * 6
+
+
+@pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])
+def test_the_step_after_one_that_is_not_finite_changes_nothing(tmp_path, mesh):
+    """On devices: the batch of step 3 has no finite loss, that of step 4 has."""
+
+    def broken(position, **sizes):
+        for step, batch in enumerate(batches(position, **sizes), start=1):
+            yield (
+                batch | {"positions": np.full_like(batch["positions"], -1)} if step == 3 else batch
+            )
+
+    settings = [mesh, "optimizer.decay=constant", "checkpoint.every=0"]
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    said = []
+    trainer = trainer_of(*settings, "train.steps=9")
+    assert run(trainer, bad, data=broken) == 1
+    assert run(trainer_of(*settings, "train.steps=2"), good) == 0
+    assert complete(bad) == complete(good) == [2]
+    (got, meta), (want, other) = restored(trainer, bad), restored(trainer, good)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert meta["position"] == other["position"] == 2 * trainer.samples_per_step
+    assert list(metrics(bad)) == [1, 2, 3]
+    assert run(trainer, bad, said.append) == 0
+    assert "resumed from step 2" in said[0]
+    assert list(metrics(bad)) == list(range(1, 10))
+    assert all(np.isfinite(line["loss"]) for line in metrics(bad).values())

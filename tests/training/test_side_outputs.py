@@ -1,0 +1,147 @@
+"""What layers make beside y, through a trainer: the loss, the logs, and variables on disk."""
+
+import io
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import SMALL, complete, metrics
+from compare import assert_same
+from kinds import CHOICES
+from rich.console import Console
+from routed import EXAMPLES, KINDS, LAYERS, batch_at, functions, restored, run, trainer_of
+from tensorboardX.proto.event_pb2 import Event
+from toy import LENGTH
+
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import ConfigError, load
+from jaxpipe.pipeline import Side, step_ref
+from jaxpipe.training.trainer import Trainer
+
+ALONE = ("parallel.pp=1", "parallel.dp=1")
+PP2 = ("parallel.pp=2", "parallel.dp=2")
+MESHES = {
+    "pp, dp and tp": (("parallel.pp=2", "parallel.dp=2", "parallel.tp=2"), 1),
+    "pp, dp and ep": (("parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2"), 2),
+}
+MICROBATCHES = 4
+TOKENS = MICROBATCHES * EXAMPLES * LENGTH
+
+
+def keyed(trainer, state):
+    """A state as it would be on disk, as numpy."""
+    keying = Keying(trainer.layout, trainer.sharding)
+    return jax.tree.map(np.asarray, keying.keyed(state.parts()))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_is_that_of_one_device(mesh):
+    """Loss and norm with the layers' loss, its counts and maxima, and the state after it."""
+    overrides, ep = MESHES[mesh]
+    with jax.enable_x64(True):
+        trainer, alone = trainer_of(*overrides, ep=ep), trainer_of(*ALONE)
+        batch = batch_at(0, MICROBATCHES, EXAMPLES)
+        state = alone.init()
+        key = jax.random.key(alone.config.train.seed)
+        layers = [alone.model.init_layer(key, i, kind) for i, kind in enumerate(KINDS)]
+        want = step_ref(
+            functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
+        )
+        gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
+        after, wanted = alone.update(state, want.losses.sum(), gradients, want.side)
+        got, made = trainer.train_step(trainer.init(), trainer.put(batch))
+        assert_same(made, wanted)
+        assert_same(keyed(trainer, got), keyed(alone, after))
+        assert not np.array_equal(after.variables["bias"], state.variables["bias"])
+
+
+def test_a_name_that_is_taken_is_refused():
+    trainer = trainer_of(*ALONE)
+    state = trainer.init()
+    for name in ("loss", "step"):
+        with pytest.raises(ValueError, match=f"a sum or maximum '{name}'"):
+            trainer.update(state, jnp.float32(1), state.params, Side(maxima={name: jnp.ones(2)}))
+
+
+def events(directory):
+    """Of every tag the kinds of values and the last number that TensorBoard has."""
+    (path,) = (directory / "tensorboard").glob("events*")
+    content, at, tags = path.read_bytes(), 0, {}
+    while at < len(content):  # records: length, its checksum, content, its checksum
+        length = int.from_bytes(content[at : at + 8], "little")
+        event = Event.FromString(content[at + 12 : at + 12 + length])
+        tags |= {value.tag: value for value in event.summary.value}
+        at += 16 + length
+    return tags
+
+
+def test_counts_reach_the_logs(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=300)
+    trainer = trainer_of(*PP2, "train.steps=3", "log.tensorboard=true")
+    assert run(trainer, tmp_path, console=console) == 0
+    logged = metrics(tmp_path)
+    assert sorted(logged) == [1, 2, 3]
+    for line in logged.values():
+        assert [len(row) for row in line["counts"]] == [CHOICES] * LAYERS
+        assert all(type(count) is int for row in line["counts"] for count in row)
+        assert [sum(row) for row in line["counts"]] == [TOKENS, 0] * 2
+        assert line["tokens"] == 2 * TOKENS
+        assert type(line["tokens"]) is int
+        np.testing.assert_allclose(sum(line["share"]), 2 * TOKENS)
+    tags = events(tmp_path)
+    shown = [[tags[f"counts/{i}/{j}"].simple_value for j in range(CHOICES)] for i in range(LAYERS)]
+    assert shown == logged[3]["counts"]
+    assert tags["score"].simple_value == np.float32(logged[3]["score"])
+    last = out.getvalue().splitlines()[-1]
+    assert f"score {logged[3]['score']:.4g}" in last
+    assert "counts" not in last
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(*ALONE, "parallel.schedule=1f1b"), ("parallel.pp=2", "parallel.schedule=zbv")],
+    ids=str,
+)
+def test_variables_go_on_elsewhere(tmp_path, other):
+    """Saved at step 3 of 6 under 1f1b on two ranks, then on one, or under another schedule."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    steps = ("train.steps=6", "checkpoint.every=3")
+    said = []
+    with jax.enable_x64(True):
+        first, second = trainer_of(*PP2, *steps), trainer_of(*other, *steps)
+        assert run(first, whole) == 0
+        shutil.copytree(whole, cut)
+        shutil.rmtree(cut / "checkpoints" / "6")
+        assert run(second, cut, say=said.append) == 0
+        assert "resumed from step 3" in said[0]
+        assert complete(cut) == [3, 6]
+        (want, _), (got, _) = restored(first, whole), restored(second, cut)
+        assert_same(got, want)
+    np.testing.assert_array_equal(got["variables"]["bias"], want["variables"]["bias"])
+    assert np.abs(want["variables"]["bias"]).max() > 0.1
+    lines = [metrics(directory) for directory in (cut, whole)]
+    assert list(lines[0]) == list(lines[1])
+    for step in lines[1]:
+        assert lines[0][step]["counts"] == lines[1][step]["counts"]
+        np.testing.assert_allclose(lines[0][step]["loss"], lines[1][step]["loss"], rtol=1e-12)
+
+
+def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
+    """One that was saved before there were any goes on, and is not taken for another model's."""
+    plain = Trainer(load(SMALL, ALONE), jax.devices()[:1])
+    before = {"params", "optimizer", "step"}
+    assert plain.state_shapes.parts().keys() == before
+    routed = trainer_of(*ALONE)
+    state = routed.init()
+    assert state.parts().keys() == before | {"variables"}
+    older = {name: part for name, part in state.parts().items() if name in before}
+    keying = Keying(routed.layout, routed.sharding)
+    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        checkpoints.save(1, older, {})
+        parts, _ = checkpoints.restore(older, say=pytest.fail)
+        assert routed.state_of(parts).variables is None
+        with pytest.raises(ConfigError, match="variables/bias has shape none"):
+            checkpoints.restore(state.parts(), say=pytest.fail)
