@@ -75,7 +75,7 @@ def profile(config: Config, out: Path) -> Ranks:
     config = filled(config, jax.device_count())
     plain = msgspec.to_builtins(config)
     trainer, worker = trainer_of(plain), Worker()
-    validate(config, devices=jax.device_count())
+    validate(config, devices=jax.device_count(), platform=jax.default_backend())
     worker.build("step", "trained", plain)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the step is one call

@@ -104,7 +104,12 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     else:
         config = filled(config, jax.device_count())
         hosts_devices = processes.devices_of_host()
-        validate(config, devices=jax.device_count(), devices_of_host=hosts_devices)
+        validate(
+            config,
+            devices=jax.device_count(),
+            devices_of_host=hosts_devices,
+            platform=jax.default_backend(),
+        )
         trainer = Trainer(config)
     data = _data(config, directory)
     if config.train.eval_every:

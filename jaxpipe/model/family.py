@@ -51,6 +51,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
         raise NotImplementedError
 
+    def unmet_needs(self, platform: str) -> Iterator[str]:
+        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
+        return iter(())
+
 
 class Model(Protocol):
     """A model as functions: what the pipeline runs, and initial values for what it reads."""

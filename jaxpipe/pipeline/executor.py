@@ -1,6 +1,6 @@
 """The pipelined step: one `shard_map`, one scan over the ticks of a schedule's tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -102,6 +102,10 @@ class Pipeline:
 
     def _run(self, tables: Tables, params: Tree, batch: Tree, variables: Tree) -> StepOutput:
         self._check_fit(params, batch)
+        return self._program(tables, params)(params, batch, variables, tables.columns)
+
+    def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
+        """The step on the mesh, of `(params, batch, variables, columns)`."""
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
         program = _RankProgram(
@@ -119,7 +123,7 @@ class Pipeline:
                 PartitionSpec(), specs if tables.trains else None, PartitionSpec()
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
-        )(params, batch, variables, tables.columns)
+        )
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         schedule, functions = self.schedule, self.functions

@@ -10,12 +10,20 @@ from jaxpipe.schedule import FAMILIES, ScheduleError, lower
 
 
 def validate(
-    config: Config, *, devices: int | None = None, devices_of_host: int | None = None
+    config: Config,
+    *,
+    devices: int | None = None,
+    devices_of_host: int | None = None,
+    platform: str | None = None,
 ) -> None:
-    """Check what no single field shows; of how many devices there are, None if not yet known.
+    """Check what no single field shows; of devices, None is not yet known.
 
     Raises `ConfigError` at the first rule that is broken.
     """
+    if config.runtime.cpu_devices:
+        platform = "cpu"
+    for sentence in config.model.unmet_needs(platform) if platform else ():
+        raise ConfigError(sentence)
     for check in (check_sizes, _check_pipeline, _check_rest):
         check(config)
     parallel = config.parallel

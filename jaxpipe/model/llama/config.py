@@ -67,6 +67,14 @@ class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=
             vocab_size=self.vocab_size // tp,
         )
 
+    def unmet_needs(self, platform: str) -> Iterator[str]:
+        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
+        if self.attention == "cudnn" and platform not in ("gpu", "cuda"):
+            yield (
+                f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
+                f"but the devices are of the platform {platform!r}: set model.attention=xla."
+            )
+
     def broken_rules(self, tp: int) -> Iterator[str]:
         """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
         divided = {"n_heads": self.n_heads, "d_ff": self.d_ff, "vocab_size": self.vocab_size}

@@ -1,0 +1,130 @@
+"""What the comparisons see: NaN, small errors, and tables that point to the wrong place.
+
+Of every schedule one program is compiled whose tables are an argument; each fault is planted in
+them by itself.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close, assert_same
+from legal import near
+from toy import TOY, toy_batch, toy_params
+
+from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
+from jaxpipe.schedule import BUILDERS
+
+PP = 4
+TREE = {"first": np.linspace(1, 2, 50), "second": np.linspace(3, 4, 50)}
+
+
+def test_equal_trees_are_the_same():
+    assert_same(TREE, TREE)
+
+
+@pytest.mark.parametrize("leaf", TREE)
+def test_nan_in_any_leaf_is_seen_and_named(leaf):
+    spoilt = {name: value.copy() for name, value in TREE.items()}
+    spoilt[leaf][7] = np.nan
+    with pytest.raises(AssertionError, match=leaf):
+        assert_same(spoilt, TREE)
+    with pytest.raises(AssertionError, match=leaf):
+        assert_close((0.0, spoilt), (0.0, TREE))
+
+
+def test_an_error_that_cal_diff_lets_pass_is_seen():
+    wrong = TREE | {"second": TREE["second"] + 4.5e-7 * np.sign(np.sin(np.arange(50)))}
+    with pytest.raises(AssertionError, match=r"second.*relative"):
+        assert_same(wrong, TREE)
+
+
+def test_another_shape_is_seen():
+    with pytest.raises(AssertionError):
+        assert_same(TREE | {"first": np.ones((50, 1))}, TREE)
+
+
+class Planted:
+    """One schedule's step with its tables as an argument, and what it should make."""
+
+    def __init__(self, name):
+        schedule = near(name, PP, 6)
+        counts = (1,) * schedule.stages
+        layout = StageLayout(counts, schedule.placement)
+        shared, layers = toy_params(jax.random.key(0), layout.layers, jnp.float64)
+        batch = toy_batch(jax.random.key(1), schedule.microbatches, 2)
+        mesh = make_mesh(PP, devices=jax.devices()[:PP])
+        execution = Execution(poison_bubbles=True)
+        pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
+        params = {"shared": shared, "layers": layout.stack(layers)}
+        losses, gradients = losses_and_gradients_ref(TOY, shared, layers, batch)
+        self.want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
+        self.tables = pipeline.tables
+
+        program = jax.jit(pipeline._program(self.tables, params))
+        self.step = lambda columns: program(params, batch, None, columns)[:2]
+
+    def seen(self, fault, ranks):
+        """Whether the comparison fails."""
+        try:
+            self.check(fault, ranks)
+        except AssertionError:
+            return True
+        return False
+
+    def check(self, fault=None, ranks=slice(None)):
+        """Compare with the reference after a fault in the columns of some ranks."""
+        columns = jax.tree.map(np.array, self.tables.columns)
+        if fault:
+            fault(self.tables, jax.tree.map(lambda column: column[:, ranks], columns))
+            changed = jax.tree.map(np.not_equal, columns, self.tables.columns)
+            if not any(map(np.any, jax.tree.leaves(changed))):
+                raise RuntimeError(f"{fault.__name__} changed nothing")
+        assert_same(self.step(columns), self.want)
+
+
+def _rolled(column, used, count):
+    column[used] = (column[used] + 1) % count
+
+
+def forward_microbatches(tables, columns):
+    _rolled(columns.forward_mb, columns.F > 0, columns.forward_mb.max() + 1)
+
+
+def gradient_microbatches(tables, columns):
+    used = (columns.B > 0) | (columns.W > 0) | (columns.BW > 0)
+    _rolled(columns.gradient_mb, used, columns.gradient_mb.max() + 1)
+
+
+def weights_of_a_spoilt_slot(tables, columns):
+    """W reads where nothing is; where no op is only W, BW does."""
+    if tables.slots.stash:
+        columns.stash_read[columns.W > 0] = tables.slots.stash
+    else:
+        columns.for_w_read[columns.BW > 0] = tables.slots.for_w
+
+
+def inputs_of_another_slot(tables, columns):
+    """B reads what another microbatch left, or what is spoilt."""
+    used = (columns.B > 0) | (columns.BW > 0)
+    _rolled(columns.for_b_read, used, tables.slots.for_b + 1)
+
+
+FAULTS = [
+    (forward_microbatches, slice(None)),
+    (gradient_microbatches, slice(None)),
+    (forward_microbatches, slice(1, PP - 1)),  # no rank that has an end
+    (gradient_microbatches, slice(1, PP - 1)),
+    (weights_of_a_spoilt_slot, slice(None)),
+    (inputs_of_another_slot, slice(None)),
+]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_planted_faults_are_seen(name):
+    with jax.enable_x64(True):
+        planted = Planted(name)
+        planted.check()
+        unseen = [fault.__name__ for fault, ranks in FAULTS if not planted.seen(fault, ranks)]
+        assert not unseen
