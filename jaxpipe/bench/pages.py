@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import ConfigError
-from jaxpipe.schedule import build, timeline
+from jaxpipe.schedule import Lockstep, build, timeline
 from jaxpipe.schedule.picture import picture
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def marked_timeline(words: str) -> str:
     numbered = "ticks" in rest
     options = {key: int(value) for key, value in (w.split("=") for w in rest if w != "ticks")}
     lockstep = {key: options.pop(key) for key in _LOCKSTEP if key in options}
-    drawn = timeline(build(name, **options), **lockstep)
+    drawn = timeline(build(name, **options), Lockstep(**lockstep))
     return f"{_numbers(drawn)}\n{drawn}" if numbered else drawn
 
 
@@ -103,7 +103,7 @@ def keep(log: Path) -> None:
 
 def draw_schedule(path: Path) -> None:
     """ZB-H1 on four ranks, tick by tick, and what every rank holds."""
-    picture(build("zb_h1", pp=4, microbatches=6), path, clock="lockstep")
+    picture(build("zb_h1", pp=4, microbatches=6), path, lockstep=Lockstep())
 
 
 def draw_curve(log: Path, path: Path) -> None:
