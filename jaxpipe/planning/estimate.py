@@ -60,6 +60,6 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
         tables,
         rank_bytes(config, candidate, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
-        mirrored * seconds.transfer / message,
+        seconds.sending(mirrored, message),
         config.tokens_per_step,
     )

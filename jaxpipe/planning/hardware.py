@@ -45,6 +45,10 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embed: float = 0.0
     embed_gradient: float = 0.0  # the embedding's share of B
 
+    def sending(self, size: int, message: int) -> float:
+        """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
+        return self.transfer * size / message
+
     def costs(self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True) -> Costs:
         """Costs of stages with so many layers: the head in the last F, the embedding in the first.
 

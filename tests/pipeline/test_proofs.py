@@ -111,6 +111,25 @@ def inputs_of_another_slot(tables, columns):
     _rolled(columns.for_b_read, used, tables.slots.for_b + 1)
 
 
+def messages_stored_late(tables, columns):
+    """What comes last in the row of lanes is stored a tick after it has arrived."""
+    columns.arrive[-1][1:] = columns.arrive[-1][:-1].copy()
+
+
+def weights_left_out(tables, columns):
+    """One rank makes the gradients of its weights once less."""
+    _leave_out(columns.W if columns.W.any() else columns.BW)
+
+
+def inputs_left_out(tables, columns):
+    """One rank makes the gradient of its input once less."""
+    _leave_out(columns.B if columns.B.any() else columns.BW)
+
+
+def _leave_out(column):
+    column[(column > 0).argmax(axis=0)] = 0
+
+
 FAULTS = [
     (forward_microbatches, slice(None)),
     (gradient_microbatches, slice(None)),
@@ -118,6 +137,9 @@ FAULTS = [
     (gradient_microbatches, slice(1, PP - 1)),
     (weights_of_a_spoilt_slot, slice(None)),
     (inputs_of_another_slot, slice(None)),
+    (messages_stored_late, slice(None)),
+    (weights_left_out, slice(1, 2)),
+    (inputs_left_out, slice(1, 2)),
 ]
 
 

@@ -10,9 +10,10 @@ import pytest
 from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 
 from jaxpipe import config as configs
+from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.plan import main, parse_bytes
+from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, analytic, candidates, configured, estimate
 from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.trainer import Trainer
