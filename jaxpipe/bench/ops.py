@@ -108,11 +108,8 @@ def _loops(
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
-    def ring(like: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
-
-    by_f = tuple(LeftByF(Residuals(*map(ring, split.residuals)), None) for _ in layers)
-    by_b = tuple(LeftByB(ring(split.stash), ()) for _ in layers)
+    by_f = tuple(LeftByF(Residuals(*map(_ring, split.residuals)), None) for _ in layers)
+    by_b = tuple(LeftByB(_ring(split.stash), ()) for _ in layers)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
     )
@@ -126,19 +123,17 @@ def _loops(
             )
         )
 
-    def of_microbatch(given: Tree, row: Row) -> Given:
-        return Given(row, given["microbatch"], None, jnp.float32(1))
-
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
         x, by_f = state
-        made = chunk(given).forward(of_microbatch(given, row), Made(x, by_f, Side(), None))
+        made = chunk(given).forward(_of_microbatch(given, row), Made(x, by_f, Side(), None))
         return made.y, made.rings
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
             dy, by_b, totals = state
+            before = Gradients(dy, tuple(ring.of(op) for ring in by_b), totals)
             made = chunk(given).gradient(
-                op, of_microbatch(given, row), Gradients(dy, tuple(r.of(op) for r in by_b), totals),
+                op, _of_microbatch(given, row), before,
                 lambda ring: Kept.read(given["by_f"][ring], by_b[ring], row, op),
             )  # fmt: skip
             rings = (ring.after_op(op, written) for ring, written in zip(by_b, made.rings))
@@ -162,19 +157,8 @@ def _loops(
         dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
-    def repeated(run: Callable[..., Tree]) -> Callable[..., Tree]:
-        def loop(state: Tree, given: Tree) -> Tree:
-            def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-                every = Row._make([slot] * len(Row._fields))  # the same slot in every ring
-                return run(state, given, every), None
-
-            return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
-
-        return loop
-
     given = {"layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f}
     given |= {"inputs": inputs}
-    copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # what a loop may overwrite
     states = {
         "F": (forward, (x, by_f)),
         "B": (gradient(Op.B), (x, by_b, zeros["layers"])),
@@ -184,7 +168,37 @@ def _loops(
         "embed": (enter, x),
         "embed_gradient": (enter_gradient, zeros["shared"]),
     }
-    return {name: (repeated(run), copies(state), given) for name, (run, state) in states.items()}
+    return {
+        name: (_repeated(run, turns), _copied(state), given)
+        for name, (run, state) in states.items()
+    }
+
+
+def _of_microbatch(given: Tree, row: Row) -> Given:
+    return Given(row, given["microbatch"], None, jnp.float32(1))
+
+
+@jax.jit
+def _copied(tree: Tree) -> Tree:
+    """What a loop may overwrite."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _ring(like: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
+
+
+def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
+    """`run` so often in a loop, each turn on another slot of the rings."""
+
+    def loop(state: Tree, given: Tree) -> Tree:
+        def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
+            every = Row._make([slot] * len(Row._fields))  # the same slot in every ring
+            return run(state, given, every), None
+
+        return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
+
+    return loop
 
 
 class TransferTimer:

@@ -137,10 +137,8 @@ class Chunk:
         last = len(self.slots) - 1
         for place, slot in reversed(list(enumerate(self.slots))):
 
-            def layer(
-                dy: jax.Array, total: Tree, ring: LeftByB, slot: LayerSlot = slot
-            ) -> tuple[jax.Array, Tree, LeftByB]:
-                return _layer_gradient(op, slot, given, kept(slot.ring), dy, total, ring)
+            def layer(*before: Any, slot: LayerSlot = slot) -> tuple[jax.Array, Tree, LeftByB]:
+                return _layer_gradient(op, slot, given, kept(slot.ring), before)
 
             dy, totals[place], rings[slot.ring] = slot.if_active(
                 layer, dy, totals[place], rings[slot.ring]
@@ -151,9 +149,13 @@ class Chunk:
 
 
 def _layer_gradient(
-    op: Op, slot: LayerSlot, given: Given, kept: Kept, dy: jax.Array, total: Tree, ring: LeftByB
+    op: Op, slot: LayerSlot, given: Given, kept: Kept, before: tuple[jax.Array, Tree, LeftByB]
 ) -> tuple[jax.Array, Tree, LeftByB]:
-    """B, W or BW of one layer: dx, the sums of its gradients, and what B and BW leave."""
+    """B, W or BW of one layer: dx, the sums of its gradients, and what B and BW leave.
+
+    `before` has dy, and the sums and rings as they were.
+    """
+    dy, total, ring = before
     params, split = slot.whole(), slot.kind.split
     context, loss = given.context(slot, kept.state), split.output.side.loss
     dloss = None if loss is None else given.dloss.astype(loss.dtype)

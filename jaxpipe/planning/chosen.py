@@ -14,8 +14,8 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
     parallel = config.parallel
     return assign_layers(
         config.model.n_layers, stages, parallel.layer_split,
-        input_weight=parallel.input_weight, output_weight=parallel.output_weight,
-        first=parallel.first_stage_layers, last=parallel.last_stage_layers,
+        weights=(parallel.input_weight, parallel.output_weight),
+        pinned=(parallel.first_stage_layers, parallel.last_stage_layers),
     )  # fmt: skip
 
 

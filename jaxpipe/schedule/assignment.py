@@ -10,17 +10,15 @@ def assign_layers(
     stages: int,
     policy: str | Sequence[int] = "even",
     *,
-    input_weight: int = 1,
-    output_weight: int = 1,
-    first: int = 0,
-    last: int = 0,
+    weights: tuple[int, int] = (1, 1),
+    pinned: tuple[int, int] = (0, 0),
 ) -> tuple[int, ...]:
     """Layers per stage, in order; they sum to `layers` and none is empty.
 
-    `even` gives the remainder to the first stages. `weighted` counts the embedding as
-    `input_weight` layers of stage 0 and the head as `output_weight` layers of the last stage, then
-    splits evenly. `first` or `last` above zero pins that many layers to the stage at that end and
-    splits the rest evenly, whichever of the two is asked for. A sequence is taken as it is.
+    `even` gives the remainder to the first stages. `weighted` counts the embedding and
+    the head as so many layers of the first and the last stage as `weights` has, then splits evenly.
+    What of `pinned` is above zero are the layers of the first or the last stage; the rest is split
+    evenly, whichever of the two is asked for. A sequence is taken as it is.
 
     Raises `ScheduleError` where a stage would be empty or a list does not fit.
 
@@ -28,9 +26,10 @@ def assign_layers(
     (11, 11, 10)
     >>> assign_layers(80, 4, "weighted")
     (20, 21, 20, 19)
-    >>> assign_layers(8, 4, first=1, last=1)
+    >>> assign_layers(8, 4, pinned=(1, 1))
     (1, 3, 3, 1)
     """
+    first, last = pinned
     if stages < 1 or layers < stages:
         raise ScheduleError(
             f"{layers} layers cannot fill {stages} stages: every stage needs a layer; "
@@ -49,9 +48,9 @@ def assign_layers(
     elif policy == "even":
         counts = _even(layers, stages)
     elif policy == "weighted":
-        total = list(_even(layers + input_weight + output_weight, stages))
-        total[0] -= input_weight
-        total[-1] -= output_weight
+        total = list(_even(layers + sum(weights), stages))
+        total[0] -= weights[0]
+        total[-1] -= weights[1]
         counts = tuple(total)
     else:
         raise ScheduleError(
@@ -60,8 +59,8 @@ def assign_layers(
     if min(counts) < 1:
         raise ScheduleError(
             f"layer split {policy!r} of {layers} layers over {stages} stages leaves stage "
-            f"{counts.index(min(counts))} without one (input_weight={input_weight}, "
-            f"output_weight={output_weight}): every stage needs a layer; lower the weights or the "
+            f"{counts.index(min(counts))} without one (input_weight={weights[0]}, "
+            f"output_weight={weights[1]}): every stage needs a layer; lower the weights or the "
             f"pins, or use fewer stages."
         )
     return counts

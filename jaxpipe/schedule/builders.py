@@ -4,9 +4,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Memory
-from jaxpipe.schedule.families import FAMILIES, family_of
-from jaxpipe.schedule.problem import SLACK, check_objective, limit_in_units
+from jaxpipe.schedule.cells import Memory
+from jaxpipe.schedule.families import FAMILIES, Family, family_of
+from jaxpipe.schedule.problem import SLACK, Target, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
 
 
@@ -15,58 +15,61 @@ def build(
     *,
     pp: int,
     microbatches: int,
-    virtual_stages: int | None = None,
-    slices: int = 1,
-    costs: Costs | None = None,
     memory: Memory | None = None,
     memory_limit: str | float | None = None,
-    objective: str = "span",
     **options: Any,
 ) -> Schedule:
     """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
 
-    `virtual_stages` is the number of stages a rank, for the schedules that leave it open. `slices`
-    cuts the sequences of every microbatch in time, each slice then being one of the schedule's
-    `microbatches`; the schedules on the loop placement can. `costs`
-    and `objective` (`"span"`, `"makespan"` or `"lockstep"`) steer the searched ones, zb_auto, zbv,
-    v_half and v_min; the orders of the others do not depend on them. `memory_limit` is what a rank
-    may hold, in the unit of `memory` (by default one stage of a microbatch from F to W), so it may
-    be bytes; `"1p"` and `"2p"` are P and 2P microbatches through a rank's stages. zb_auto makes
-    the best of it (default `"2p"`), of the others it is demanded.
+    `memory_limit` is what a rank may hold, in the unit of `memory` (by default one stage of a
+    microbatch from F to W), so it may be bytes; `"1p"` and `"2p"` are P and 2P microbatches through
+    a rank's stages. zb_auto makes the best of it (default `"2p"`), of the others it is demanded.
 
-    Further options are the builder's own: `breadth` of `bfs`; `transfer_ticks` and `effort` of the
-    searched ones; `path` of `custom`, a file that `read` understands.
+    Options, of which None is as if it were not given:
+      virtual_stages: stages a rank, for the schedules that leave it open.
+      slices: parts of every microbatch's sequences in time, each of which then is one of the
+        schedule's microbatches; for schedules on the loop placement.
+      costs, objective: what steers the searched ones, zb_auto, zbv, v_half and v_min (`Target`);
+        the orders of the others do not depend on them.
+      transfer_ticks, effort: of the searched ones alone.
+      breadth: of `bfs`.
+      path: of `custom`, a file that `read` understands.
 
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
     cannot have, and a memory limit that it breaks.
     """
     family = family_of(name)
-    name = family.name
-    sizes = {"pp": pp, "microbatches": microbatches, "slices": slices}
-    sizes["virtual_stages"] = virtual_stages
+    options = {option: value for option, value in options.items() if value is not None}
+    sizes = {"pp": pp, "microbatches": microbatches}
+    sizes |= {key: options[key] for key in ("slices", "virtual_stages") if key in options}
     for key, size in sizes.items():
-        if size is not None and size < 1:
-            raise ScheduleError(f"{name}: {key}={size} must be at least 1.")
-    check_objective(objective)
-    if virtual_stages is not None:
-        options["virtual_stages"] = virtual_stages
-    if slices > 1:
-        options["slices"] = slices
-    for option, value in options.items():
-        if not family.takes(option):
-            takers = [other.name for other in FAMILIES.values() if other.takes(option)]
-            raise ScheduleError(
-                f"{name} has no {option}: leave {option}={value!r} out"
-                + (f", or use one of {', '.join(takers)}." if takers else ".")
-            )
-    request = {"costs": costs, "memory": memory, "objective": objective}
-    if memory_limit is not None:
-        request["memory_limit"] = memory_limit
-    options |= {key: value for key, value in request.items() if family.takes(key)}
+        if size < 1:
+            raise ScheduleError(f"{family.name}: {key}={size} must be at least 1.")
+    if options.get("slices") == 1:
+        del options["slices"]
+    check_objective(options.get("objective", "span"))
+    _check_options(family, options)
+    target = {option: options.pop(option) for option in _TARGET if option in options}
+    memory = memory or Memory()
+    if family.searched:
+        options["target"] = Target(memory=memory, memory_limit=memory_limit, **target)
     schedule = family.builder(pp, microbatches, **options)
     if memory_limit is not None:
-        _check_memory(schedule, memory or Memory(), memory_limit)
+        _check_memory(schedule, memory, memory_limit)
     return schedule
+
+
+_TARGET = ("costs", "objective", "transfer_ticks", "effort")
+
+
+def _check_options(family: Family, options: dict[str, Any]) -> None:
+    for option, value in options.items():
+        if not family.takes(option) and option not in ("costs", "objective"):
+            takers = [other.name for other in FAMILIES.values() if other.takes(option)]
+            raise ScheduleError(
+                f"{family.name} has no {option}: leave {option}={value!r} out"
+                + (f", or use one of {', '.join(takers)}." if takers else ".")
+            )
 
 
 def _check_memory(schedule: Schedule, memory: Memory, memory_limit: str | float) -> None:

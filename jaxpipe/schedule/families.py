@@ -5,7 +5,7 @@ plan and the tests of every schedule follow from it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from jaxpipe.schedule.loop import (
     zb_h1,
     zb_h2,
 )
+from jaxpipe.schedule.problem import Target
 from jaxpipe.schedule.vshape import v_shaped
 
 
@@ -116,16 +117,18 @@ class Family:
 
     def takes(self, option: str) -> bool:
         """Whether its builder has an option, such as `slices` or `virtual_stages`."""
-        return option in signature(self.builder).parameters
+        of_search = {field.name for field in fields(Target)} if self.searched else set()
+        return option in of_search | {*signature(self.builder).parameters}
 
     @property
     def searched(self) -> bool:
         """Whether its order is searched for the costs of the ops."""
-        return self.takes("costs")
+        return "target" in signature(self.builder).parameters
 
     def default(self, option: str) -> Any:
         """What an option of its builder is where it is not given; None for one that it has not."""
-        return signature(self.builder).parameters[option].default if self.takes(option) else None
+        parameter = signature(self.builder).parameters.get(option)
+        return parameter and parameter.default
 
     @property
     def stages(self) -> int:

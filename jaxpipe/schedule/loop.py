@@ -27,6 +27,7 @@ slices - 1 of them under 1F1B.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 
@@ -86,7 +87,7 @@ def one_f_one_b(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     >>> print(*one_f_one_b(1, 2, slices=2).orders()[0])
     0F0 0F1 0B1 0F2 0B0 0F3 0B3 0B2
     """
-    return _alternating("1f1b", pp, microbatches, slices, warmup=lambda r: pp - 1 - r)
+    return _alternating("1f1b", _Sizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r)
 
 
 def interleaved_1f1b(
@@ -94,7 +95,7 @@ def interleaved_1f1b(
 ) -> Schedule:
     """1F1B over v stages a rank: a bubble v times shorter for v times the transfers."""
     return _alternating(
-        "interleaved_1f1b", pp, microbatches, slices, virtual_stages,
+        "interleaved_1f1b", _Sizes(pp, microbatches, slices, virtual_stages),
         warmup=lambda r: 2 * (pp - 1 - r),
     )  # fmt: skip
 
@@ -107,14 +108,14 @@ def zb_h1(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     return _alternating(
-        "zb_h1", pp, microbatches, slices, warmup=lambda r: pp - 1 - r, lag=lambda r: r
+        "zb_h1", _Sizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r, lag=lambda r: r
     )
 
 
 def zb_h2(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Zero bubble at twice the memory: the trapezoid becomes a parallelogram."""
     return _alternating(
-        "zb_h2", pp, microbatches, slices,
+        "zb_h2", _Sizes(pp, microbatches, slices),
         warmup=lambda r: 2 * (pp - 1 - r), lag=lambda r: 2 * r,
     )  # fmt: skip
 
@@ -124,22 +125,27 @@ def interleaved_zb(
 ) -> Schedule:
     """`zb_h1` over v stages a rank."""
     return _alternating(
-        "interleaved_zb", pp, microbatches, slices, virtual_stages,
+        "interleaved_zb", _Sizes(pp, microbatches, slices, virtual_stages),
         warmup=lambda r: pp - 1 - r, lag=lambda r: r,
     )  # fmt: skip
 
 
+class _Sizes(NamedTuple):
+    pp: int
+    microbatches: int
+    slices: int
+    chunks: int = 1
+
+
 def _alternating(
     name: str,
-    pp: int,
-    microbatches: int,
-    slices: int,
-    chunks: int = 1,
+    sizes: _Sizes,
     *,
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
 ) -> Schedule:
     """A member of the family: of every rank the warm-up within a chunk, and how far W trails B."""
+    pp, microbatches, slices, chunks = sizes
     k = _round(pp, microbatches, slices, name) if chunks > 1 else microbatches * slices
     turns = _Turns(pp, chunks, k, microbatches * slices, slices)
     ahead = (chunks - 1) * k + slices - 1

@@ -41,21 +41,49 @@ def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> 
     return int(limit[0]) * placement.stages * memory.F
 
 
+_ALIKE, _STAGES = Costs(), Memory()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a searched schedule is to be good at, as `build` takes it.
+
+    Attributes:
+      costs: seconds of the ops.
+      memory: what F, B and W hold, in any unit.
+      memory_limit: what a rank may hold, in that unit, or "1p", "2p"; None: what the family says.
+      objective: what is to be short: the "span" of the slowest rank, the "makespan", or the
+        "lockstep" of the scan.
+      transfer_ticks: of that lockstep.
+      effort: about how many steps are simulated on the way; None: some seconds' worth.
+    """
+
+    costs: Costs = _ALIKE
+    memory: Memory = _STAGES
+    memory_limit: str | float | None = None
+    objective: str = "span"
+    transfer_ticks: int = 1
+    effort: int | None = None
+
+
+ANY_TARGET = Target()
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What is asked for: every rank within `limit` (unit of `memory`), and `objective` least."""
+    """What is asked for: every rank within `limit`, and the target's objective least.
+
+    The limit is in the unit of the target's memory, and stands for what that says of one.
+    """
 
     name: str
     placement: Placement
     microbatches: int
-    costs: Costs
-    memory: Memory
     limit: float
-    objective: str = "span"
-    transfer_ticks: int = 1
+    target: Target
 
     def __post_init__(self) -> None:
-        check_objective(self.objective)
+        check_objective(self.target.objective)
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -69,7 +97,7 @@ class Problem:
     def times(self) -> list[list[float]]:
         """Time of `[op][stage]`."""
         stages = range(self.placement.stages)
-        return [[self.costs.of(Action(op, stage, 0)) for stage in stages] for op in _OPS]
+        return [[self.target.costs.of(Action(op, stage, 0)) for stage in stages] for op in _OPS]
 
     @cached_property
     def steps(self) -> int:
@@ -79,7 +107,7 @@ class Problem:
     @cached_property
     def room(self) -> int:
         """How many stages of a microbatch a rank may hold after F."""
-        return int(self.limit / self.memory.F * (1 + SLACK))
+        return int(self.limit / self.target.memory.F * (1 + SLACK))
 
     @cached_property
     def work(self) -> list[float]:
@@ -100,7 +128,8 @@ class Problem:
         for stage, rank in enumerate(rank_of):
             for op, other in ((F, stage + 1), (B, stage - 1)):
                 if 0 <= other <= last:
-                    table[op].append((op, other, self.costs.transfer * (rank_of[other] != rank)))
+                    travels = self.target.costs.transfer * (rank_of[other] != rank)
+                    table[op].append((op, other, travels))
                 else:
                     table[op].append((B, last, 0.0) if op == F else None)
         return table
@@ -117,7 +146,8 @@ class Problem:
 
     def fits(self, order: Sequence[Step]) -> bool:
         """Whether a rank's order stays within the memory."""
-        change, limit = (self.memory.F, self.memory.B, self.memory.W), self.limit * (1 + SLACK)
+        memory, limit = self.target.memory, self.limit * (1 + SLACK)
+        change = memory.F, memory.B, memory.W
         held = 0.0
         for op, _, _ in order:
             held += change[op]
@@ -155,7 +185,7 @@ class Problem:
             [begin + self.times[op][stage] for begin, (op, stage, _) in zip(line, order)]
             for line, order in zip(begins, orders)
         ]
-        first = [line[0] if self.objective == "span" else 0.0 for line in begins]
+        first = [line[0] if self.target.objective == "span" else 0.0 for line in begins]
         rank = max(range(len(orders)), key=lambda r: ends[r][-1] - first[r])
         at, found = len(orders[rank]) - 1, []
         while True:
@@ -193,8 +223,8 @@ class Replay:
         self.ready[F][: self.m] = [0.0] * self.m
         self.waits: dict[Step, int] = {}  # the rank that cannot go on without this step's input
         self.runnable: list[int] = []  # ranks that can, again
-        self.late_start_counts = problem.objective == "makespan"
-        most = NEVER if problem.objective == "lockstep" else most * (1 + SLACK)
+        self.late_start_counts = problem.target.objective == "makespan"
+        most = NEVER if problem.target.objective == "lockstep" else most * (1 + SLACK)
         self.spare = [most - work for work in problem.work]
         self.hopeless = False
 
@@ -228,11 +258,11 @@ class Replay:
         starts = [line[0] for line in self.begins]
         makespan = max(self.clocks) - min(starts)
         span = max(end - start for start, end in zip(starts, self.clocks))
-        match self.problem.objective:
+        match self.problem.target.objective:
             case "span":
                 return span, makespan
             case "makespan":
                 return makespan, span
         problem = self.problem
-        grid = place(problem.schedule(orders), Lockstep(problem.transfer_ticks))
-        return lockstep_cost(grid, problem.costs, problem.transfer_ticks), makespan
+        grid = place(problem.schedule(orders), Lockstep(problem.target.transfer_ticks))
+        return lockstep_cost(grid, problem.target.costs, problem.target.transfer_ticks), makespan

@@ -68,7 +68,7 @@ def list_schedule(
     """
     ranks = [_Rank(problem, rules, rank) for rank in range(problem.placement.pp)]
     replay = Replay(problem, most)
-    transfer, rank_of = problem.costs.transfer, problem.placement.rank_of
+    transfer, rank_of = problem.target.costs.transfer, problem.placement.rank_of
     last, left = problem.placement.stages - 1, problem.steps
     events = [(0.0, rank) for rank in range(len(ranks))]
     while events and left:
@@ -112,7 +112,7 @@ class _Rank:
     )  # fmt: skip
 
     def __init__(self, problem: Problem, rules: Rules, rank: int):
-        stages, memory = problem.stages_of[rank], problem.memory
+        stages, memory = problem.stages_of[rank], problem.target.memory
         self.m, self.times, self.period = problem.microbatches, problem.times, rules.period
         self.follow, self.wait, self.fill = rules.follow[rank], rules.wait[rank], rules.fill[rank]
         self.first, self.warmup = stages[0], rules.warmup[rank]

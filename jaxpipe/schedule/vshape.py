@@ -13,8 +13,7 @@ of `zbv` at equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
 from collections.abc import Callable
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule
-from jaxpipe.schedule.cells import Costs, Memory
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target
 from jaxpipe.schedule.search import search
 
 _HELD: dict[str, Callable[[int], int]] = {
@@ -24,29 +23,16 @@ _HELD: dict[str, Callable[[int], int]] = {
 }
 
 
-def v_shaped(
-    name: str,
-    pp: int,
-    microbatches: int,
-    *,
-    costs: Costs | None = None,
-    memory: Memory | None = None,
-    objective: str = "span",
-    transfer_ticks: int = 1,
-    effort: int | None = None,
-) -> Schedule:
+def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
     """`zbv`, `v_half` or `v_min` for any costs, found by the search within their memory.
 
-    `objective` and `effort` are explained at `search`; `memory` counts one stage of a microbatch.
+    The target's `memory` counts one stage of a microbatch.
     """
-    memory = memory or Memory()
-    problem = Problem(
-        name, Placement.v_shape(pp), microbatches, costs or Costs(), memory,
-        _HELD[name](pp) * memory.F, objective, transfer_ticks,
-    )  # fmt: skip
+    limit = _HELD[name](pp) * target.memory.F
+    problem = Problem(name, Placement.v_shape(pp), microbatches, limit, target)
     known = [zbv_order(pp, microbatches)] if name == "zbv" else []
     within_a_second = max(80_000, 350_000 - 12 * problem.steps)
-    return search(problem, effort=effort or within_a_second, known=known)
+    return search(problem, effort=target.effort or within_a_second, known=known)
 
 
 def zbv_order(pp: int, microbatches: int) -> Schedule:

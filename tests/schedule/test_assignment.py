@@ -32,16 +32,13 @@ def test_even(layers, stages, counts):
     ],
 )
 def test_weighted(layers, stages, weights, counts):
-    got = assign_layers(
-        layers, stages, "weighted", input_weight=weights[0], output_weight=weights[1]
-    )
-    assert got == counts
+    assert assign_layers(layers, stages, "weighted", weights=weights) == counts
 
 
 def test_pinned_ends():
-    assert assign_layers(8, 4, first=1, last=1) == (1, 3, 3, 1)
-    assert assign_layers(8, 4, last=2) == (2, 2, 2, 2)
-    assert assign_layers(7, 2, first=4, last=3) == (4, 3)
+    assert assign_layers(8, 4, pinned=(1, 1)) == (1, 3, 3, 1)
+    assert assign_layers(8, 4, pinned=(0, 2)) == (2, 2, 2, 2)
+    assert assign_layers(7, 2, pinned=(4, 3)) == (4, 3)
 
 
 @pytest.mark.parametrize("layers", [8, 12, 17, 32])
@@ -58,14 +55,14 @@ def test_covers_all_layers(layers, stages, policy):
     [
         ((3, 4), {}, "3 layers cannot fill 4 stages"),
         ((4, 0), {}, "0 stages"),
-        ((4, 4, "weighted"), {"output_weight": 4}, "every stage needs a layer"),
+        ((4, 4, "weighted"), {"weights": (1, 4)}, "every stage needs a layer"),
         ((8, 4, [2, 2, 4]), {}, "3 entries with sum 8: it needs 4 entries"),
         ((8, 4, [2, 2, 2, 1]), {}, "sum 7: it needs 4 entries"),
         ((8, 4, [0, 4, 2, 2]), {}, "every stage needs a layer"),
-        ((8, 4, [2, 2, 2, 2]), {"first": 3}, "first=3 and last=0 must be 0"),
+        ((8, 4, [2, 2, 2, 2]), {"pinned": (3, 0)}, "first=3 and last=0 must be 0"),
         ((8, 4, "odd"), {}, "unknown layer split 'odd'"),
-        ((8, 4), {"first": 7}, "leaves 1 of 8 layers for 3 stages"),
-        ((8, 2), {"first": 3, "last": 3}, "leaves 2 of 8 layers for 0 stages"),
+        ((8, 4), {"pinned": (7, 0)}, "leaves 1 of 8 layers for 3 stages"),
+        ((8, 2), {"pinned": (3, 3)}, "leaves 2 of 8 layers for 0 stages"),
     ],
 )
 def test_rejects(args, kwargs, message):
