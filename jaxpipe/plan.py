@@ -119,6 +119,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _check_gpu(arguments: argparse.Namespace) -> int:
+    # The compiler for GPUs needs no device, but its plugin fails to start without one. jax reads
+    # these when it is imported, by a search at the latest that asks for costs.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings say what the report says
     config = filled(configs.load(arguments.config, arguments.overrides), arguments.devices)
     validate(config)
     parallel = config.parallel
@@ -129,10 +133,6 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
             f"{parallel.dp} x parallel.tp={parallel.tp} = {wanted} must equal it: change one of "
             f"them, or leave --devices out."
         )
-    # The compiler for GPUs needs no device, but its plugin fails to start without one. jax is
-    # imported here alone: planning does without, and reads these when it starts.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings say what the report says
     from jaxpipe.gpu import check, report
 
     found = check.check(config, arguments.check_gpu, memory=arguments.memory)

@@ -73,7 +73,7 @@ class _Short:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
-        if self.recorder and not terminalreporter.stats.get("failed") and (gap := self.missing()):
+        if self.recorder and (gap := self.missing()):
             terminalreporter.section("not touched by the short selection")
             terminalreporter.line("\n".join(gap))
 

@@ -79,8 +79,8 @@ def test_inspect_shows_names_shapes_sizes_and_the_configuration(
         rows = [line.split() for line in shown.splitlines()]
         assert ["step", "0"] in rows
         assert ["layers", "3"] in rows
-        assert ["layers/*/attn/wk", "32", "x", "16", "float32", "3", "6.1", "kB"] in rows
-        assert ["ends/embed", "64", "x", "32", "float32", "1", "8.2", "kB"] in rows
+        assert ["layers/*/attn/wk", "32", "x", "16", "float32", "3", "6.0", "KiB"] in rows
+        assert ["ends/embed", "64", "x", "32", "float32", "1", "8.0", "KiB"] in rows
         assert "none: parameters only" in shown
         assert str(source) in shown
         assert "seq_len = 77" in shown

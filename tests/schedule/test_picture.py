@@ -185,9 +185,9 @@ def test_corners(tmp_path, schedule):
 
 def test_large_schedules_stay_small(tmp_path):
     schedule = build("zb_h1", pp=32, microbatches=256)
-    begin = time.perf_counter()
+    begin = time.process_time()
     picture(schedule, tmp_path / "a.pdf")
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20  # of a processor, however busy it is
     assert (tmp_path / "a.pdf").stat().st_size < 2e6
 
 
