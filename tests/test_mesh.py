@@ -65,7 +65,7 @@ ZERO = {  # by schedule: the stages on the first and on the last of the meshes; 
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("schedule", ZERO)
 def test_schedules_on_meshes(schedule, mesh):
     model = "deep" if schedule == "interleaved_1f1b" and mesh[0] == 4 else "one_kv"
@@ -75,8 +75,16 @@ def test_schedules_on_meshes(schedule, mesh):
         assert_same(*run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, **zero))
 
 
-@pytest.mark.parametrize(("mesh", "sdp"), [((2, 2, 2), 2), ((2, 4, 1), 2), ((2, 4, 1), 4)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "sdp"),
+    [
+        *((name, (2, 2, 2), 2) for name in ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")),
+        ("interleaved_1f1b", (2, 4, 1), 2),
+        ("zb_h1", (2, 4, 1), 4),
+        ("dualpipe", (2, 4, 1), 4),
+    ],
+    ids=str,
+)
 def test_replicas_that_share_sequences(schedule, mesh, sdp):
     how = {"sequence": mesh[2] > 1, "zero_stage": 2 + (sdp == 4), "reshard_after_forward": sdp == 4}
     with jax.enable_x64(True):
@@ -89,8 +97,17 @@ def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, lockstep=SHARED))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "mesh"),
+    [
+        *((name, (2, 2, 2)) for name in ("1f1b", "zb_h1", "interleaved_1f1b", "zbv", "dualpipe")),
+        *((name, mesh) for name in ("zbv", "dualpipe") for mesh in MESHES[1:]),
+        ("1f1b", (4, 1, 2)),
+        ("interleaved_1f1b", (2, 1, 4)),
+        ("zb_h1", (2, 4, 1)),
+    ],
+    ids=str,
+)
 def test_all_ranks_share_the_vocabulary(schedule, mesh):
     """With NaN in free slots; one mesh has ZeRO stage 2, one 0."""
     lockstep = Lockstep(transfer_ticks=1 + (mesh[0] == 2), vocab_parallel=True)
@@ -179,8 +196,11 @@ def recording(decoder):
     return replace(functions, kinds=LayerKind(layer, leaves), reads=(*functions.reads, "example"))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "sequence"),
+    [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", True),
+     ("dualpipe", True)],
+)  # fmt: skip
 def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
     """Of every example, read from inside the pipeline through the gradients of tables."""
     with jax.enable_x64(True):

@@ -98,7 +98,7 @@ def first_failure(
     if run.returncode in (passed, none_selected):
         return None
     said = (run.stdout + run.stderr).strip()
-    test = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+    test = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.M)
     if run.returncode == failed or test:
         return test[1] if test else said.splitlines()[-1]
     if run.returncode < 0:

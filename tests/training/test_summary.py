@@ -39,7 +39,15 @@ def test_deferred_ends_are_counted():
     assert activations(Lockstep(defer_ends=True)) in printed(trainer)
 
 
-@pytest.mark.parametrize("more", [(), ("parallel.in_flight=3",), ("parallel.transfer_ticks=2",)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("parallel.in_flight=3",),
+        ("parallel.transfer_ticks=2", "parallel.defer_ends=true"),
+        ("parallel.schedule=dualpipe", "train.grad_accum_steps=8"),
+    ],
+)
 def test_checks_summary_and_executor_share_one_set_of_tables(more):
     mesh = ("parallel.pp=2", "parallel.dp=4", "runtime.cpu_devices=8")
     config = configs.load(SMALL, [*mesh, *more])

@@ -1,0 +1,112 @@
+"""Which rows a plan has, which of them is the run's own, and what their messages take."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from legal import QUICK
+
+from jaxpipe import config as configs
+from jaxpipe.bench import scale
+from jaxpipe.bench.__main__ import main as bench
+from jaxpipe.plan import main
+from jaxpipe.planning import (
+    Hardware,
+    analytic,
+    candidate,
+    candidates,
+    estimate,
+    layers_of,
+    lockstep_of,
+    schedule_of,
+)
+from jaxpipe.planning.candidates import variants
+from jaxpipe.planning.memory import mirrored_bytes
+from jaxpipe.schedule import Variant, build, write
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+SIZES = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=8", "train.grad_accum_steps=8")
+OWN = {
+    "1f1b": [],
+    "1f1b in_flight=5": ["parallel.in_flight=5"],
+    "1f1b in_flight=3": ["parallel.in_flight=3", "parallel.transfer_ticks=1"],
+    "interleaved_1f1b v=2": ["parallel.schedule=interleaved_1f1b"],
+    "interleaved_zb v=4": ["parallel.schedule=interleaved_zb", "parallel.virtual_stages=4"],
+    "zb_auto 3.0": ["parallel.schedule=zb_auto", "parallel.memory_limit=3"],
+    "zbv": ["parallel.schedule=zbv", "parallel.objective=lockstep"],
+    "dualpipe": ["parallel.schedule=dualpipe", "parallel.layer_split=[3,5]"],
+    "zb_h1": ["parallel.schedule=zb_h1", "parallel.defer_ends=true"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_searches(monkeypatch):
+    monkeypatch.setattr(import_module("jaxpipe.planning.candidates"), "_SEARCH", QUICK)
+
+
+@pytest.mark.parametrize("label", OWN)
+def test_one_candidate_is_the_runs_own(label):
+    config = configs.load(SMALL, [*SIZES, *OWN[label]])
+    rows, _ = candidates(config, analytic(config, Hardware()))
+    assert len({row.label for row in rows}) == len(rows)
+    (own,) = (row for row in rows if row.configured)
+    assert own.label == label
+    assert own.schedule is schedule_of(config)
+    assert own.layers == layers_of(config, own.schedule.stages)
+    assert own.lockstep == lockstep_of(config, on_cpu=False)
+
+
+@pytest.mark.parametrize("label", ["1f1b in_flight=5", "interleaved_1f1b v=2"])
+def test_its_row_is_marked(label, capsys):
+    overrides = [*SIZES, *OWN[label]]
+    assert main([str(SMALL), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" *")[0].strip() for line in lines if " * " in line] == [label]
+    assert main([str(SMALL), *overrides, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["schedules"]
+    assert [row["schedule"] for row in rows if row["configured"]] == [label]
+
+
+def test_a_schedule_of_a_file_is_marked_too(tmp_path):
+    write(build("bfs", pp=2, microbatches=8), tmp_path / "mine.csv")
+    how = ["parallel.schedule=custom", f"parallel.schedule_file={tmp_path / 'mine.csv'}"]
+    config = configs.load(SMALL, [*SIZES, *how])
+    rows, _ = candidates(config, analytic(config, Hardware()))
+    (own,) = (row for row in rows if row.configured)
+    assert (own.label, own.schedule) == ("custom", schedule_of(config))
+
+
+def test_what_a_sequence_parallel_run_sends():
+    """Messages are cut over tp, their seconds with them; the second copy of a stage is not."""
+    plans = {}
+    for sequence in ("false", "true"):
+        config = configs.load(
+            SMALL, [*SIZES, "parallel.tp=2", f"parallel.sequence_parallel={sequence}"]
+        )
+        seconds = analytic(config, Hardware(link=1e12))
+        one, both = (
+            estimate(config, candidate(config, seconds, Variant(name)), seconds)
+            for name in ("1f1b", "dualpipe")
+        )
+        assert both.mirroring == pytest.approx(
+            mirrored_bytes(config, both.candidate.schedule, both.candidate.layers) / 1e12
+        )
+        plans[sequence] = seconds.transfer, one.sent, both.mirroring
+    whole, cut = plans["false"], plans["true"]
+    assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
+    assert cut[2] == whole[2] > 0
+
+
+@pytest.mark.parametrize("how", ["parallel.vocab_parallel_pp=true", "parallel.slices=2"])
+def test_scaling_takes_what_a_plan_tries(how, capsys):
+    """1F1B packed as tightly as these want it is among them, under the plan's own name."""
+    sizes = ["model.n_layers=4", "train.grad_accum_steps=8", "parallel.dp=4", "parallel.pp=2", how]
+    config = configs.load(SMALL, sizes)
+    points = list(scale.points(config, scale.Assumptions(Hardware(), network=1e12, memory=1e12)))
+    assert points
+    assert all(point.variant in variants(point.config) for point in points)
+    assert any(point.variant.in_flight for point in points)
+    assert bench(["scale", str(SMALL), *sizes, "--json"]) == 0
+    labels = {row["schedule"] for row in json.loads(capsys.readouterr().out)}
+    assert labels == {point.variant.label for point in points}
