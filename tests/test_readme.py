@@ -82,6 +82,13 @@ def test_files_that_are_named_exist(page):
     assert not missing
 
 
+@pytest.mark.parametrize("room", ROOMS, ids=name)
+def test_every_module_is_on_the_page_of_its_room(room):
+    code = " ".join(spans((room / "README.md").read_text()))
+    modules = [path.name for path in room.glob("*.py") if not path.name.startswith("_")]
+    assert not [file for file in modules if not re.search(rf"\b{file}", code)]
+
+
 @every_page
 def test_settings_that_are_named_exist(page):
     sections = dict(Config.__annotations__)
