@@ -11,7 +11,6 @@ not; 2 bad input, or no compiler for GPUs.
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
+from jaxpipe.config.units import parse_bytes
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
     Advice,
@@ -41,9 +41,6 @@ from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": _GIB,
-          "ti": 2**40}  # fmt: skip
-
 _COLUMNS = ("schedule", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s")
 _LEGEND = (
     "bubble, span: of ranks that run freely, over the whole step and over a rank's own; scan: of "
@@ -61,18 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def parse_bytes(text: str) -> float:
-    """Bytes of a size such as `80GiB`, `50GB` or `1e9`.
-
-    >>> parse_bytes("80GiB"), parse_bytes("50 GB")
-    (85899345920.0, 50000000000.0)
-    """
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if not match or match[2] not in _UNITS or match[1].count(".") > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 50GB")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def _share(text: str) -> float:

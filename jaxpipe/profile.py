@@ -12,15 +12,21 @@ import gzip
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.bench.ticks import (
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning.checks import filled, validate
+from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
+from jaxpipe.schedule import ScheduleError
+from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.recorded import (
     Event,
     ProfileError,
     Ranks,
@@ -29,10 +35,6 @@ from jaxpipe.bench.ticks import (
     ticks_of,
     write_trace,
 )
-from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning.checks import filled, validate
-from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
-from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from jaxpipe.training.trainer import Trainer
@@ -70,27 +72,40 @@ def profile(config: Config, out: Path) -> Ranks:
     use_gpu_memory()
     import jax
 
-    from jaxpipe.bench.worker import Worker, grid_of, trainer_of
+    from jaxpipe.training.trainer import Trainer
 
     config = filled(config, jax.device_count())
-    plain = msgspec.to_builtins(config)
-    trainer, worker = trainer_of(plain), Worker()
     validate(config, devices=jax.device_count(), platform=jax.default_backend())
-    worker.build("step", "trained", plain)
+    trainer = Trainer(config)
+    state, batch = trainer.init(), trainer.put(_random_batch(config))
+    for _ in range(2):
+        state, _ = jax.block_until_ready(trainer.train_step(state, batch))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the step is one call
     try:
         out.mkdir(parents=True, exist_ok=True)
         with jax.profiler.trace(str(out), profiler_options=options):
-            worker.step("step")
+            jax.block_until_ready(trainer.train_step(state, batch))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error
     newest = max(out.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     ranks = ticks_of(
-        events_of(newest), grid_of(trainer), _ranks(trainer), stages=trainer.schedule.labels_stages
+        events_of(newest),
+        place(trainer.schedule, trainer.execution.lockstep),
+        _ranks(trainer),
+        stages=trainer.schedule.labels_stages,
     )
     write_trace(ranks, out / "ticks.json")
     return ranks
+
+
+def _random_batch(config: Config) -> dict[str, np.ndarray]:
+    """Tokens `[M, B, L]` of a step."""
+    sizes = config.batch_shape
+    shape = sizes["microbatches"], sizes["batch_size"], config.train.seq_len
+    rng = np.random.default_rng(0)
+    draw = partial(rng.integers, 0, config.model.vocab_size, shape, np.int32)
+    return {"inputs": draw(), "targets": draw()}
 
 
 def events_of(recording: Path) -> Iterator[Event]:

@@ -1,14 +1,20 @@
 """The training command in processes of its own, and what a run leaves in its directory."""
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
-PROGRAMS = tempfile.TemporaryDirectory()  # compiled once, for all processes that these tests start
+# What is compiled once for all processes that the tests of a run start. Those may be killed while
+# they write, so nothing of it is left for the next run.
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+PROGRAMS = Path(tempfile.gettempdir()) / f"jaxpipe-programs-{RUN}"
+atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
 
 
 def train_command(directory, *overrides, devices):
@@ -24,7 +30,7 @@ def start(command, environment=()):
         env={
             **os.environ,
             "PYTHONPATH": str(SMALL.parents[2]),
-            "JAX_COMPILATION_CACHE_DIR": PROGRAMS.name,
+            "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
             **dict(environment),
         },

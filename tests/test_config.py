@@ -237,3 +237,11 @@ def test_replicas_fill_the_devices(path):
     for devices in (1, 5):
         with pytest.raises(ConfigError, match=f"takes all {devices} devices, .*pp=2 x .*tp=1 = 2"):
             filled(config, devices)
+
+
+@pytest.mark.parametrize("platform", [None, "cuda"])
+def test_fused_attention_needs_a_gpu(platform):
+    config = load(Path(__file__).parent / "data" / "small.toml", ["model.attention=cudnn"])
+    validate(config, platform=platform)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
+        validate(config, platform="cpu")

@@ -84,6 +84,14 @@ def test_row_zero_does_not_import_jax(name):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_trainer_needs_no_plots_and_no_event_files():
+    code = (
+        "import sys, jaxpipe.training.trainer, jaxpipe.training.loop;"
+        "sys.exit(bool({'matplotlib', 'tensorboardX', 'chex'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_top_level_holds_only_what_it_should():
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True, check=False

@@ -9,7 +9,8 @@ from rich.console import Console
 from jaxpipe.config import LogConfig
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.training.metrics import MetricsLog, memory_peak, peak_flops
+from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
 
 

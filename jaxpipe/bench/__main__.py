@@ -15,9 +15,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, pages, scale, show, step, train
+from jaxpipe.bench import costs, pages, show, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
+from jaxpipe.planning import scale
 from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {

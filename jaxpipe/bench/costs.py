@@ -65,7 +65,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     import jax
 
     from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
-    from jaxpipe.training.metrics import peak_flops
+    from jaxpipe.runtime.devices import peak_flops
     from jaxpipe.training.trainer import Trainer
 
     device = jax.devices()[0]

@@ -136,13 +136,13 @@ def _loops(
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
-            before = Gradients(*state)
-            return tuple(
-                chunk(given).gradient(
-                    op, of_microbatch(given, row), before,
-                    lambda ring: Kept.read(given["by_f"][ring], before.rings[ring], row, op),
-                )
+            dy, by_b, totals = state
+            made = chunk(given).gradient(
+                op, of_microbatch(given, row), Gradients(dy, tuple(r.of(op) for r in by_b), totals),
+                lambda ring: Kept.read(given["by_f"][ring], by_b[ring], row, op),
             )  # fmt: skip
+            rings = (ring.after_op(op, written) for ring, written in zip(by_b, made.rings))
+            return made.dx, tuple(rings), made.totals
 
         return run
 

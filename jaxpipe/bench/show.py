@@ -14,7 +14,6 @@ from statistics import median
 import msgspec
 
 from jaxpipe.bench import costs
-from jaxpipe.bench.goals import goals_table
 from jaxpipe.bench.options import markdown
 from jaxpipe.bench.results import Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS
@@ -62,7 +61,7 @@ def _steps(path: Path) -> str:
     rounds = max(len(steps.rounds) for steps in result.steps)
     return (
         f"\n{result.date}, {result.machine}; {_versions(result.versions)}; medians of {rounds} "
-        f"rounds. `{result.command}`\n\n{table(result, spread=False)}\n\n{goals_table(result)}\n\n"
+        f"rounds. `{result.command}`\n\n{table(result, spread=False)}\n\n"
     )
 
 

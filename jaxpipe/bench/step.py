@@ -11,8 +11,7 @@ tokens, whose losses must agree.
   bubble = share of both cores' time during a step in which the ranks' processes used none.
 
 All take turns in rounds, and a step in which other processes used over 6 % of a core is made again.
-Memory is measured last, every schedule in fresh processes. What is asked of the figures, and by how
-much they miss it, is printed below them.
+Memory is measured last, every schedule in fresh processes.
 """
 
 import argparse
@@ -34,7 +33,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.bench.goals import goals_table
 from jaxpipe.bench.options import add_config, add_out, at_least_one, check_out
 from jaxpipe.bench.processes import BenchError, Group, loss_of, processor, seconds_of
 from jaxpipe.bench.results import Peak, Result, Steps, table
@@ -94,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
         for result in _Bench(arguments, config, Path(directory)).results():
             if arguments.out:
                 result.write(arguments.out)
-    print(f"{table(result)}\n\n{goals_table(result)}")
+    print(table(result))
 
 
 class _Bench:

@@ -50,7 +50,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
     from jaxpipe.bench.processes import seconds_of
     from jaxpipe.bench.worker import Worker
-    from jaxpipe.training.metrics import memory_peak, peak_flops
+    from jaxpipe.runtime.devices import memory_peak, peak_flops
 
     parallel, train = config.parallel, config.train
     devices = parallel.pp * parallel.dp * parallel.tp

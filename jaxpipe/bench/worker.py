@@ -22,7 +22,6 @@ from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
-from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
@@ -131,11 +130,6 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
     converted = from_builtins(config)
     parallel = converted.parallel
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
-
-
-def grid_of(trainer: Trainer) -> Grid:
-    """The ticks of its step, `[tick][rank]`."""
-    return place(trainer.schedule, trainer.execution.lockstep)
 
 
 def _batch(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -9,7 +9,6 @@ nothing is overwritten.
 """
 
 import argparse
-import re
 import signal
 import sys
 import tomllib
@@ -26,8 +25,7 @@ from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingfac
 from jaxpipe.checkpoint.inspection import inspected
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, from_builtins
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from jaxpipe.config.units import parse_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +62,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     outgoing.add_argument("out", type=Path, metavar="OUT_DIR", help="must not exist, or be empty")
     outgoing.add_argument("--config", help="a TOML file; default: the one in the checkpoint")
     outgoing.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    outgoing.add_argument("--max-shard-size", type=_bytes, default="5GB", metavar="SIZE")
+    outgoing.add_argument("--max-shard-size", type=parse_bytes, default="5GB", metavar="SIZE")
     outgoing.add_argument(
         "--max-positions",
         type=int,
@@ -125,14 +123,6 @@ def _stored_config(checkpoint: StoredCheckpoint) -> Config:
             f"checkpoint {checkpoint.directory} holds no configuration that this version reads: "
             f"give --config."
         ) from error
-
-
-def _bytes(text: str) -> int:
-    """A size such as 5GB or 512MiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", text.strip().upper())
-    if not found or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 512MiB")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _unraisable(unraisable: Any) -> None:

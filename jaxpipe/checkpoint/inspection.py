@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from jaxpipe.checkpoint.store import steps_in
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.config.units import readable_bytes
 
 
 def inspected(directory: Path) -> RenderableType:
@@ -41,8 +41,8 @@ def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
         "steps": ", ".join(map(str, steps)),
         "step": meta["step"],
         "layers": len(layers),
-        "parameters": f"{sum(map(_size, params)):,}, {decimal(_bytes(params))}",
-        "moments": decimal(_bytes(rest)) if rest else "none: parameters only",
+        "parameters": f"{sum(map(_size, params)):,}, {readable_bytes(_bytes(params))}",
+        "moments": readable_bytes(_bytes(rest)) if rest else "none: parameters only",
     }
     facts |= {
         name: meta[name]
@@ -66,7 +66,7 @@ def _parameters(checkpoint: StoredCheckpoint) -> Table:
     for title in ("number", "size"):
         table.add_column(title, justify="right")
     for row, leaves in sorted(groups.items()):
-        table.add_row(*row, str(len(leaves)), decimal(_bytes(leaves)))
+        table.add_row(*row, str(len(leaves)), readable_bytes(_bytes(leaves)))
     return table
 
 

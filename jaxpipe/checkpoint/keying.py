@@ -24,7 +24,24 @@ Part = Callable[[Any, Stored, int | None], Any]  # of a leaf, how it is stored, 
 
 @dataclass(frozen=True)
 class Keying:
-    """Turns stage form into layer-keyed form and back, without leaving the devices."""
+    """Turns stage form into layer-keyed form and back, without leaving the devices.
+
+    Attributes:
+      layout: which rank has which layer.
+      sharding: how leaves are stored.
+
+    The methods take a state: any tree in which trees in stage form stand, as parameters and moments
+    do, and arrays beside them, such as the step.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxpipe.parallel import make_mesh
+    >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
+    >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
+    >>> params = {"shared": {"norm": jnp.ones(4)}, "layers": layers}
+    >>> keyed = Keying(layout, Sharding(mesh)).keyed_shapes({"params": params})["params"]
+    >>> sorted(keyed), keyed["layers"]["1"]["up"].shape
+    (['ends', 'layers'], (8,))
+    """
 
     layout: StageLayout
     sharding: Sharding

@@ -26,6 +26,23 @@ class Checkpoints:
     All processes of a run call its methods alike. The newest `keep` stay on disk, and those whose
     step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
     written.
+
+    >>> import tempfile
+    >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+    >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
+    >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
+    >>> params = {"shared": {"norm": jnp.ones(4)}, "layers": layers}
+    >>> sharding = Sharding(mesh)
+    >>> params = jax.device_put(params, sharding.shardings(params))
+    >>> how = {"keep": 2, "asynchronous": False, "keying": Keying(layout, sharding)}
+    >>> with (
+    ...     tempfile.TemporaryDirectory() as directory,
+    ...     Checkpoints(Path(directory), **how) as checkpoints,
+    ... ):
+    ...     checkpoints.save(7, {"params": params}, {"position": 56})
+    ...     state, meta = checkpoints.restore({"params": params}, say=print)
+    >>> meta["position"], state["params"]["layers"][1]["up"].shape
+    (56, (1, 8))
     """
 
     def __init__(
@@ -81,6 +98,9 @@ class Checkpoints:
 
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Start saving; returns once the state is copied from the devices, if asynchronous.
+
+        `state` has trees in stage form; `meta` is anything that JSON can write. A step that is
+        there already is left as it is.
 
         What cannot be written is said, and training goes on: the checkpoints before it stay.
         """

@@ -41,10 +41,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _with_preset(tree)
     sections = _sections(tree)
     _check_names(tree, sections)
-    try:
-        config = from_builtins(tree)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_sentence(str(error), tree, sections)) from error
+    _check_values(tree, sections)
+    config = from_builtins(tree)
     _check_finite(config)
     if config.run.dir:
         return config
@@ -137,26 +135,33 @@ def _nearest(word: str, known: Any, prefix: str = "") -> str:
     return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
 
 
-def _sentence(message: str, tree: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
-    """msgspec's message with the key first and the value at the end."""
-    what, _, where = message.partition(" - at `$")
-    key = where.strip("`.").removeprefix(".")
-    value: Any = tree
-    for part in re.findall(r"\w+", key):
-        value = value.get(part) if isinstance(value, Mapping) else value
-    if what.startswith("Object missing"):
-        field = what.split("`")[1]
-        return f"{key}.{field} is missing: give it a value.".removeprefix(".")
-    if what.startswith("Invalid enum value"):
-        return f"unknown {key}={value!r}: use one of {', '.join(_choices(key, sections))}."
-    what = re.sub(", got `.*`$", "", what)
-    return f"{key}: {what[0].lower()}{what[1:]}, got {value!r}."
+def _check_values(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
+    """Every value is there where it must be, and of its field's type and range."""
+    for name, section in sections.items():
+        given, hints = tree.get(name, {}), get_type_hints(section, include_extras=True)
+        for field in msgspec.structs.fields(section):
+            key = f"{name}.{field.name}"
+            if field.name in given:
+                _check_value(key, given[field.name], hints[field.name])
+            elif field.required and (name in tree or _is_required(name)):
+                raise ConfigError(f"{key} is missing: give it a value.")
 
 
-def _choices(key: str, sections: Mapping[str, Any]) -> list[str]:
-    """What the `Literal` field at `section.field` may hold."""
-    section, field = key.split(".")
-    hint = get_type_hints(sections[section])[field]
+def _is_required(section: str) -> bool:
+    return next(field.required for field in msgspec.structs.fields(Config) if field.name == section)
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
     kinds = (hint, *get_args(hint))
-    literals = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
-    return literals + ["a list of integers" for kind in kinds if get_origin(kind) is tuple]
+    choices = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
+    choices += ["a list of integers" for kind in kinds if get_origin(kind) is tuple]
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        if choices and not isinstance(value, list):
+            raise ConfigError(
+                f"unknown {key}={value!r}: use one of {', '.join(choices)}."
+            ) from error
+        rule, _, place = str(error).partition(" - at `$")  # place: an entry of a list, "[1]`"
+        expected = rule.partition(", got ")[0]  # "Expected `int` >= 1"
+        raise ConfigError(f"{key}{place[:-1]}: {expected.lower()}, got {value!r}.") from error

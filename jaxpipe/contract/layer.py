@@ -35,6 +35,8 @@ class Context(NamedTuple):
 class Side(NamedTuple):
     """What a layer makes beside y; devices along tp must make it alike.
 
+    A layer may leave out any of it, and layers of a kind make the same names in the same shapes.
+
     Attributes:
       loss: a scalar that is added to the summed loss, and like it divided by the number of terms of
         the whole batch; None: none. It is differentiated.
@@ -48,7 +50,15 @@ class Side(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns: y like x, the state for the next slice, and what it makes beside."""
+    """What a layer returns.
+
+    Attributes:
+      y: of x's shape and dtype, `[B, L, D]` in a decoder.
+      state: what it leaves for the next slice, of the form of `context.state`; None: nothing.
+      side: what it makes beside.
+
+    A layer without state or side outputs returns `LayerOutput(y)`.
+    """
 
     y: "jax.Array"
     state: Tree = None
@@ -67,6 +77,12 @@ class LayerKind:
         the one that it is given.
       keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores whatever is
         rematerialised: what must not be computed twice, such as indices of a top-k.
+
+    >>> from jaxpipe.partition.leaf import Leaf
+    >>> def layer(params, x, context):
+    ...     return LayerOutput(x + x @ params["up"])
+    >>> LayerKind(layer, {"up": Leaf(matrix=(0, 1))}).keep
+    ()
     """
 
     layer: Callable[[Tree, "jax.Array", Context], LayerOutput]

@@ -35,6 +35,19 @@ class StageFunctions:
       next_variables: `(variables, side) -> variables` after a step; None: they stay.
 
     Raises `ValueError` where the order names a kind that there is not, or several kinds have none.
+
+    Two layers of one kind and a sum of squares, where a batch is `{"inputs": [M, B, D]}`:
+
+    >>> from jaxpipe.contract import LayerKind, LayerOutput
+    >>> model = StageFunctions(
+    ...     embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+    ...     kinds={"double": LayerKind(lambda params, x, context: LayerOutput(x * params))},
+    ...     head=lambda shared, x, rows: (x**2).sum(),
+    ...     count=lambda rows: rows["inputs"].shape[0],
+    ...     order=("double", "double"),
+    ... )
+    >>> model.kinds_of(2), model.sliced
+    (('double', 'double'), False)
     """
 
     embed: Callable[[Tree, Tree], "jax.Array"]

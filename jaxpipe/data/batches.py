@@ -2,7 +2,7 @@
 
 The order is a function of (seed, position) alone, where position counts the samples taken so far.
 Sample (m, b) of a step is number `position + m * B + b` of the order, whatever dp, pp and the
-number of processes; a process reads only its own rows b. M microbatches, B examples in one
+number of processes, of which each makes the whole batch. M microbatches, B examples in one
 microbatch over all dp ranks, L tokens.
 """
 

@@ -3,9 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from jaxpipe.config.units import readable_bytes
 from jaxpipe.gpu.check import Report
-
-_GIB = 2**30
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -40,13 +39,17 @@ def as_json(report: Report) -> dict[str, Any]:
 def lines(report: Report) -> list[str]:
     """The report in words, a fact a line."""
     size, program = report.bytes, report.program
+    memory, usable = map(readable_bytes, (report.memory, report.usable))
+    peak, arguments, temporaries, outputs, aliased = map(
+        readable_bytes,
+        (size.peak, size.arguments, size.temporaries, size.outputs, size.aliased),
+    )
     return [
         f"{report.devices} x {report.card} ({report.topology}): compiled in "
         f"{report.seconds:.0f} s for a device that is not there; nothing was run",
-        f"memory: peak {_size(size.peak)} of the {_size(report.usable)} that jax takes of "
-        f"{_size(report.memory)}: {'fits' if report.fits else 'DOES NOT FIT'} (arguments "
-        f"{_size(size.arguments)}, temporaries {_size(size.temporaries)}, outputs "
-        f"{_size(size.outputs)} of which {_size(size.aliased)} in place of arguments; without "
+        f"memory: peak {peak} of the {usable} that jax takes of {memory}: "
+        f"{'fits' if report.fits else 'DOES NOT FIT'} (arguments {arguments}, temporaries "
+        f"{temporaries}, outputs {outputs} of which {aliased} in place of arguments; without "
         f"CUDA's context and NCCL's buffers)",
         *_advice(report),
         _permutes(report),
@@ -96,7 +99,3 @@ def _graphs(report: Report) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-
-
-def _size(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

@@ -119,7 +119,14 @@ class StageLayout:
         return next((r, row.index(layer)) for r, row in enumerate(self.table) if layer in row)
 
     def stack(self, layers: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Slots of the layers' trees: leaves `[P, ...]`, zeros where a rank has no such layer."""
+        """Slots of the layers' trees: leaves `[P, ...]`, zeros where a rank has no such layer.
+
+        `layers` are the trees of all layers in order, of a kind all of the same shapes.
+
+        >>> slots = StageLayout((1, 2)).stack([{"w": jnp.full(3, i)} for i in range(3)])
+        >>> [slot["w"].tolist() for slot in slots]
+        [[[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [2, 2, 2]]]
+        """
         slots = []
         for ranks in zip(*self.table):
             zeros = jax.tree.map(jnp.zeros_like, layers[max(i for i in ranks if i is not None)])
@@ -128,7 +135,12 @@ class StageLayout:
         return tuple(slots)
 
     def unstack(self, slots: Sequence[Tree]) -> list[Tree]:
-        """The layers' trees in order: the inverse of `stack`."""
+        """The layers' trees in order: the inverse of `stack`.
+
+        >>> layout = StageLayout((1, 2))
+        >>> [layer.tolist() for layer in layout.unstack(layout.stack([jnp.ones(2)] * 3))]
+        [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+        """
         places = map(self.place_of, range(self.layers))
         return [jax.tree.map(lambda leaf: leaf[rank], slots[slot]) for rank, slot in places]  # noqa: B023
 
@@ -157,5 +169,5 @@ def _common(left: Sequence[str], right: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_stage_form(node: Any) -> bool:
-    """Whether this is a tree in stage form."""
+    """Whether this is a tree in stage form: `{"shared": tree, "layers": slots}`."""
     return isinstance(node, dict) and node.keys() == {"shared", "layers"}

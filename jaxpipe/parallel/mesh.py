@@ -32,8 +32,11 @@ def make_mesh(
     (d div ep, d mod ep) of the axes dp and ep.
 
     Axes are `Auto`: arguments may come in any sharding and are moved, where jax's default
-    (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given and ep
-    divides dp.
+    (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given
+    (`devices`; None: all there are) and ep divides dp.
+
+    >>> dict(make_mesh(pp=1, devices=jax.devices()[:1]).shape)
+    {'pp': 1, 'dp': 1, 'ep': 1, 'tp': 1}
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) != pp * dp * tp:

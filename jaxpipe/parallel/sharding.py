@@ -127,6 +127,14 @@ class Sharding:
       layer: those of the layer in a layer slot, by the slot's number; None: nothing is cut.
       zero_stage: from 1 on all that outlives a step is cut over the replicas: parameters, which are
         the optimizer's masters, and moments.
+
+    The trees that its methods take are in stage form; of their leaves they need shape and dtype.
+
+    >>> from jaxpipe.parallel import make_mesh
+    >>> sharding = Sharding(make_mesh(pp=1, devices=jax.devices()[:1]), zero_stage=1)
+    >>> tree = {"shared": {"norm": jnp.ones(8)}, "layers": ({"up": jnp.ones((1, 8, 4))},)}
+    >>> sharding.stored(tree)["layers"][0]["up"].names
+    (('pp',), (), ())
     """
 
     mesh: Mesh
@@ -192,5 +200,9 @@ def _undeclared(dims: int, *, of_layer: bool) -> Leaf:
 
 
 def batch_spec() -> PartitionSpec:
-    """A batch `[M, B, ...]` is cut along its examples; every rank sees all microbatches."""
+    """A batch `[M, B, ...]` is cut along its examples; every rank sees all microbatches.
+
+    >>> tuple(batch_spec())
+    (None, ('dp', 'ep'))
+    """
     return PartitionSpec(None, REPLICAS)

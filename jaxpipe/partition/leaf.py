@@ -35,6 +35,11 @@ class Leaf:
         known, None, nothing is padded.
       matrix: its input and output dim if it is a matrix, or a stack of matrices along other dims;
         None: a vector. Weight decay and Muon go by this.
+
+    Eight experts' matrices, of which each device along ep has its equal part:
+
+    >>> sorted(Leaf(cuts=(("ep", 0),), shape=(8, 64, 32), matrix=(1, 2)).parted)
+    ['ep']
     """
 
     cuts: tuple[tuple[str, int], ...] = ()
@@ -61,7 +66,11 @@ class Cutting:
     padding: int = 0
 
     def part_size(self, shape: Sequence[int], mesh: Mapping[str, int], *, whole: Names = ()) -> int:
-        """Values on one device of a leaf of this shape, put together along the axes in `whole`."""
+        """Values on one device of a leaf of this shape, put together along the axes in `whole`.
+
+        >>> Cutting((("pp",), ("dp",), ("tp",))).part_size((4, 32, 48), {"pp": 4, "dp": 2, "tp": 2})
+        384
+        """
         padded = 0 if DP in whole else self.padding
         sizes = [size + padded * (DP in names) for size, names in zip(shape, self.names)]
         parts = prod(mesh[name] for entry in self.names for name in entry if name not in whole)

@@ -29,6 +29,10 @@ class Execution:
 
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
+
+    >>> how = Execution(Lockstep(in_flight=7), remat="selective", compute_dtype=jnp.bfloat16)
+    >>> how.zero_stage, how.divides_at_end
+    (0, False)
     """
 
     lockstep: Lockstep = field(default_factory=Lockstep)

@@ -37,7 +37,24 @@ class Pipeline:
 
     The methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`), a batch
     `[M, B, ...]`, B cut over the replicas, and the model's variables, if it has any. They raise
-    `ValueError` where these do not fit the rest.
+    `ValueError` where these do not fit the rest. They are to be called within `jax.jit`:
+
+    >>> from jaxpipe.contract import LayerKind, LayerOutput
+    >>> from jaxpipe.parallel import make_mesh
+    >>> from jaxpipe.schedule import build
+    >>> model = StageFunctions(
+    ...     embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+    ...     kinds=LayerKind(lambda params, x, context: LayerOutput(x * params["gain"])),
+    ...     head=lambda shared, x, rows: (x**2).sum(),
+    ...     count=lambda rows: jnp.size(rows["inputs"]),
+    ... )
+    >>> mesh = make_mesh(pp=2, devices=jax.devices()[:2])
+    >>> pipeline = Pipeline(model, build("zb_h1", pp=2, microbatches=4), mesh, (1, 1))
+    >>> layers = [{"gain": jnp.float32(2)}, {"gain": jnp.float32(3)}]
+    >>> params = {"shared": {"scale": jnp.float32(1)}, "layers": pipeline.layout(1).stack(layers)}
+    >>> got = jax.jit(pipeline.step)(params, {"inputs": jnp.ones((4, 2, 4))})
+    >>> got.losses.tolist(), got.gradients["layers"][0]["gain"].tolist()
+    ([9.0, 9.0, 9.0, 9.0], [36.0, 24.0])
     """
 
     functions: StageFunctions
@@ -175,6 +192,10 @@ def loss_and_gradients(
     **options: Any,
 ) -> tuple[jax.Array, Tree]:
     """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
+
+    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`. Gradients come
+    in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
+    model, parameters, batch, schedule and mesh do not fit each other.
 
     A regression through four layers on two ranks:
 

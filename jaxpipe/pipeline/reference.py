@@ -12,9 +12,12 @@ Tree = Any
 
 
 class StepOutput(NamedTuple):
-    """What a step computes: shares of the loss `[M]`, gradients (None: forward only), side outputs.
+    """What a step computes.
 
-    `side` has the sums and maxima over all layers, microbatches and replicas.
+    Attributes:
+      losses: each microbatch's share of the loss, `[M]`; their sum is the loss.
+      gradients: of that sum, a tree like the parameters'; None: forward only.
+      side: sums and maxima over all layers, microbatches and replicas; its loss is in `losses`.
     """
 
     losses: jax.Array
@@ -32,8 +35,26 @@ def step_ref(
 ) -> StepOutput:
     """Each microbatch's share of the loss, the gradients of their sum, and the side outputs.
 
-    So many `slices` in a row are microbatches of the same sequences. `layers` are the parameters of
-    all layers in order; gradients come as `{"shared": tree, "layers": [tree, ...]}`.
+    `layers` are the parameters of all layers in order, of whole layers: no device shares them. The
+    leaves of `batch` are `[M, B, ...]`; so many `slices` in a row are microbatches of the same
+    sequences. `variables` is what layers find in their context. Gradients come as
+    `{"shared": tree, "layers": [tree, ...]}`, in the parameters' dtypes. The loss is the sum over
+    all examples, and over the losses that layers make, divided by the number of the head's terms
+    (0 where there are none).
+
+    Raises `ValueError` where the order of kinds has another number of layers.
+
+    >>> from jaxpipe.contract import LayerKind, LayerOutput
+    >>> model = StageFunctions(
+    ...     embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+    ...     kinds=LayerKind(lambda params, x, context: LayerOutput(x * params["gain"])),
+    ...     head=lambda shared, x, rows: (x**2).sum(),
+    ...     count=lambda rows: jnp.size(rows["inputs"]),
+    ... )
+    >>> layers = [{"gain": jnp.float32(2)}, {"gain": jnp.float32(3)}]
+    >>> got = step_ref(model, {"scale": jnp.float32(1)}, layers, {"inputs": jnp.ones((4, 2, 4))})
+    >>> got.losses.tolist(), float(got.gradients["layers"][0]["gain"])
+    ([9.0, 9.0, 9.0, 9.0], 36.0)
     """
     microbatches = [
         jax.tree.map(lambda a, m=m: a[m], batch) for m in range(jax.tree.leaves(batch)[0].shape[0])

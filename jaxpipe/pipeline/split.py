@@ -175,6 +175,17 @@ def split_layer(
     `jax.checkpoint`, is one opaque equation: B then makes the gradients of its weights.
 
     Raises `ValueError` where B would need the state as it was before this slice, or W any of it.
+
+    Of `x + tanh(x @ up)` what F stores for B (the tanh) and for W (x, unless B hands it on):
+
+    >>> def layer(params, x, context):
+    ...     return LayerOutput(x + jnp.tanh(x @ params["up"]))
+    >>> given = {"up": jnp.ones((8, 8))}, jnp.ones((2, 6, 8)), Context(rows={})
+    >>> split = split_layer(layer, *given)
+    >>> [leaf.shape for leaf in split.residuals.for_b + split.residuals.for_w]
+    [(2, 6, 8), (2, 6, 8)]
+    >>> [leaf.shape for leaf in split.stash]
+    [(2, 6, 8)]
     """
     params, x, context = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context)

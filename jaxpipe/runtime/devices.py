@@ -1,4 +1,4 @@
-"""Devices by name: the numbers of their data sheets."""
+"""Devices by name: the numbers of their data sheets, and what is known of those that are here."""
 
 from typing import NamedTuple
 
@@ -19,3 +19,21 @@ DEVICES: dict[str, Device] = {
     "L40S": Device(362e12, 48 * _GB),
     "RTX 4090": Device(165e12, 24 * _GB),
 }
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bfloat16 FLOP/s of a device by jax's name for it; None where unknown.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+    (989000000000000.0, None)
+    """
+    return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
+
+
+def memory_peak() -> int | None:
+    """Most bytes in use so far on any device of this process; None where jax does not know."""
+    import jax
+
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    return max(peaks, default=None)

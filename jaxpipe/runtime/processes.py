@@ -85,7 +85,7 @@ def largest_soon(value: Callable[[], int]) -> Callable[[], int]:
     """`largest` without waiting: the result is there once the devices did what they had to do.
 
     Several processes ask for their values now. A single one asks for its own, which takes no time,
-    when its result is called.
+    when its result is called. Raises `JaxRuntimeError`, now or then, where another process is gone.
     """
     import jax
     import numpy as np
@@ -94,7 +94,10 @@ def largest_soon(value: Callable[[], int]) -> Callable[[], int]:
         return value
     sharding, compiled = _compiled_largest()
     values = jax.make_array_from_process_local_data(sharding, np.array([value()], np.int32))
-    most = compiled(values)
+    try:
+        most = compiled(values)
+    except ValueError as error:  # so small a program runs on a CPU at once, where another is gone
+        raise jax.errors.JaxRuntimeError(str(error)) from error
     return lambda: int(most)
 
 

@@ -1,34 +1,14 @@
-"""How fast and how well: peaks of devices, and the log that a run leaves."""
+"""The log that a run leaves."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from tensorboardX import SummaryWriter
-
-from jaxpipe.runtime.devices import DEVICES
 
 Value = float | list[Any]  # a number, or nested lists of numbers
 _SCALARS = 64  # numbers of a list that TensorBoard still shows one by one
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device by jax's name for it; None where unknown.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
-    (989000000000000.0, None)
-    """
-    return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
-
-
-def memory_peak() -> int | None:
-    """Most bytes in use so far on any device of this process; None where jax does not know."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-    return max(peaks, default=None)
 
 
 class MetricsLog:
@@ -47,6 +27,8 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)
         self._writer = None
         if tensorboard:
+            from tensorboardX import SummaryWriter
+
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
 
     def __enter__(self) -> "MetricsLog":

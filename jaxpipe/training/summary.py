@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning import configured, rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate, timeline
 from jaxpipe.training.trainer import Trainer
@@ -95,16 +96,3 @@ def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:
         shardings,
     )
     return sum(jax.tree.leaves(local))
-
-
-def readable_bytes(count: float) -> str:
-    """A size in binary units.
-
-    >>> readable_bytes(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -29,9 +29,9 @@ from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
+from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
-from jaxpipe.training.metrics import memory_peak, peak_flops
 
 Tree = Any
 _RATES = (  # what else a line of the log may hold

@@ -14,11 +14,19 @@ from commands import start
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
-from jaxpipe.bench import costs, memory, rounds, scale, show, step, worker
+from jaxpipe.bench import costs, memory, rounds, show, step, worker
 from jaxpipe.bench.ops import OpTimer, UpdateTimer
 from jaxpipe.bench.results import Result
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
-from jaxpipe.planning import Hardware, LayerSeconds, OpSeconds, candidate, estimate, op_seconds
+from jaxpipe.planning import (
+    Hardware,
+    LayerSeconds,
+    OpSeconds,
+    candidate,
+    estimate,
+    op_seconds,
+    scale,
+)
 from jaxpipe.schedule import Variant
 from jaxpipe.training.trainer import Trainer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from jaxpipe import profile
-from jaxpipe.bench.ticks import Event, ProfileError, bubbles, op_seconds, ticks_of
 from jaxpipe.schedule import Op, build
 from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.recorded import Event, ProfileError, bubbles, op_seconds, ticks_of
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 

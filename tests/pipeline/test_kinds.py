@@ -46,8 +46,13 @@ def run(schedule, order, *, dp=2, ep=2, **execution):
     return got, want._replace(gradients=staged)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", BUILDERS)
+OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule of each
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [(name, "mixed") for name in BUILDERS] + [(name, "first_other") for name in OF_PLACEMENTS],
+)
 def test_kinds_under_every_schedule(name, order):
     schedule = near(name, 2, 1)
     with jax.enable_x64(True):
@@ -59,10 +64,12 @@ def test_kinds_under_every_schedule(name, order):
         np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-@pytest.mark.parametrize("zero", [(0, False), (1, False), (3, False), (3, True)], ids=str)
-def test_kinds_however_they_are_stored(zero, remat):
-    stage, reshard = zero
+@pytest.mark.parametrize(
+    ("stage", "reshard", "remat"),
+    [(0, False, "none"), (0, False, "selective"), (0, False, "full"), (1, False, "none"),
+     (3, False, "none"), (3, True, "none"), (3, True, "selective"), (3, True, "full")],
+)  # fmt: skip
+def test_kinds_however_they_are_stored(stage, reshard, remat):
     schedule = build("zb_h1", pp=4, microbatches=5)
     how = {"zero_stage": stage, "reshard_after_forward": reshard, "remat": remat}
     with jax.enable_x64(True):

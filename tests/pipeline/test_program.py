@@ -1,7 +1,6 @@
-"""What XLA is given and makes of it: permutes, copies, size, time and FLOPs of the step."""
+"""What XLA is given and makes of it: permutes, copies, size and FLOPs of the step."""
 
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +34,34 @@ def test_two_permutes_a_tick(name, pp, microbatches, transfer_ticks):
     assert len(re.findall(r"= .*collective-permute(?:-start)?\(", while_body(text))) == 2
 
 
+def copies_in_the_loop(compiled_step, sizes, shape):
+    """Copies, outside the entry, of rings of any of these sizes whose slots have this shape."""
+    text = compiled_step.as_text()
+    loop = text.replace(text[text.index("ENTRY") :], "")
+    sizes = "|".join(map(str, sizes))
+    slot = ",".join(map(str, shape))
+    return re.findall(rf"\w+\[(?:{sizes}),{slot},[\d,]+\]\S* copy\(", loop)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_ring_is_copied_in_the_loop(name):
     trace, schedule = traced(name, 4, 8)
     slots = lower(schedule).slots
-    text = trace.lower().compile().as_text()
-    loop = text.replace(text[text.index("ENTRY") :], "")
     # Every message, residual and stash of the toy layer is [examples, length, ...].
-    sizes = "|".join(map(str, {slots.inbox + 1, *slots[1:]} - {0}))
-    assert not set(re.findall(rf"\w+\[(?:{sizes}),{WIDE},6,[\d,]+\]\S* copy\(", loop))
+    sizes = {slots.inbox + 1, *slots[1:]} - {0}
+    assert not copies_in_the_loop(trace.lower().compile(), sizes, (WIDE, 6))
+
+
+def test_a_ring_that_is_copied_is_seen():
+    """Two rings that change places in every tick cannot be written in place."""
+    ring = jnp.zeros((3, WIDE, 6, 8))
+
+    def tick(carry, i):
+        one, other = carry
+        return (other.at[i % 3].add(1.0), one.at[i % 3].multiply(2.0)), other[0, 0, 0, 0]
+
+    step = jax.jit(lambda one, other: jax.lax.scan(tick, (one, other), jnp.arange(5)))
+    assert copies_in_the_loop(step.lower(ring, ring + 1).compile(), {3}, (WIDE, 6))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
@@ -59,18 +77,12 @@ def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
     assert not re.findall(rf"\w+\[(?:{slots.state}|{slots.dstate}),{one}\]\S* copy\(", loop)
 
 
-def test_size_and_compile_time_do_not_grow_with_microbatches():
-    """Other sizes in every round: a program that was compiled before would come from a cache."""
-    lines, seconds = {}, {4: [], 64: []}
-    for examples in (4, 5, 6):
-        for microbatches in seconds:
-            trace, _ = traced("1f1b", 4, microbatches, examples=examples)
-            start = time.perf_counter()
-            text = trace.lower().compile().as_text()
-            seconds[microbatches].append(time.perf_counter() - start)
-            lines[microbatches] = len(text.splitlines())
+def test_size_does_not_grow_with_microbatches():
+    lines = {
+        microbatches: len(compiled("1f1b", 4, microbatches).as_text().splitlines())
+        for microbatches in (4, 64)
+    }
     assert lines[64] <= 1.02 * lines[4]
-    assert 0.05 < min(seconds[64]) <= 1.5 * min(seconds[4])
 
 
 @pytest.mark.parametrize("name", BUILDERS)

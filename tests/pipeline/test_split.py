@@ -239,3 +239,25 @@ def test_transposed_products_keep_precision_and_order():
     values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, a, b)
     for got, want in zip(values, turned(a, b)):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_must_be_kept_is_never_made_again(layer_case, policy):
+    """Indices of largest values are stored by their name where all else is repeated."""
+    params, x, context, dy = layer_case
+
+    def layer(params, x, context):
+        choice = checkpoint_name(jnp.argmax(x, axis=-1), "choice")
+        return LayerOutput(x + jnp.tanh(x) * jax.nn.one_hot(choice, x.shape[-1], dtype=x.dtype))
+
+    def made_again(keep):
+        split = split_layer(layer, params, x, context, POLICIES[policy], keep)
+        _, kept = split.forward(params, x, context)
+        backward = jax.make_jaxpr(split.backward)(params, context, kept, Cotangent(dy))
+        dx, _ = split.backward(params, context, kept, Cotangent(dy))
+        _, pull = jax.vjp(lambda x: layer(params, x, context).y, x)
+        np.testing.assert_allclose(dx.value, pull(dy)[0], rtol=2e-6, atol=1e-6)
+        return "argmax" in str(backward)
+
+    assert not made_again(("choice",))
+    assert made_again(()) == (policy != "none")

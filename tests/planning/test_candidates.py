@@ -8,7 +8,6 @@ import pytest
 from legal import QUICK
 
 from jaxpipe import config as configs
-from jaxpipe.bench import scale
 from jaxpipe.bench.__main__ import main as bench
 from jaxpipe.plan import main
 from jaxpipe.planning import (
@@ -19,6 +18,7 @@ from jaxpipe.planning import (
     estimate,
     layers_of,
     lockstep_of,
+    scale,
     schedule_of,
 )
 from jaxpipe.planning.candidates import variants

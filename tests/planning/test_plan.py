@@ -10,10 +10,11 @@ import pytest
 from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 
 from jaxpipe import config as configs
+from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.plan import main, parse_bytes
-from jaxpipe.planning import Hardware, analytic, candidates, estimate
+from jaxpipe.plan import main
+from jaxpipe.planning import Hardware, analytic, candidates, configured, estimate
 from jaxpipe.schedule import BUILDERS, Lockstep, lower
 from jaxpipe.training.trainer import Trainer
 
@@ -30,14 +31,20 @@ def estimates_of(*overrides, ticks=1):
     }  # fmt: skip
 
 
+def estimate_of(*overrides):
+    """The configuration, and the estimate of the schedule that it names."""
+    config = configs.load(SMALL, [*overrides, "parallel.transfer_ticks=1"])
+    return config, estimate(config, configured(config), analytic(config, Hardware()))
+
+
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_bytes_are_the_trainers(pp, remat):
     overrides = (f"parallel.pp={pp}", "model.n_layers=6", f"train.remat={remat}",
                  "train.grad_accum_steps=8", "parallel.dp=1")  # fmt: skip
-    config, _, estimates = estimates_of(*overrides)
+    config, estimated = estimate_of(*overrides)
     trainer = Trainer(config, tuple(jax.devices()[:pp]))
-    predicted = estimates["1f1b"].bytes
+    predicted = estimated.bytes
 
     def on_a_device(shapes, shardings):
         leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
@@ -93,9 +100,9 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage, vocab):
     overrides += ["model.n_layers=4", "model.n_kv_heads=2", "model.tie_embeddings=true"]
     overrides += ["train.grad_accum_steps=8", f"parallel.zero_stage={zero_stage}"]
     overrides += [f"parallel.vocab_parallel_pp={vocab}"]
-    config, _, estimates = estimates_of(*overrides)
+    config, estimated = estimate_of(*overrides)
     trainer = Trainer(config)
-    predicted = estimates["1f1b"].bytes
+    predicted = estimated.bytes
     held = zip(
         jax.tree.leaves(trainer.state_shapes.params),
         jax.tree.leaves(trainer.state_shardings.params),
@@ -135,10 +142,8 @@ def test_a_shared_vocabulary_makes_stages_equal():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
 def test_bytes_of_moments(optimizer):
-    config, _, estimates = estimates_of(
-        "parallel.pp=2", "parallel.tp=2", "train.grad_accum_steps=8",
-        f"optimizer.name={optimizer}",
-    )  # fmt: skip
+    sizes = ("parallel.pp=2", "parallel.tp=2", "train.grad_accum_steps=8")
+    config, estimated = estimate_of(*sizes, f"optimizer.name={optimizer}")
     trainer = Trainer(config)
     held = zip(
         jax.tree.leaves(trainer.state_shapes.optimizer),
@@ -146,7 +151,7 @@ def test_bytes_of_moments(optimizer):
     )
     # Counters and the coefficients of Muon's iteration are no moments.
     moments = sum(4 * prod(s.shard_shape(leaf.shape)) for leaf, s in held if leaf.size > 16)
-    assert estimates["1f1b"].bytes.optimizer == moments
+    assert estimated.bytes.optimizer == moments
 
 
 def test_deferred_ends_take_what_the_head_leaves():
@@ -182,9 +187,9 @@ def test_every_schedule_that_fits_the_sizes_is_there():
 
 
 def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
-    start = time.perf_counter()
+    start = time.process_time()
     assert main([str(CONFIGS / "llama3_70b_plan.toml"), "--memory", "80GiB", "--json"]) == 0
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     plan = json.loads(capsys.readouterr().out)
     rows = {row["schedule"]: row for row in plan["schedules"]}
     assert plan["best"] in rows
@@ -198,7 +203,7 @@ def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
         )
     # tokens/s cannot exceed what the devices' FLOPs allow: 6 N FLOPs a token, half the peak.
     assert fastest < 1024 * 0.5 * 989e12 / (6 * 70e9)
-    assert seconds < 30  # 8 s alone on 2 cores; the machine may be busy
+    assert seconds < 20  # of a processor, however busy it is; 8 s by the clock of one at rest
 
 
 def test_the_command_prints_draws_and_advises(capsys, tmp_path):

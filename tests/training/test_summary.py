@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from jaxpipe import config as configs
+from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning import configured, lockstep_of, rank_bytes, schedule_of
 from jaxpipe.planning.checks import validate
 from jaxpipe.schedule import Lockstep, lower
-from jaxpipe.training.summary import readable_bytes, summary
+from jaxpipe.training.summary import summary
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

@@ -23,7 +23,6 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.bench.options import add_config
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
     ITEMSIZE,
@@ -162,7 +161,8 @@ def _variants(config: Config) -> list[Variant]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add_config(parser, "configs/llama3_8b_pp4.toml")
+    parser.add_argument("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add("--device", default="H100", choices=DEVICES, help="its memory and peak (default H100)")
     add("--efficiency", type=float, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour in the pipeline (50e9)")

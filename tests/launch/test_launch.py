@@ -1,0 +1,97 @@
+"""The launch scripts with a Python that only says what it is asked to do."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+# Has the version in $VERSION; makes an environment with itself in it; its processes end with what
+# $CODES has for them.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+-) [ -z "$VERSION" ] || echo "$VERSION" ;;
+-m\\ venv*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+-c*) echo 29500 ;;
+*) echo "$PWD: ${JAX_PROCESS_ID:-} $*"
+    [ -z "${JAX_PROCESS_ID:-}" ] || exit "$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")" ;;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A checkout of the scripts alone, with a space in its name."""
+    root = tmp_path / "a checkout"
+    shutil.copytree(LAUNCH, root / "launch")
+    (root / "pyproject.toml").touch()
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return root
+
+
+def run(tree, script, *arguments, cwd=None, **environment):
+    own = {
+        "JAXPIPE_PYTHON": str(tree.parent / "python"),
+        "VERSION": "3.12.1",
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [tree / "launch" / script, *arguments], cwd=cwd or tree, text=True, check=False,
+        capture_output=True, env=own | environment,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
+def test_scripts_can_be_read(script):
+    if script.suffix != ".yaml":
+        assert os.access(script, os.X_OK) or script.name in ("environment.sh", "slurm.sbatch")
+        subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "bench"])
+def test_a_command_is_installed_once_and_given_its_arguments(tree, name):
+    first = run(tree, f"{name}.sh", "a b.toml", "train.steps=2")
+    assert first[0] == 0, first
+    *before, asked = first[1].splitlines()
+    assert asked == f"{tree}:  -m jaxpipe.{name} a b.toml train.steps=2"
+    assert any("-m pip install" in line for line in before)
+    again = run(tree, f"{name}.sh", "a b.toml", "train.steps=2")
+    assert again == (0, asked + "\n", "")
+    with (tree / "pyproject.toml").open("a") as file:
+        file.write("changed")
+    assert "pip install" in run(tree, f"{name}.sh", "a b.toml")[1]
+
+
+def test_a_file_is_meant_from_where_the_user_stands(tree):
+    here = tree.parent / "elsewhere"
+    here.mkdir()
+    (here / "own.toml").touch()
+    _, said, _ = run(tree, "train.sh", "own.toml", "run.dir=runs", cwd=here)
+    assert said.splitlines()[-1] == f"{tree}:  -m jaxpipe.train {here}/own.toml run.dir=runs"
+
+
+def test_an_old_python_is_refused(tree):
+    code, _, said = run(tree, "train.sh", "own.toml", VERSION="")
+    assert code == 1
+    assert "jaxpipe needs Python 3.11, 3.12 or 3.13" in said
+    assert not (tree / ".venv").exists()
+
+
+@pytest.mark.parametrize(("codes", "code"), [("0 0 0", 0), ("0 3 0", 3), ("4 0 0", 4)])
+def test_every_process_is_started_and_one_that_fails_is_told(tree, codes, code):
+    ended, said, _ = run(tree, "local_multiprocess.sh", "3", "own.toml", CODES=codes)
+    assert ended == code
+    asked = sorted(line for line in said.splitlines() if "jaxpipe.train" in line)
+    assert asked == [f"{tree}: {index} -m jaxpipe.train own.toml" for index in range(3)]
+
+
+@pytest.mark.parametrize("arguments", [(), ("0", "own.toml"), ("2",), ("own.toml", "2")], ids=str)
+def test_a_number_of_processes_is_needed(tree, arguments):
+    code, _, said = run(tree, "local_multiprocess.sh", *arguments)
+    assert code == 2
+    assert "usage: ./launch/local_multiprocess.sh N CONFIG" in said
