@@ -34,7 +34,8 @@ PAIRED = ("dualpipe", "dualpipev")  # an F beside a gradient of another chunk
 def from_least(name, pp, more, chunks):
     """Near the fewest microbatches on so many ranks, and so many more; few where it searches."""
     family = FAMILIES[name]
-    return near(name, pp, family.least(pp) - 1 + (1 + more % 6 if family.searched else more), chunks)
+    more = more % 6 if family.searched else more - 1
+    return near(name, pp, family.least(pp) + more, chunks)
 
 
 def writable(tables):
