@@ -2,7 +2,7 @@
 
 from jaxpipe.schedule import FAMILIES, build
 
-QUICK = 20_000  # steps that a search simulates: hardly one
+QUICK = 20_000  # steps that a search simulates: by default many times as many
 
 
 def near(name, pp, microbatches, virtual_stages=None, **options):

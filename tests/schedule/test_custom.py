@@ -1,6 +1,7 @@
 """Schedules through files: the same back, and every fault named by file and cell."""
 
 import pytest
+from legal import near
 
 from jaxpipe.schedule import BUILDERS, ScheduleError, build, read, write
 
@@ -8,7 +9,7 @@ from jaxpipe.schedule import BUILDERS, ScheduleError, build, read, write
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_round_trip(tmp_path, name, suffix):
-    schedule = build(name, pp=4, microbatches=8)
+    schedule = near(name, 4, 8)
     write(schedule, tmp_path / f"{name}{suffix}")
     again = read(tmp_path / f"{name}{suffix}")
     assert again.ranks == schedule.ranks
