@@ -103,13 +103,11 @@ def _loops(
     (kind,) = functions.by_name.values()
     context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32))
     kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
-    split = kind.split
     embed = SharedPart.trace(functions.embed, shared, microbatch)
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
-
-    by_f = tuple(LeftByF(Residuals(*map(_ring, split.residuals)), None) for _ in layers)
-    by_b = tuple(LeftByB(_ring(split.stash), ()) for _ in layers)
+    by_f = tuple(LeftByF(Residuals(*map(_ring, kind.split.residuals)), None) for _ in layers)
+    by_b = tuple(LeftByB(_ring(kind.split.stash), ()) for _ in layers)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
     )
@@ -157,8 +155,9 @@ def _loops(
         dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
-    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f}
-    given |= {"inputs": inputs}
+    given = {
+        "layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f, "inputs": inputs
+    }  # fmt: skip
     states = {
         "F": (forward, (x, by_f)),
         "B": (gradient(Op.B), (x, by_b, zeros["layers"])),
