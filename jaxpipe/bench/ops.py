@@ -99,8 +99,7 @@ def _loops(
     turns: int,
 ) -> dict[str, tuple[Callable[..., Tree], Tree, Tree]]:
     """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
-    x = jax.jit(functions.embed)(shared, microbatch)
-    (kind,) = functions.by_name.values()
+    x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.by_name.values()
     context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32))
     kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
     embed = SharedPart.trace(functions.embed, shared, microbatch)
