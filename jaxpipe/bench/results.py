@@ -93,7 +93,7 @@ class Result(msgspec.Struct):
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the result as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     def variants(self) -> list[str]:

@@ -63,11 +63,11 @@ class TensorFiles:
         return list(self._kinds)
 
     def shape(self, name: str) -> Shape:
-        """Of one tensor."""
+        """Shape of the tensor of that name."""
         return self._kinds[name][0]
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one tensor."""
+        """Dtype of the tensor of that name."""
         return self._kinds[name][1]
 
     def read(self, name: str) -> np.ndarray:

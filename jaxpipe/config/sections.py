@@ -59,7 +59,7 @@ class ParallelConfig(_Section, kw_only=True):
 
     @property
     def mesh(self) -> str:
-        """Its sizes, to print."""
+        """The sizes of the mesh in words."""
         shared = f" sdp={self.sdp}" if self.sdp > 1 else ""
         return f"pp={self.pp} dp={self.dp}{shared} tp={self.tp}"
 
@@ -167,5 +167,5 @@ class Config(_Section, Generic[Model], kw_only=True):
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all devices."""
+        """Tokens that one step trains on, over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len

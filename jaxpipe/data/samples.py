@@ -17,7 +17,7 @@ class Samples(Protocol):
     """Random access to N samples; an array `[N, L + 1]` is one."""
 
     def __len__(self) -> int:
-        """N."""
+        """Number of samples N."""
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """The samples at `indices`, integers `[...]` in 0..N-1, as integers `[..., L + 1]`."""

@@ -60,7 +60,7 @@ def filled(config: Config, devices: int | None) -> Config:
 
 
 def _check_replicas(config: Config) -> None:
-    """Their number is known."""
+    """Raise `ConfigError` where the number of replicas is none, or still to be filled."""
     if config.parallel.dp < 1:
         raise ConfigError(
             f"parallel.dp={config.parallel.dp}: give at least 1; or -1 for all devices that there "

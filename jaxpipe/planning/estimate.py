@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all replicas."""
+        """Tokens a second of the whole step, over all replicas."""
         return self.tokens / self.seconds
 
 

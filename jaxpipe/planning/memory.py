@@ -38,7 +38,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all of them together."""
         return sum(asdict(self).values())
 
 

@@ -61,13 +61,13 @@ class Point:
 
     @property
     def devices(self) -> int:
-        """Of the whole mesh."""
+        """Number of devices of the whole mesh."""
         parallel = self.config.parallel
         return parallel.pp * parallel.dp * parallel.tp
 
     @property
     def tokens_per_device(self) -> float:
-        """A second."""
+        """Tokens a second on one device."""
         return self.config.tokens_per_step / self.seconds / self.devices
 
 

@@ -84,7 +84,10 @@ class Cell(NamedTuple):
     @property
     def actions(self) -> tuple[Action, ...]:
         """The actions present, F first."""
-        return tuple(action for action in self if action is not None)
+        forward, gradient = self
+        if forward is None:
+            return () if gradient is None else (gradient,)
+        return (forward,) if gradient is None else (forward, gradient)
 
     @property
     def notation(self) -> str:

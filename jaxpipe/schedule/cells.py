@@ -42,7 +42,7 @@ class Costs:
         """Time of one action."""
 
         def pick(cost: float | Sequence[float]) -> float:
-            return cost[action.stage] if isinstance(cost, Sequence) else cost
+            return cost if isinstance(cost, float | int) else cost[action.stage]
 
         match action.op:
             case Op.F:

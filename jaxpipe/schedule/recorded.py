@@ -44,7 +44,7 @@ class Tick:
 
     @property
     def label(self) -> str:
-        """That of its cell."""
+        """The text of its cell, as schedules are drawn."""
         return label(*self.cell.actions, stages=self.stages) or "idle"
 
 
