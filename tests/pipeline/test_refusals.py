@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from commands import SMALL
 from toy import TOY, toy_batch, toy_params
 
-from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
+from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import Pipeline
+from jaxpipe.pipeline import POLICIES, Pipeline
+from jaxpipe.pipeline.kind import RunKind
 from jaxpipe.schedule import build
+from jaxpipe.train import main as train
 
 
 def step(layer=None, **more):
@@ -52,3 +55,25 @@ def test_a_leaf_of_the_batch_that_no_function_reads():
     message = "the batch has a leaf 'segments' that the model does not read: leave it out"
     with pytest.raises(ValueError, match=message):
         step(segments="inputs")
+
+
+def test_a_state_that_is_unlike_the_one_that_was_given():
+    def layer(params, x, context):
+        return LayerOutput(x * params, context.state[:, :3])
+
+    kind = LayerKind(layer, state=lambda x, rows: jnp.zeros((2, 6)))
+    x = jax.ShapeDtypeStruct((2, 6), "float32")
+    context = Context({}, jax.ShapeDtypeStruct((), "int32"))
+    message = (
+        r"the state that it returns as float32\[2, 3\] where the one it is given is float32\[2"
+    )
+    with pytest.raises(ValueError, match=message):
+        RunKind.trace("layer", kind, x, x, context, POLICIES["none"])
+
+
+def test_fused_attention_without_a_gpu_is_one_sentence(tmp_path, capsys):
+    assert train([str(SMALL), f"run.dir={tmp_path}", "model.attention=cudnn"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: model.attention='cudnn' needs an NVIDIA GPU and cuDNN")
+    assert error.count("\n") == 1
+    assert not any(tmp_path.iterdir())
