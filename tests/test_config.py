@@ -221,6 +221,12 @@ def test_a_missing_key_is_named(path):
         load(path)
 
 
+def test_a_key_of_a_missing_section_is_named(path):
+    path.write_text(BASE[: BASE.index("[train]")])
+    with pytest.raises(ConfigError, match="train.steps is missing: give it a value"):
+        load(path)
+
+
 def test_configurations_compare_by_value(path):
     assert load(path) == load(path)
     assert isinstance(load(path), Config)

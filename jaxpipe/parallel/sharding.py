@@ -146,12 +146,6 @@ class Sharding:
         """A tree in stage form as it is stored, from one without padding."""
         return jax.tree.map(lambda stored, leaf: stored.padded(leaf), self.stored(tree), tree)
 
-    def true_shapes(self, tree: Tree) -> Tree:
-        """Shapes of a stored tree's leaves without their padding."""
-        return jax.tree.map(
-            lambda stored, leaf: stored.true_shape(leaf.shape), self.stored(tree), tree
-        )
-
     def stored(self, tree: Tree) -> Tree:
         """`Stored` of every leaf of a tree in stage form, padded or not; they need only a shape."""
         return jax.tree_util.tree_map_with_path(self._stored, tree)

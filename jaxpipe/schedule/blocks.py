@@ -23,11 +23,6 @@ class Block:
     period: int
     held: int  # most (microbatch, stage) pairs from F to B on any rank
 
-    @property
-    def length(self) -> float:
-        """Ticks from the first F of a microbatch to its last B."""
-        return max(max(backward) for _, backward in self.phases)
-
 
 @lru_cache(maxsize=8)  # many searches are for few placements
 def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, ...]:
