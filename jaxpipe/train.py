@@ -133,7 +133,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.directory} already holds checkpoints of steps "
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
-            checkpoints.save(0, trainer.init().parts(), describe(trainer, data, 0))
+            state = trainer.init()
+            checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
             return 0
         progress.say(summary(trainer))
         state, position = start(trainer, data, checkpoints, progress.say)
