@@ -286,7 +286,9 @@ class _RankProgram:
         policy = self.execution.policy if self.tables.trains else None
         slots = self.layout.slot_kinds
         return {
-            name: RunKind.trace(name, kind, own.one_layer(slots.index(name)), x, context, policy)
+            name: RunKind.trace(
+                name, kind, own.one_layer(slots.index(name)), x, context, policy
+            ).with_rings(self.tables)
             for name, kind in self.functions.by_name.items()
             if name in slots
         }

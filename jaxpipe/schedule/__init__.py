@@ -18,6 +18,7 @@ from jaxpipe.schedule.families import (
     Variant,
     family_of,
 )
+from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import Pair, Tables, lower
 from jaxpipe.schedule.row import Row
@@ -29,6 +30,7 @@ __all__ = [
     "FAMILIES",
     "NAMES",
     "Action",
+    "Buffers",
     "Cell",
     "Costs",
     "Family",
