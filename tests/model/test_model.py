@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.contract import Context
-from jaxpipe.model import PRESETS
+from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.llama.layers import rotary
@@ -124,8 +124,9 @@ def test_initial_values_depend_on_layer_and_name():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_counted_by_shape(preset):
-    config = LlamaConfig(**PRESETS[preset])
-    decoder, key = Decoder(config), jax.random.key(0)
+    family, key = FAMILIES[PRESETS[preset]["family"]], jax.random.key(0)
+    config = family.config(**PRESETS[preset])
+    decoder = family.build(config)
     ends = jax.eval_shape(decoder.init_ends, key)
     layer = jax.eval_shape(decoder.init_layer, key, 0)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]

@@ -9,32 +9,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.published import Theirs, architecture, check_only, sizes
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS = "a plain Llama 3 or Qwen3"
 
-# Ours, theirs, and whether one is the other transposed.
+BASE, PREFIX = "model.", "model.layers.{}."
 LAYER = {
-    "attn_norm/scale": ("input_layernorm", False),
-    "attn/wq": ("self_attn.q_proj", True),
-    "attn/wk": ("self_attn.k_proj", True),
-    "attn/wv": ("self_attn.v_proj", True),
-    "attn/q_norm/scale": ("self_attn.q_norm", False),
-    "attn/k_norm/scale": ("self_attn.k_norm", False),
-    "attn/wo": ("self_attn.o_proj", True),
-    "mlp_norm/scale": ("post_attention_layernorm", False),
-    "mlp/w_gate": ("mlp.gate_proj", True),
-    "mlp/w_up": ("mlp.up_proj", True),
-    "mlp/w_down": ("mlp.down_proj", True),
-}
-ENDS = {
-    "embed": ("model.embed_tokens", False),
-    "final_norm/scale": ("model.norm", False),
-    "head": ("lm_head", True),
+    "attn_norm/scale": Theirs("input_layernorm.weight"),
+    "attn/wq": Theirs("self_attn.q_proj.weight", transposed=True),
+    "attn/wk": Theirs("self_attn.k_proj.weight", transposed=True),
+    "attn/wv": Theirs("self_attn.v_proj.weight", transposed=True),
+    "attn/q_norm/scale": Theirs("self_attn.q_norm.weight"),
+    "attn/k_norm/scale": Theirs("self_attn.k_norm.weight"),
+    "attn/wo": Theirs("self_attn.o_proj.weight", transposed=True),
+    "mlp_norm/scale": Theirs("post_attention_layernorm.weight"),
+    "mlp/w_gate": Theirs("mlp.gate_proj.weight", transposed=True),
+    "mlp/w_up": Theirs("mlp.up_proj.weight", transposed=True),
+    "mlp/w_down": Theirs("mlp.down_proj.weight", transposed=True),
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENDS = {
+    "embed": Theirs(EMBED),
+    "final_norm/scale": Theirs("model.norm.weight"),
+    "head": Theirs(HEAD, transposed=True),
+}
+BUFFERS = (".rotary_emb.inv_freq",)  # of old versions
 
-# Theirs, ours; sizes have no default that a checkpoint could mean.
+# Theirs, ours.
 _SIZES = {
     "num_hidden_layers": "n_layers",
     "hidden_size": "d_model",
@@ -70,9 +72,9 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
     model that ours is not.
     """
-    architecture = _architecture(theirs)
+    name = architecture(theirs, (LLAMA, QWEN3))
     _check_plain(theirs)
-    return _sizes(theirs) | _choices(theirs, architecture)
+    return sizes(theirs, _SIZES) | _choices(theirs, name)
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
@@ -111,16 +113,6 @@ def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3"} | factors
 
 
-def _architecture(theirs: Mapping[str, Any]) -> str:
-    names = theirs.get("architectures") or [None]
-    if names[0] not in (LLAMA, QWEN3):
-        raise ValueError(
-            f"names the architecture {names[0]} but only {LLAMA} and {QWEN3} "
-            f"can be imported: take a checkpoint of one of these."
-        )
-    return names[0]
-
-
 def _check_plain(theirs: Mapping[str, Any]) -> None:
     rope = _rope(theirs)
     kind = _rope_type(rope)
@@ -129,25 +121,13 @@ def _check_plain(theirs: Mapping[str, Any]) -> None:
             f"scales its rotary positions (rope_type {kind!r}) but this model "
             f"has only Llama 3.1's way ('llama3') and none: take another checkpoint."
         )
-    given = {"partial_rotary_factor": rope.get("partial_rotary_factor")} | theirs
-    for name, allowed in _ABSENT.items():
-        if given.get(name, allowed[0]) not in allowed:
-            raise ValueError(
-                f"has {name}={given[name]!r} but this model has only "
-                f"{name}={allowed[0]!r}: take another checkpoint."
-            )
+    partial = {"partial_rotary_factor": rope.get("partial_rotary_factor")}
+    check_only(partial | theirs, _ABSENT)
     if "sliding_attention" in (theirs.get("layer_types") or ()):
         raise ValueError(
             "has layers of sliding_attention but this model attends to all "
             "tokens in every layer: take another checkpoint."
         )
-
-
-def _sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    for name in _SIZES:
-        if name not in theirs:
-            raise ValueError(f"has no {name}: download it again.")
-    return {ours: theirs[name] for name, ours in _SIZES.items()}
 
 
 def _choices(theirs: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """Published models by name: the numbers of their configurations."""
 
-_LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5, "head_dim": 128}
+_LLAMA3 = {
+    "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5, "head_dim": 128,
+    "max_seq_len": 8192,
+}  # fmt: skip
 _QWEN3 = {
     "vocab_size": 151936, "rope_theta": 1000000.0, "norm_eps": 1e-6, "head_dim": 128,
-    "qk_norm": True,
+    "qk_norm": True, "max_seq_len": 40960,
 }  # fmt: skip
 
 
@@ -17,16 +20,17 @@ def _sizes(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> dict
     }
 
 
-_LLAMA3_2 = {"rope_factor": 32.0, "head_dim": 64, "tie_embeddings": True}
+_LLAMA3_1 = _LLAMA3 | {"rope_factor": 8.0, "max_seq_len": 131072}
+_LLAMA3_2 = _LLAMA3 | {"rope_factor": 32.0, "max_seq_len": 131072, "tie_embeddings": True}
 
 
 LLAMA_PRESETS: dict[str, dict[str, int | float | bool]] = {
     "llama3_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336),
     "llama3_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672),
-    "llama3_1_8b": _LLAMA3 | _sizes(32, 4096, 32, 8, 14336) | {"rope_factor": 8.0},
-    "llama3_1_70b": _LLAMA3 | _sizes(80, 8192, 64, 8, 28672) | {"rope_factor": 8.0},
-    "llama3_1_405b": _LLAMA3 | _sizes(126, 16384, 128, 8, 53248) | {"rope_factor": 8.0},
-    "llama3_2_1b": _LLAMA3 | _sizes(16, 2048, 32, 8, 8192) | _LLAMA3_2,
+    "llama3_1_8b": _LLAMA3_1 | _sizes(32, 4096, 32, 8, 14336),
+    "llama3_1_70b": _LLAMA3_1 | _sizes(80, 8192, 64, 8, 28672),
+    "llama3_1_405b": _LLAMA3_1 | _sizes(126, 16384, 128, 8, 53248),
+    "llama3_2_1b": _LLAMA3_2 | _sizes(16, 2048, 32, 8, 8192) | {"head_dim": 64},
     "qwen3_0_6b": _QWEN3 | _sizes(28, 1024, 16, 8, 3072) | {"tie_embeddings": True},
     "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),
 }
