@@ -30,6 +30,7 @@ MODELS = {
     "tied": LlamaConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
     "one_kv": LlamaConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
     "deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
+    "windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
     "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
     "gpt2": GPT2Config(**SIZES, max_seq_len=11),
 }

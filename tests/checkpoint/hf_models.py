@@ -31,17 +31,23 @@ LLAMA31 = msgspec.structs.replace(
     LLAMA, head_dim=16, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
     rope_original_positions=256,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE, "gpt2": GPT2}
+MISTRAL = msgspec.structs.replace(LLAMA, sliding_window=4)
+MODELS = {
+    "llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE, "mistral": MISTRAL,
+    "gpt2": GPT2,
+}  # fmt: skip
 
 
 def config_json(model):
     """What transformers 4 writes for this model."""
     if model.family == "gpt2":
         return hf_gpt2.config_json(model)
-    kind = ("Qwen3ForCausalLM", "qwen3") if model.qk_norm else ("LlamaForCausalLM", "llama")
+    name = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
+    window = {"sliding_window": model.sliding_window} if model.sliding_window else {}
     return {
-        "architectures": [kind[0]],
-        "model_type": kind[1],
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        **window,
         "attention_bias": False,
         "head_dim": model.head_size,
         "hidden_act": "silu",
@@ -174,7 +180,7 @@ def assert_same_bytes(found, expected):
 
 
 def reference_logits(model, tensors, tokens_BL):
-    """`[B, L, V]` in float64, after transformers' modeling_llama.py and modeling_qwen3.py."""
+    """`[B, L, V]` in float64, after transformers' modeling_llama.py and its like."""
     if model.family == "gpt2":
         return hf_gpt2.reference_logits(model, tensors, tokens_BL)
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -208,7 +214,10 @@ def reference_logits(model, tensors, tokens_BL):
         keys = np.repeat(rotated(split(h, "self_attn.k_proj")), heads // groups, axis=1)
         values = np.repeat(split(h, "self_attn.v_proj"), heads // groups, axis=1)
         scores = queries @ keys.transpose(0, 1, 3, 2) / np.sqrt(k)
-        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        seen = np.tri(length, dtype=bool)
+        if model.sliding_window:
+            seen &= ~np.tri(length, k=-model.sliding_window, dtype=bool)
+        scores = np.where(seen, scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = scores / scores.sum(-1, keepdims=True) @ values
         mixed = mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1)

@@ -6,7 +6,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
-from jaxpipe.model.family import Positive
+from jaxpipe.model.family import Count, Positive
 
 
 class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -18,6 +18,7 @@ class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
     rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
     rope_original_positions: Positive = 8192  # ... so many positions
+    sliding_window: Count = 0  # last tokens that one attends to, itself included; 0: all
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the embedding, transposed
 
@@ -35,12 +36,15 @@ class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.n_layers * layer + ends
 
     def flops_per_token(self, seq_len: int) -> int:
-        """6 per matrix parameter and 12 L H K S of attention; the embedding look-up is free."""
+        """6 per matrix parameter and 12 L H K S of attention, S no longer than the window.
+
+        The embedding look-up is free.
+        """
         embedding = self.vocab_size * self.d_model
         vectors = (2 * self.n_layers + 1) * self.d_model
         vectors += 2 * self.n_layers * self.head_size * self.qk_norm
         matrices = self.parameter_count() - vectors - (0 if self.tie_embeddings else embedding)
-        return self.flops_of(matrices, keys=seq_len)
+        return self.flops_of(matrices, keys=min(seq_len, self.sliding_window or seq_len))
 
     def part(self, tp: int) -> Self:
         """A model that has whole what each of `tp` devices has of this one's layers."""

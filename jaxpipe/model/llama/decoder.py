@@ -25,7 +25,7 @@ class Decoder(CausalDecoder):
     @property
     def attend(self) -> Attend:
         """Causal attention, within the window if there is one."""
-        return Attend(self.sequence, self.config.attention)
+        return Attend(self.sequence, self.config.attention, self.config.sliding_window)
 
     def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
         """A layer as a module."""

@@ -1,8 +1,8 @@
-"""Llama 3 and Qwen3 as Hugging Face names and describes them.
+"""Llama 3, Qwen3 and Mistral as Hugging Face names and describes them.
 
-What is read are the fields of transformers' `LlamaConfig` and `Qwen3Config`, as version 4 writes
-them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does (`rope_parameters`,
-`dtype`). A field that is absent has transformers' default.
+What is read are the fields of transformers' `LlamaConfig`, `Qwen3Config` and `MistralConfig`, as
+version 4 writes them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does
+(`rope_parameters`, `dtype`). A field that is absent has transformers' default.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from typing import Any
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.published import Theirs, architecture, check_only, sizes
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-MODELS = "a plain Llama 3 or Qwen3"
+LLAMA, QWEN3, MISTRAL = "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"
+MODELS = "a plain Llama 3, Qwen3 or Mistral"
 
 BASE, PREFIX = "model.", "model.layers.{}."
 LAYER = {
@@ -50,6 +50,12 @@ _ROPE = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
 }
+# What a field means that is not there; of others a head's width follows from the stream's.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    LLAMA: {},
+    QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
+    MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
+}
 # What our decoder does not have, and the only values under which theirs has neither.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -72,22 +78,36 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
     model that ours is not.
     """
-    name = architecture(theirs, (LLAMA, QWEN3))
-    _check_plain(theirs)
-    return sizes(theirs, _SIZES) | _choices(theirs, name)
+    name = architecture(theirs, tuple(_DEFAULTS))
+    theirs = _DEFAULTS[name] | theirs
+    window = theirs["sliding_window"] or 0 if name == MISTRAL else 0
+    _check_plain(theirs, "sliding_attention" if window else "full_attention")
+    choices = {"qk_norm": name == QWEN3, "sliding_window": window}
+    return sizes(theirs, _SIZES) | _choices(theirs) | choices
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    It is a Qwen3 if the model normalises queries and keys, else a Llama. The number of positions
-    limits nothing in the model; those who serve it take it for the longest context.
+    It is a Qwen3 if the model normalises queries and keys, a Mistral if it has a window, else a
+    Llama, which a Mistral without a window is. The number of positions limits nothing in the model;
+    those who serve it take it for the longest context.
+
+    Raises `ValueError` with a sentence where no architecture has both norms and a window.
     """
-    qwen3 = model.qk_norm
-    own = {"use_sliding_window": False, "sliding_window": None} if qwen3 else {"mlp_bias": False}
+    if model.qk_norm and model.sliding_window:
+        raise ValueError(
+            f"model.qk_norm=true with model.sliding_window={model.sliding_window}: transformers "
+            f"has no plain model with both: it cannot be exported."
+        )
+    name, kind, own = LLAMA, "llama", {"mlp_bias": False}
+    if model.qk_norm:
+        name, kind, own = QWEN3, "qwen3", {"use_sliding_window": False, "sliding_window": None}
+    elif model.sliding_window:
+        name, kind, own = MISTRAL, "mistral", {"sliding_window": model.sliding_window}
     return {
-        "architectures": [QWEN3 if qwen3 else LLAMA],
-        "model_type": "qwen3" if qwen3 else "llama",
+        "architectures": [name],
+        "model_type": kind,
         **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_size,
@@ -113,7 +133,8 @@ def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3"} | factors
 
 
-def _check_plain(theirs: Mapping[str, Any]) -> None:
+def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
+    """Raise `ValueError` where it has what ours has not; all layers are of this attention."""
     rope = _rope(theirs)
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
@@ -123,25 +144,23 @@ def _check_plain(theirs: Mapping[str, Any]) -> None:
         )
     partial = {"partial_rotary_factor": rope.get("partial_rotary_factor")}
     check_only(partial | theirs, _ABSENT)
-    if "sliding_attention" in (theirs.get("layer_types") or ()):
+    for other in {*(theirs.get("layer_types") or ())} - {attention}:
         raise ValueError(
-            "has layers of sliding_attention but this model attends to all "
-            "tokens in every layer: take another checkpoint."
+            f"has layers of {other} but all of this model's are of {attention}: take another "
+            f"checkpoint."
         )
 
 
-def _choices(theirs: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _choices(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Ours, by our names: what has a default in transformers."""
-    heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
-    llama = architecture == LLAMA
+    heads = theirs["num_attention_heads"]
     theta = _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
     return {
-        "n_kv_heads": theirs.get("num_key_value_heads") or (heads if llama else 32),
-        "head_dim": theirs.get("head_dim") or (width // heads if llama else 128),
+        "n_kv_heads": theirs.get("num_key_value_heads") or heads,
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
         **_rope_choices(_rope(theirs)),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
         "rope_theta": theta or 10000.0,
-        "qk_norm": not llama,
         "tie_embeddings": theirs.get("tie_word_embeddings", False),
     }
 
