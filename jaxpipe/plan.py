@@ -110,11 +110,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         _print(config, estimates, refused, advice, memory)
     if arguments.timeline:
-        drawn = timeline(shown.candidate.schedule, shown.candidate.lockstep)
+        drawn = timeline(shown.candidate.choice.schedule, shown.candidate.choice.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        costs = seconds.costs(shown.candidate.layers, shared_by=config.parallel.ends_shared_by)
-        _draw(shown, arguments.picture, costs)
+        layers, shared_by = shown.candidate.choice.layers, config.parallel.ends_shared_by
+        _draw(shown, arguments.picture, seconds.costs(layers, shared_by=shared_by))
     return 0
 
 
@@ -154,7 +154,8 @@ def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
 
 
 def _draw(shown: Estimate, path: Path, costs: Costs) -> None:
-    picture(shown.candidate.schedule, path, costs=costs, lockstep=shown.candidate.lockstep)
+    choice = shown.candidate.choice
+    picture(choice.schedule, path, costs=costs, lockstep=choice.lockstep)
     print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
 
 
@@ -167,7 +168,7 @@ def _print(
 ) -> None:
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
-    ticks = estimates[0].candidate.lockstep.transfer_ticks
+    ticks = estimates[0].candidate.choice.lockstep.transfer_ticks
     console.print(
         f"{config.model.parameter_count():,} parameters, {parallel.mesh}, "
         f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
@@ -222,7 +223,7 @@ def _as_json(
             "bytes": asdict(one.bytes) | {"total": one.bytes.total},
             "held": one.held,
             "sent_bytes": one.sent,
-            "layers": one.candidate.layers,
+            "layers": one.candidate.choice.layers,
         }
         for one in estimates
     ]

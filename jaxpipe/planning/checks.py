@@ -5,8 +5,8 @@ from math import prod
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import layers_of, lockstep_of, schedule_of
-from jaxpipe.schedule import FAMILIES, ScheduleError, lower
+from jaxpipe.planning import chosen
+from jaxpipe.schedule import FAMILIES, ScheduleError
 
 
 def validate(
@@ -24,8 +24,9 @@ def validate(
         platform = "cpu"
     for sentence in config.model.unmet_needs(platform) if platform else ():
         raise ConfigError(sentence)
-    for check in (check_sizes, _check_pipeline, _check_rest):
-        check(config)
+    check_sizes(config)
+    _check_pipeline(config, platform)
+    _check_rest(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
         raise ConfigError(
@@ -129,7 +130,7 @@ def _check_vocab_parallel(config: Config) -> None:
         )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, platform: str | None) -> None:
     parallel, microbatches = config.parallel, config.train.grad_accum_steps
     family = FAMILIES.get(parallel.schedule.lower())
     if family is None:
@@ -155,14 +156,9 @@ def _check_pipeline(config: Config) -> None:
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
         )
     try:
-        schedule = schedule_of(config)
-        lower(schedule, lockstep_of(config, on_cpu=config.runtime.cpu_devices > 0))
+        _ = chosen(config, platform=platform).tables
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
-    try:
-        layers_of(config, schedule.stages)
-    except ScheduleError as error:
-        raise ConfigError(f"parallel.layer_split: {error}") from error
 
 
 def _check_rest(config: Config) -> None:

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
 from jaxpipe.partition.leaf import DP, PP, cutting
-from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import ModelCosts, Parameter, costs_of
 from jaxpipe.planning.hardware import ITEMSIZE
-from jaxpipe.schedule import Schedule, Tables
+from jaxpipe.schedule import Placement, Tables
 
 if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
@@ -42,12 +41,11 @@ class RankBytes:
         return sum(asdict(self).values())
 
 
-def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankBytes:
-    """Bytes of a device under one of the schedules of a configuration, lowered to `tables`."""
+def rank_bytes(config: Config, layout: "StageLayout", tables: Tables) -> RankBytes:
+    """Bytes of a device under a schedule of such stages, lowered to `tables`."""
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
-    layout = layout_of(candidate.schedule, candidate.layers, costs)
-    mirrored = candidate.schedule.placement.mirrored_from is not None
+    mirrored = layout.mirrored
     by_kind = {name: _values(config, costs, name) for name in costs.kinds}
     held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
     end = _values(config, costs)
@@ -93,27 +91,25 @@ def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> in
     return rings + (messages + waits) * costs.message
 
 
-def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) -> int:
+def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     """Bytes that a rank of a bidirectional schedule sends a step for its second copy of a stage.
 
     The parameters go out in the compute dtype, the sums of gradients come home in float32.
     """
-    if schedule.placement.mirrored_from is None:
+    if not layout.mirrored:
         return 0
     costs = costs_of(config)
-    values = [
-        _values(config, costs, kind) for kind in layout_of(schedule, layers, costs).slot_kinds
-    ]
+    values = [_values(config, costs, kind) for kind in layout.slot_kinds]
     reshard = config.parallel.reshard_after_forward
     sent = sum(kind.part if reshard else kind.whole for kind in values)
     return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
 
 
-def layout_of(schedule: Schedule, layers: tuple[int, ...], costs: ModelCosts) -> "StageLayout":
-    """Where the layers of a schedule's stages are."""
+def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
+    """Where the layers of stages are that live there."""
     from jaxpipe.parallel import StageLayout
 
-    return StageLayout(layers, schedule.placement, costs.order)
+    return StageLayout(layers, placement, costs_of(config).order)
 
 
 class _Values(NamedTuple):

@@ -30,6 +30,7 @@ from jaxpipe.planning import (
     Hardware,
     candidate,
     estimate,
+    layout_of,
     op_seconds,
     rank_bytes,
     sizes_of,
@@ -136,7 +137,9 @@ class _Scaler:
         summed = timed.bytes.parameters * (1 + item / 4) * (dp - 1) / dp / self.given.network
         pipeline = timed.seconds
         seconds = pipeline + summed
-        held = rank_bytes(config, timed.candidate, timed.tables)
+        choice = timed.candidate.choice
+        layout = layout_of(config, choice.schedule.placement, choice.layers)
+        held = rank_bytes(config, layout, timed.tables)
         return Point(
             scaling,
             config,

@@ -26,7 +26,7 @@ from jaxpipe.parallel import (
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
-from jaxpipe.planning import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning import Choice, chosen
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import memory_peak, peak_flops
@@ -82,22 +82,25 @@ class Trainer:
     @cached_property
     def layout(self) -> StageLayout:
         """Layers of each stage, and where the stages live."""
-        placement = self.schedule.placement
         kinds = self.model.functions.kinds_of(self.config.model.n_layers)
-        return StageLayout(layers_of(self.config, placement.stages), placement, kinds)
+        return StageLayout(self.choice.layers, self.schedule.placement, kinds)
 
     @cached_property
+    def choice(self) -> Choice:
+        """What the configuration runs on such devices."""
+        return chosen(self.config, platform=self.mesh.devices.flat[0].platform)
+
+    @property
     def schedule(self) -> Schedule:
         """The order of actions on every rank."""
-        return schedule_of(self.config)
+        return self.choice.schedule
 
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
+            lockstep=self.choice.lockstep,
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,

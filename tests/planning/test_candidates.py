@@ -4,8 +4,11 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from legal import QUICK
+from signature import signature
 
 from jaxpipe import config as configs
 from jaxpipe.bench.__main__ import main as bench
@@ -15,15 +18,15 @@ from jaxpipe.planning import (
     analytic,
     candidate,
     candidates,
+    chosen,
     estimate,
-    layers_of,
-    lockstep_of,
+    layout_of,
     scale,
-    schedule_of,
 )
 from jaxpipe.planning.candidates import variants
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Variant, build, write
+from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SIZES = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=8", "train.grad_accum_steps=8")
@@ -52,9 +55,35 @@ def test_one_candidate_is_the_runs_own(label):
     assert len({row.label for row in rows}) == len(rows)
     (own,) = (row for row in rows if row.configured)
     assert own.label == label
-    assert own.schedule is schedule_of(config)
-    assert own.layers == layers_of(config, own.schedule.stages)
-    assert own.lockstep == lockstep_of(config, on_cpu=False)
+    assert own.choice == chosen(config)
+    assert own.choice.schedule is chosen(config).schedule
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("label", OWN)
+def test_its_tables_are_those_that_run(label, on_cpu):
+    """On virtual CPU devices of the configuration, and compiled for GPUs that are not there."""
+    config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
+    own = candidates(config, analytic(config, Hardware()))[0][0].choice.tables
+    if on_cpu:
+        run = Trainer(config, tuple(jax.devices()[:2])).pipeline.tables
+    else:
+        run = chosen(config, platform="cuda").tables
+    assert signature(own) == signature(run)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (own.columns, run.columns))))
+
+
+def test_a_search_for_the_lockstep_knows_the_ticks_of_a_transfer():
+    how = ["parallel.schedule=zbv", "parallel.objective=lockstep", "parallel.pp=4", *SIZES[2:]]
+    config = configs.load(SMALL, ["parallel.dp=1", *how])
+    costs = analytic(config, Hardware()).costs((1,) * 8)
+    how = {"costs": costs, "objective": "lockstep", "effort": QUICK}
+    searched = {
+        ticks: build("zbv", pp=4, microbatches=8, transfer_ticks=ticks, **how) for ticks in (1, 2)
+    }
+    assert searched[1] != searched[2]
+    assert chosen(config, platform="cpu", effort=QUICK).schedule == searched[1]
+    assert chosen(config, platform="gpu", effort=QUICK).schedule == searched[2]
 
 
 @pytest.mark.parametrize("label", ["1f1b in_flight=5", "interleaved_1f1b v=2"])
@@ -74,7 +103,7 @@ def test_a_schedule_of_a_file_is_marked_too(tmp_path):
     config = configs.load(SMALL, [*SIZES, *how])
     rows, _ = candidates(config, analytic(config, Hardware()))
     (own,) = (row for row in rows if row.configured)
-    assert (own.label, own.schedule) == ("custom", schedule_of(config))
+    assert (own.label, own.choice) == ("custom", chosen(config))
 
 
 def test_what_a_sequence_parallel_run_sends():
@@ -89,9 +118,9 @@ def test_what_a_sequence_parallel_run_sends():
             estimate(config, candidate(config, seconds, Variant(name)), seconds)
             for name in ("1f1b", "dualpipe")
         )
-        assert both.mirroring == pytest.approx(
-            mirrored_bytes(config, both.candidate.schedule, both.candidate.layers) / 1e12
-        )
+        choice = both.candidate.choice
+        layout = layout_of(config, choice.schedule.placement, choice.layers)
+        assert both.mirroring == pytest.approx(mirrored_bytes(config, layout) / 1e12)
         plans[sequence] = seconds.transfer, one.sent, both.mirroring
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
