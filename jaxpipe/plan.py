@@ -97,7 +97,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
         seconds = op_seconds(config, hardware)
-        found, refused = candidates(config, seconds)
+        found, refused = candidates(config, seconds, memory=memory)
         estimates = [estimate(config, one, seconds) for one in found]
     except ValueError as error:
         raise ConfigError(str(error)) from error

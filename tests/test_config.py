@@ -172,7 +172,7 @@ def test_load_rejects(path, overrides, message):
         (["model.head_dim=7"], "the width of a head is 7"),
         (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
         (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
-        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p' or a number"),
+        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
         (["parallel.memory_limit=1"], "the least that works for it is 2"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),

@@ -29,17 +29,23 @@ class Candidate:
         return self.variant.label
 
 
-def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(
+    config: Config, seconds: OpSeconds, *, memory: float | None = None
+) -> tuple[list[Candidate], dict[str, str]]:
     """The schedules that fit the sizes, and by label why each of the others does not.
 
-    The configuration's own comes first, and stands for the variant of its label.
+    The configuration's own comes first, and stands for the variant of its label. `memory`: bytes of
+    a device, as in `chosen`.
     """
     own = variant_of(config)
     fitting: list[Candidate] = []
     refused: dict[str, str] = {}
     for variant in (own, *(v for v in variants(config) if v != own)):
         try:
-            made = configured(config) if variant == own else candidate(config, seconds, variant)
+            if variant == own:
+                made = configured(config, memory=memory)
+            else:
+                made = candidate(config, seconds, variant)
         except ScheduleError as error:
             refused[variant.label] = str(error)
         else:
@@ -70,14 +76,15 @@ def variant_of(config: Config) -> Variant:
     )
 
 
-def configured(config: Config, *, platform: str | None = None) -> Candidate:
-    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none."""
-    return Candidate(variant_of(config), chosen(config, platform=platform), configured=True)
+def configured(
+    config: Config, *, platform: str | None = None, memory: float | None = None
+) -> Candidate:
+    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none.
 
-
-def again(config: Config, seconds: OpSeconds, made: Candidate) -> Candidate:
-    """The same for another configuration; raises `ScheduleError` where there is none."""
-    return configured(config) if made.configured else candidate(config, seconds, made.variant)
+    `platform` and `memory` as in `chosen`.
+    """
+    choice = chosen(config, platform=platform, memory=memory)
+    return Candidate(variant_of(config), choice, configured=True)
 
 
 def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:

@@ -15,8 +15,9 @@ def validate(
     devices: int | None = None,
     devices_of_host: int | None = None,
     platform: str | None = None,
+    memory: float | None = None,
 ) -> None:
-    """Check what no single field shows; of devices, None is not yet known.
+    """Check what no single field shows; of devices, and the bytes of one, None is not yet known.
 
     Raises `ConfigError` at the first rule that is broken.
     """
@@ -25,7 +26,9 @@ def validate(
     for sentence in config.model.unmet_needs(platform) if platform else ():
         raise ConfigError(sentence)
     check_sizes(config)
-    _check_pipeline(config, platform)
+    _check_pipeline(config)
+    if platform is not None or config.parallel.memory_limit != "auto":
+        _check_schedule(config, platform, memory)
     _check_rest(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -130,7 +133,7 @@ def _check_vocab_parallel(config: Config) -> None:
         )
 
 
-def _check_pipeline(config: Config, platform: str | None) -> None:
+def _check_pipeline(config: Config) -> None:
     parallel, microbatches = config.parallel, config.train.grad_accum_steps
     family = FAMILIES.get(parallel.schedule.lower())
     if family is None:
@@ -155,10 +158,14 @@ def _check_pipeline(config: Config, platform: str | None) -> None:
             f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
         )
+
+
+def _check_schedule(config: Config, platform: str | None, memory: float | None) -> None:
+    """Raise `ConfigError` where there is no such schedule, or none that the scan can run."""
     try:
-        _ = chosen(config, platform=platform).tables
+        _ = chosen(config, platform=platform, memory=memory).tables
     except ScheduleError as error:
-        raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
+        raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
 
 
 def _check_rest(config: Config) -> None:

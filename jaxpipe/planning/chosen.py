@@ -10,7 +10,19 @@ from typing import Any
 
 from jaxpipe.config import Config
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
-from jaxpipe.schedule import Lockstep, Schedule, Tables, assign_layers, build, family_of, lower
+from jaxpipe.planning.limits import room_of
+from jaxpipe.planning.memory import layout_of
+from jaxpipe.schedule import (
+    Lockstep,
+    Schedule,
+    Tables,
+    assign_layers,
+    build,
+    check_memory,
+    family_of,
+    lower,
+    validate,
+)
 
 
 @dataclass(frozen=True)
@@ -31,45 +43,48 @@ def chosen(
     config: Config,
     *,
     platform: str | None = None,
+    memory: float | None = None,
     seconds: OpSeconds | None = None,
     effort: int | None = None,
 ) -> Choice:
     """What a run of a configuration executes, searched once where its builder searches.
 
     A search takes the costs of the configuration's own stages, measured (`parallel.costs`) or those
-    of an H100, and makes least what `parallel.objective` says.
+    of an H100, and makes least what `parallel.objective` says. Under `parallel.memory_limit` a
+    microbatch takes the bytes that it keeps for B and for W in this configuration; without one,
+    searches keep to the number of microbatches that their families say. Every schedule is proved
+    (`schedule.validate`).
 
     Args:
       config: of the run.
       platform: of its devices; None: CPUs if the configuration has virtual ones, else GPUs.
+      memory: bytes of a device, for `parallel.memory_limit = "auto"`; None: not known.
       seconds: costs of ops for a search, if not those above.
       effort: of a search, as in `build`.
 
-    Raises `ScheduleError` where there is no such schedule.
+    Raises `ScheduleError` where there is no such schedule, or none within `parallel.memory_limit`.
     """
     parallel = config.parallel
     lockstep = lockstep_of(config, platform)
-    family = family_of(parallel.schedule)
     options: dict[str, Any] = {
         "virtual_stages": parallel.virtual_stages or None,
-        "memory_limit": parallel.memory_limit or None,
         "slices": parallel.slices,
     }
     if parallel.schedule_file:
         options["path"] = parallel.schedule_file
-    if family.searched:
-        layers = layers_of(config, parallel.pp * family.stages)
-        seconds = seconds or op_seconds(config)
-        options |= {
-            "costs": seconds.costs(layers, shared_by=parallel.ends_shared_by),
-            "objective": parallel.objective,
-            "effort": effort,
-        }
+    if family_of(parallel.schedule).searched:
+        options |= {"objective": parallel.objective, "effort": effort}
         if parallel.objective == "lockstep":
             options["transfer_ticks"] = lockstep.transfer_ticks
-    sizes = parallel.pp, config.train.grad_accum_steps
-    schedule = _built(family.name, *sizes, tuple(options.items()))
-    return Choice(schedule, layers_of(config, schedule.stages), lockstep)
+        schedule = _searched(config, options, seconds or op_seconds(config), memory)
+    else:
+        schedule = _built(config, options)
+    layers = layers_of(config, schedule.stages)
+    if parallel.memory_limit:
+        room = room_of(config, layout_of(config, schedule.placement, layers), memory)
+        with room.explaining():
+            check_memory(schedule, room.memory, room.limit, lockstep)
+    return Choice(schedule, layers, lockstep)
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
@@ -108,6 +123,29 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     return analytic(config, hardware or Hardware())
 
 
+def _searched(
+    config: Config, options: dict[str, Any], seconds: OpSeconds, memory: float | None
+) -> Schedule:
+    """A schedule for the costs of the configuration's stages, within what they may keep."""
+    parallel = config.parallel
+    placement = family_of(parallel.schedule).placed(parallel.pp)
+    layers = layers_of(config, placement.stages)
+    options = options | {"costs": seconds.costs(layers, shared_by=parallel.ends_shared_by)}
+    if not parallel.memory_limit:
+        return _built(config, options)
+    room = room_of(config, layout_of(config, placement, layers), memory)
+    with room.explaining():
+        return _built(config, options | {"memory": room.memory, "memory_limit": room.limit})
+
+
+def _built(config: Config, options: dict[str, Any]) -> Schedule:
+    name = family_of(config.parallel.schedule).name
+    return _build(name, config.parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+
+
 @cache
-def _built(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
-    return build(name, pp=pp, microbatches=microbatches, **dict(options))
+def _build(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    """Built and proved once; several ask for the schedule of a run."""
+    schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
+    validate(schedule)
+    return schedule

@@ -41,8 +41,11 @@ class RankBytes:
         return sum(asdict(self).values())
 
 
-def rank_bytes(config: Config, layout: "StageLayout", tables: Tables) -> RankBytes:
-    """Bytes of a device under a schedule of such stages, lowered to `tables`."""
+def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
+    """Bytes of a device under a schedule of such stages, lowered to `tables`.
+
+    With None in their place activations count nothing: what is left is the same for every order.
+    """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
@@ -58,20 +61,31 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables) -> RankByt
         read = held.whole * ((cast or held.whole != held.part) + mirrored)
     if cast or end.whole != end.part:
         read += end.whole
-    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
-    rows //= train.loss_chunks
-    vocabulary = config.model.vocab_size // parallel.tp
-    if parallel.vocab_parallel_pp:
-        vocabulary //= parallel.pp
-    logits, matrix = rows * vocabulary, config.model.d_model * vocabulary
+    logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
+    activations = 0
+    if tables is not None:
+        activations = _activations(costs, layout, tables) + tables.slots.head * logits * item
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part),
         optimizer=_FLOAT32 * (held.moments + end.moments),
         gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
         copies=item * read,
-        activations=_activations(costs, layout, tables) + tables.slots.head * logits * item,
+        activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
     )
+
+
+def logits_of(config: Config) -> int:
+    """Logits that a device makes at once: of a microbatch or slice, or of a chunk of its loss."""
+    parallel, train = config.parallel, config.train
+    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
+    return rows // train.loss_chunks * _vocabulary(config)
+
+
+def _vocabulary(config: Config) -> int:
+    """Words of the vocabulary that a device has."""
+    parallel = config.parallel
+    return config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1))
 
 
 def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> int:

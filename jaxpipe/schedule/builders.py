@@ -6,6 +6,7 @@ from typing import Any
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Memory
 from jaxpipe.schedule.families import FAMILIES, Family, family_of
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.problem import SLACK, Target, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
 
@@ -23,7 +24,8 @@ def build(
 
     `memory_limit` is what a rank may hold, in the unit of `memory` (by default one stage of a
     microbatch from F to W), so it may be bytes; `"1p"` and `"2p"` are P and 2P microbatches through
-    a rank's stages. zb_auto makes the best of it (default `"2p"`), of the others it is demanded.
+    a rank's stages, counted from F to B. The searched ones make the best of it (zb_auto's default
+    is `"2p"`), of the others it is demanded.
 
     Options, of which None is as if it were not given:
       virtual_stages: stages a rank, for the schedules that leave it open.
@@ -55,7 +57,7 @@ def build(
         options["target"] = Target(memory=memory, memory_limit=memory_limit, **target)
     schedule = family.builder(pp, microbatches, **options)
     if memory_limit is not None:
-        _check_memory(schedule, memory, memory_limit)
+        check_memory(schedule, memory, memory_limit)
     return schedule
 
 
@@ -72,9 +74,12 @@ def _check_options(family: Family, options: dict[str, Any]) -> None:
             )
 
 
-def _check_memory(schedule: Schedule, memory: Memory, memory_limit: str | float) -> None:
+def check_memory(
+    schedule: Schedule, memory: Memory, memory_limit: str | float, lockstep: Lockstep = PLAIN
+) -> None:
+    """Raise `ScheduleError` where a schedule, as the scan runs it, holds more than a limit."""
     limit = limit_in_units(memory_limit, schedule.placement, memory)
-    peak = max(peak_memory(schedule, memory))
+    peak = max(peak_memory(schedule, memory, lockstep))
     if peak > limit * (1 + SLACK):
         raise ScheduleError(
             f"{schedule.name} holds up to {peak:g} on a rank, more than memory_limit="

@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
-from jaxpipe.schedule.action import Schedule, ScheduleError
+from jaxpipe.schedule.action import Placement, Schedule, ScheduleError
 from jaxpipe.schedule.automatic import zb_auto
 from jaxpipe.schedule.custom import custom
 from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
@@ -129,6 +129,10 @@ class Family:
         """What an option of its builder is where it is not given; None for one that it has not."""
         parameter = signature(self.builder).parameters.get(option)
         return parameter and parameter.default
+
+    def placed(self, pp: int) -> Placement:
+        """Where the stages of a searched one live."""
+        return Placement.v_shape(pp) if self.placement == "v" else Placement.loop(pp)
 
     @property
     def stages(self) -> int:

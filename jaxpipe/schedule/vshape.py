@@ -1,5 +1,7 @@
 """Schedules on the V placement: rank r holds stages r and 2P-1-r, so the loss is on rank 0.
 
+Each keeps a memory of its own, unless another limit is asked for:
+
 | schedule | held on a rank until W, in stages of a microbatch | bubble for F = B = W, M large |
 |---|---|---|
 | zbv | 2P: as much as 1F1B | none, per rank |
@@ -13,7 +15,7 @@ of `zbv` at equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
 from collections.abc import Callable
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule
-from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target
+from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target, limit_in_units
 from jaxpipe.schedule.search import search
 
 _HELD: dict[str, Callable[[int], int]] = {
@@ -26,10 +28,15 @@ _HELD: dict[str, Callable[[int], int]] = {
 def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
     """`zbv`, `v_half` or `v_min` for any costs, found by the search within their memory.
 
-    The target's `memory` counts one stage of a microbatch.
+    Without a limit in the target it is that of the table above, in stages of a microbatch from F to
+    B; or what one microbatch takes by itself, where that is more.
     """
-    limit = _HELD[name](pp) * target.memory.F
-    problem = Problem(name, Placement.v_shape(pp), microbatches, limit, target)
+    memory, placement = target.memory, Placement.v_shape(pp)
+    if target.memory_limit is None:
+        limit = max(_HELD[name](pp) * memory.F, 2 * memory.F + memory.growth)
+    else:
+        limit = limit_in_units(target.memory_limit, placement, memory)
+    problem = Problem(name, placement, microbatches, limit, target)
     known = [zbv_order(pp, microbatches)] if name == "zbv" else []
     within_a_second = max(80_000, 350_000 - 12 * problem.steps)
     return search(problem, effort=target.effort or within_a_second, known=known)

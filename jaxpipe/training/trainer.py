@@ -29,7 +29,7 @@ from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import Choice, chosen
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.runtime.devices import device_memory, memory_peak, peak_flops
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
 
@@ -64,11 +64,13 @@ class State(NamedTuple):
 class Trainer:
     """The pure parts of a run. Nothing here reads or writes files.
 
-    `devices` are those of the mesh, in order; None takes all that jax finds.
+    `devices` are those of the mesh, in order; None takes all that jax finds. `memory` is the bytes
+    of a device, None what its data sheet says, if that is known.
     """
 
     config: Config
     devices: tuple[jax.Device, ...] | None = None
+    memory: float | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -88,7 +90,9 @@ class Trainer:
     @cached_property
     def choice(self) -> Choice:
         """What the configuration runs on such devices."""
-        return chosen(self.config, platform=self.mesh.devices.flat[0].platform)
+        device = self.mesh.devices.flat[0]
+        memory = self.memory or device_memory(device.device_kind)
+        return chosen(self.config, platform=device.platform, memory=memory)
 
     @property
     def schedule(self) -> Schedule:
