@@ -44,8 +44,8 @@ class ParallelConfig(_Section, kw_only=True):
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
     schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
-    # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P or
-    # 2P microbatches, from F to B; a number of them in one stage; empty: as the schedule has it
+    # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
+    # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
     memory_limit: str | float = ""
     objective: Literal["span", "makespan", "lockstep"] = "span"  # what searches make least
     costs: str = ""  # a file of measured op seconds, for searches and plans; empty: of an H100
