@@ -77,6 +77,7 @@ def check_sizes(config: Config) -> None:
     parallel, tp = config.parallel, config.parallel.tp
     _check_replicas(config)
     _check_sequences(config)
+    _check_weights(config)
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
@@ -86,7 +87,7 @@ def check_sizes(config: Config) -> None:
             "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
             "parallel.tp, or leave sequence_parallel out."
         )
-    if parallel.reshard_after_forward and parallel.zero_stage < 3:
+    if parallel.reshards and parallel.zero_stage < 3:
         raise ConfigError(
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
             f"{parallel.zero_stage}: below 3 parameters are whole within a step."
@@ -110,6 +111,20 @@ def _check_sequences(config: Config) -> None:
                 f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
                 f"equal parts; change one of them."
             )
+
+
+def _check_weights(config: Config) -> None:
+    """Weights of the ends steer the weighted split alone, and that only where nothing is pinned."""
+    parallel = config.parallel
+    weights = parallel.input_weight, parallel.output_weight
+    pinned = parallel.first_stage_layers or parallel.last_stage_layers
+    if weights != (1, 1) and (pinned or parallel.layer_split != "weighted"):
+        given = f"{parallel.layer_split!r}{' with pinned layers' if pinned else ''}"
+        raise ConfigError(
+            f"parallel.input_weight={weights[0]} and parallel.output_weight={weights[1]} count "
+            f"only with parallel.layer_split='weighted' and no pinned layers, but it is {given}: "
+            f"set it, or leave the weights out."
+        )
 
 
 def _check_vocab_parallel(config: Config) -> None:
@@ -152,6 +167,12 @@ def _check_pipeline(config: Config) -> None:
             f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "
             f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
+        )
+    several = family.default("virtual_stages") or 1
+    if parallel.virtual_stages == 1 and several > 1:
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule!r} with parallel.virtual_stages=1: it is for "
+            f"several stages a rank; use {several} or more, or a schedule with one, such as 1f1b."
         )
     if family.takes("path") != bool(parallel.schedule_file):
         raise ConfigError(

@@ -52,9 +52,9 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     by_kind = {name: _values(config, costs, name) for name in costs.kinds}
     held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
     end = _values(config, costs)
-    sums = held.part if parallel.reshard_after_forward else held.whole
+    sums = held.part if parallel.reshards else held.whole
     cast = item != _FLOAT32
-    if parallel.reshard_after_forward:
+    if parallel.reshards:
         gathered = max(values.whole for values in by_kind.values())  # one layer at a time
         read = held.part * (cast + mirrored) + gathered
     else:
@@ -114,8 +114,7 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
         return 0
     costs = costs_of(config)
     values = [_values(config, costs, kind) for kind in layout.slot_kinds]
-    reshard = config.parallel.reshard_after_forward
-    sent = sum(kind.part if reshard else kind.whole for kind in values)
+    sent = sum(kind.part if config.parallel.reshards else kind.whole for kind in values)
     return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
 
 

@@ -108,7 +108,7 @@ class Trainer:
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
-            reshard_after_forward=parallel.reshard_after_forward,
+            reshard_after_forward=parallel.reshards,
         )
 
     @cached_property
