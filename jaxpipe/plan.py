@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.config import ConfigError
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
@@ -37,7 +37,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.checks import check_sizes, filled, validate
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline
+from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline, write
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add("--write", type=Path, metavar="FILE", help="its orders: .csv or .json, as schedule_file")
     add("--check-gpu", choices=CARDS, help="compile the step for such GPUs, without having one")
     add("--devices", type=int, metavar="N", help="how many: for parallel.dp=-1, and to check")
     add("--json", action="store_true", help="print everything as one JSON object")
@@ -115,6 +116,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         layers, shared_by = shown.candidate.choice.layers, config.parallel.ends_shared_by
         _draw(shown, arguments.picture, seconds.costs(layers, shared_by=shared_by))
+    if arguments.write:
+        _write(config, shown, arguments.write)
     return 0
 
 
@@ -159,8 +162,23 @@ def _draw(shown: Estimate, path: Path, costs: Costs) -> None:
     print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
 
 
+def _write(config: Config, shown: Estimate, path: Path) -> None:
+    """Write the orders, and say what runs them as they are planned."""
+    if path.suffix not in (".csv", ".json"):
+        raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
+    try:
+        write(shown.candidate.choice.schedule, path)
+    except OSError as error:
+        raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
+    named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
+    named |= {"in_flight": shown.candidate.choice.lockstep.in_flight or 0}
+    changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
+    how = " ".join(f"parallel.{key}={value}" for key, value in changes.items())
+    print(f"wrote {shown.candidate.label}; to run it: {how}", file=sys.stderr)
+
+
 def _print(
-    config: configs.Config,
+    config: Config,
     estimates: Sequence[Estimate],
     refused: dict[str, str],
     advice: Advice,

@@ -45,6 +45,7 @@ class ParallelConfig(_Section, kw_only=True):
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
     schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
+    breadth: Count = 0  # microbatches through one stage before a rank's next; 0: the schedule's own
     # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
     # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
     memory_limit: str | float = ""

@@ -73,6 +73,7 @@ def variant_of(config: Config) -> Variant:
         virtual_stages=parallel.virtual_stages or family.default("virtual_stages"),
         memory_limit=parallel.memory_limit or family.default("memory_limit"),
         in_flight=parallel.in_flight or None,
+        breadth=parallel.breadth or None,
     )
 
 
@@ -105,6 +106,7 @@ def _named(config: Config, variant: Variant) -> Config:
         virtual_stages=variant.virtual_stages or 0,
         memory_limit=variant.memory_limit or "",
         in_flight=variant.in_flight or 0,
+        breadth=variant.breadth or 0,
         layer_split=split if fits else "even",
     )
     return msgspec.structs.replace(config, parallel=parallel)

@@ -68,6 +68,7 @@ def chosen(
     lockstep = lockstep_of(config, platform)
     options: dict[str, Any] = {
         "virtual_stages": parallel.virtual_stages or None,
+        "breadth": parallel.breadth or None,
         "slices": parallel.slices,
     }
     if parallel.schedule_file:

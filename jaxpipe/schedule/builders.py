@@ -34,7 +34,8 @@ def build(
       costs, objective: what steers the searched ones, zb_auto, zbv, v_half and v_min (`Target`);
         the orders of the others do not depend on them.
       transfer_ticks, effort: of the searched ones alone.
-      breadth: of `bfs`.
+      breadth: microbatches that a rank runs through one stage before its next: of `bfs` and the
+        interleaved ones.
       path: of `custom`, a file that `read` understands.
 
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
@@ -43,7 +44,8 @@ def build(
     family = family_of(name)
     options = {option: value for option, value in options.items() if value is not None}
     sizes = {"pp": pp, "microbatches": microbatches}
-    sizes |= {key: options[key] for key in ("slices", "virtual_stages") if key in options}
+    counts = ("slices", "virtual_stages", "breadth")
+    sizes |= {key: options[key] for key in counts if key in options}
     for key, size in sizes.items():
         if size < 1:
             raise ScheduleError(f"{family.name}: {key}={size} must be at least 1.")

@@ -106,6 +106,31 @@ def test_a_schedule_of_a_file_is_marked_too(tmp_path):
     assert (own.label, own.choice) == ("custom", chosen(config))
 
 
+WRITTEN = ("1f1b in_flight=5", "interleaved_zb v=4", "zb_auto 3.0", "dualpipe")
+
+
+@pytest.mark.parametrize("label", [*WRITTEN, "1f1b"])
+def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
+    """In place of what was configured, with the settings that the command prints."""
+    file = tmp_path / "orders.csv"
+    how = [*SIZES, *(OWN[label] or ["parallel.slices=2"])]
+    assert main([str(SMALL), *how, "--show", label, "--write", str(file)]) == 0
+    said = capsys.readouterr().err.partition("to run it: ")[2].split()
+    planned, written = configs.load(SMALL, how), configs.load(SMALL, [*how, *said])
+    assert (written.parallel.schedule, written.parallel.schedule_file) == ("custom", str(file))
+    wanted, got = chosen(planned).tables, chosen(written).tables
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (wanted.columns, got.columns))))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("orders.txt", "a name that ends in .csv or .json"), ("no/orders.csv", "cannot be written")],
+)
+def test_files_that_cannot_be_written(file, message, tmp_path, capsys):
+    assert main([str(SMALL), *SIZES, "--write", str(tmp_path / file)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_what_a_sequence_parallel_run_sends():
     """Messages are cut over tp, their seconds with them; the second copy of a stage is not."""
     plans = {}
