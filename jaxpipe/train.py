@@ -20,6 +20,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.devices import device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -109,6 +110,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             devices=jax.device_count(),
             devices_of_host=hosts_devices,
             platform=jax.default_backend(),
+            memory=device_memory(jax.devices()[0].device_kind),
         )
         trainer = Trainer(config)
     data = _data(config, directory)

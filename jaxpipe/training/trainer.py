@@ -28,10 +28,10 @@ from jaxpipe.parallel import (
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
-from jaxpipe.planning import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning import Choice, chosen
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.runtime.devices import device_memory, memory_peak, peak_flops
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.guard import Guard
@@ -67,11 +67,13 @@ class State(NamedTuple):
 class Trainer:
     """The pure parts of a run. Nothing here reads or writes files.
 
-    `devices` are those of the mesh, in order; None takes all that jax finds.
+    `devices` are those of the mesh, in order; None takes all that jax finds. `memory` is the bytes
+    of a device, None what its data sheet says, if that is known.
     """
 
     config: Config
     devices: tuple[jax.Device, ...] | None = None
+    memory: float | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -85,26 +87,31 @@ class Trainer:
     @cached_property
     def layout(self) -> StageLayout:
         """Layers of each stage, and where the stages live."""
-        placement = self.schedule.placement
         kinds = self.model.functions.kinds_of(self.config.model.n_layers)
-        return StageLayout(layers_of(self.config, placement.stages), placement, kinds)
+        return StageLayout(self.choice.layers, self.schedule.placement, kinds)
 
     @cached_property
+    def choice(self) -> Choice:
+        """What the configuration runs on such devices."""
+        device = self.mesh.devices.flat[0]
+        memory = self.memory or device_memory(device.device_kind)
+        return chosen(self.config, platform=device.platform, memory=memory)
+
+    @property
     def schedule(self) -> Schedule:
         """The order of actions on every rank."""
-        return schedule_of(self.config)
+        return self.choice.schedule
 
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
+            lockstep=self.choice.lockstep,
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
-            reshard_after_forward=parallel.reshard_after_forward,
+            reshard_after_forward=parallel.reshards,
         )
 
     @cached_property

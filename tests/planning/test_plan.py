@@ -104,7 +104,7 @@ def test_slices_are_planned_as_they_are_run():
     layer = 5 * (kept.for_b + kept.for_w) + 3 * state_bytes(model, **sizes)
     messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
     assert one.bytes.activations == 2 * layer + messages
-    assert one.tables.ticks == lower(Trainer(config).schedule).ticks
+    assert one.tables.ticks == lower(Trainer(config, tuple(jax.devices()[:2])).schedule).ticks
     assert "zbv has no slices" in refused["zbv"]
 
 
@@ -183,7 +183,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].candidate.schedule, Lockstep(defer_ends=True)).slots
+        slots = lower(at_once[label].candidate.choice.schedule, Lockstep(defer_ends=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations
