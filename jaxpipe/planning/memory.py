@@ -5,12 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
 from jaxpipe.partition.leaf import DP, PP, cutting
-<<<<<<< HEAD
-from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
-=======
-from jaxpipe.planning.costs import ModelCosts, Parameter, costs_of
->>>>>>> plan
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Placement, Tables
 
@@ -105,7 +100,6 @@ def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> in
     return rings + (messages + waits) * costs.message
 
 
-<<<<<<< HEAD
 def ring_bytes(kind: LayerCosts, tables: Tables) -> int:
     """Bytes of the rings of one layer's residuals and stash, as long as the neediest rank's."""
     from jaxpipe.pipeline.cut import Residuals
@@ -121,10 +115,7 @@ def ring_bytes(kind: LayerCosts, tables: Tables) -> int:
     )
 
 
-def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) -> int:
-=======
 def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
->>>>>>> plan
     """Bytes that a rank of a bidirectional schedule sends a step for its second copy of a stage.
 
     The parameters go out in the compute dtype, the sums of gradients come home in float32.
