@@ -123,7 +123,7 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
     ids = jax.ShapeDtypeStruct(shape, "int32")
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.batch_sharding),
-        jax.eval_shape(trainer.deal, {"inputs": ids, "targets": ids}),
+        jax.eval_shape(trainer.deal, {name: ids for name in trainer.leaves_of_a_batch}),
     )
     try:
         traced = trainer.train_step.trace(state, batch)

@@ -123,6 +123,8 @@ def _rows(config: Config, functions: StageFunctions) -> Tree:
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
+    if "samples" in (functions.reads or ()):
+        rows["samples"] = ids
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

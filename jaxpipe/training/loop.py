@@ -59,7 +59,7 @@ class Run:
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
-                state, metrics = trainer.train_step(state, trainer.put(next(batches)))
+                state, metrics = trainer.train_step(state, trainer.put(next(batches), position))
                 unread.add(_Dispatched(step, position, metrics, begun, first=step == done + 1))
                 position += trainer.samples_per_step
                 if failed := self._log_all_but(1, unread, state):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -256,12 +257,27 @@ class Trainer:
             compiler_options=self._compiler_options,
         )
 
-    def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
-        """A host batch, which every process has whole, on the devices."""
+    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
+        """A host batch, which every process has whole, on the devices.
+
+        One to train on begins with the sample of that number in the run, which a model that drops
+        values is told: in others nothing is dropped.
+        """
+        if position is not None and "samples" in self.leaves_of_a_batch:
+            shape = batch["inputs"].shape
+            numbers = position + np.arange(shape[0] * shape[1])
+            numbers = (numbers % 2**31).astype(np.int32).reshape(*shape[:2], 1)
+            batch = batch | {"samples": np.broadcast_to(numbers, shape)}
         return {
             name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
             for name, ids in self.deal(batch).items()
         }
+
+    @property
+    def leaves_of_a_batch(self) -> tuple[str, ...]:
+        """Names of what a model that trains on tokens is given of a batch `[M, B, L]`."""
+        numbered = "samples" in (self.model.functions.reads or ())
+        return ("inputs", "targets", *(("samples",) if numbered else ()))
 
     def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
