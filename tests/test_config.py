@@ -96,6 +96,11 @@ def test_presets_have_the_published_parameter_counts(path, preset):
             "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has",
         ),
         (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
+        (["distributed.pp=2"], "unknown section .distributed.: did you mean parallel\\?"),
+        (
+            ["parallel.reshard_after_forward=never"],
+            "unknown parallel.reshard_after_forward='never': use one of 'auto', true, false",
+        ),
         (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
         (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
         (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
@@ -185,6 +190,23 @@ def test_load_rejects(path, overrides, message):
         ),
         (["parallel.vocab_parallel_pp=true", "parallel.defer_ends=true"], "use one of them"),
         (["parallel.tp=2"], "must divide the 1 devices of a host"),
+        (
+            ["parallel.output_weight=2"],
+            "output_weight=2 count only with parallel.layer_split='weighted' .*, but it is 'even'",
+        ),
+        (["parallel.input_weight=0", "parallel.layer_split=[2,2]"], r"but it is \(2, 2\): set it"),
+        (
+            [
+                "parallel.input_weight=0",
+                "parallel.layer_split=weighted",
+                "parallel.last_stage_layers=1",
+            ],
+            "but it is 'weighted' with pinned layers: set it, or leave the weights out",
+        ),
+        (
+            ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=1"],
+            "parallel.schedule='interleaved_1f1b' with parallel.virtual_stages=1: .* use 2 or more",
+        ),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
         (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
@@ -193,7 +215,7 @@ def test_load_rejects(path, overrides, message):
         (["model.head_dim=7"], "the width of a head is 7"),
         (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
         (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
-        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p' or a number"),
+        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
         (["parallel.memory_limit=1"], "the least that works for it is 2"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
@@ -219,6 +241,20 @@ def test_shipped_configurations_are_valid(shipped):
     parallel = config.parallel
     every = parallel.pp * parallel.dp * parallel.tp
     validate(config, devices=config.runtime.cpu_devices or every, devices_of_host=8)
+
+
+def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
+    """Left to the program: not under pp, where every microbatch would gather them again."""
+    for how, reshards in (
+        (["parallel.pp=1"], False),
+        (["parallel.pp=1", "parallel.zero_stage=3"], True),
+        (["parallel.pp=1", "parallel.zero_stage=3", "parallel.reshard_after_forward=false"], False),
+        (["parallel.zero_stage=3"], False),
+        (["parallel.zero_stage=3", "parallel.reshard_after_forward=true"], True),
+    ):
+        config = load(path, how)
+        validate(config)
+        assert config.parallel.reshards == reshards
 
 
 def test_underfilled_schedules_can_be_allowed(path):
