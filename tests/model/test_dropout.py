@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import SMALL
 from compare import assert_same
-from meshes import MODELS, problem, run
+from meshes import MODELS, problem, run, without_key_biases
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
@@ -31,7 +31,10 @@ from jaxpipe.training.trainer import Trainer
 )
 def test_any_layout_drops_what_one_device_does(model, schedule, mesh, how):
     with jax.enable_x64(True):
-        assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
+        got, want = run(model, schedule, *mesh, dtype=jnp.float64, **how)
+        if model == "gpt2_dropping":
+            got, want = without_key_biases(got), without_key_biases(want)
+        assert_same(got, want)
 
 
 def test_held_out_batches_drop_nothing():
