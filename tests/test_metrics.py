@@ -3,15 +3,19 @@
 import io
 import json
 
+import jax
+import numpy as np
 import pytest
+from commands import SMALL
 from rich.console import Console
 
-from jaxpipe.config import LogConfig
+from jaxpipe.config import LogConfig, load
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
+from jaxpipe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,33 @@ def test_flops_of_llama3_8b():
     config = LlamaConfig(**PRESETS["llama3_8b"])
     matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     assert config.flops_per_token(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
+
+
+def test_rates_of_a_step():
+    """Of the third step, after 8 sequences of another batch size, on eight devices."""
+    config = load(SMALL)
+    rates = Trainer(config).rates(3, 8 + 8, seconds=0.5)
+    per_second = 8 * 32 / 0.5
+    assert rates == {
+        "lr": pytest.approx(1e-2),
+        "tokens_seen": 16 * 32,
+        "tokens_per_second": per_second,
+        "tokens_per_second_per_device": per_second / 8,
+        "tflops_per_device": per_second / 8 * config.model.flops_per_token(32) / 1e12,
+        "step_seconds": 0.5,
+    }
+
+
+def test_the_largest_loss_of_a_microbatch():
+    """Of four: that with the text which the model likes least, as a mean over its tokens."""
+    trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    state = trainer.init()
+    shares = trainer.pipeline.losses(state.params, trainer.put(batch))
+    _, metrics = trainer.train_step(state, trainer.put(batch))
+    assert float(metrics["loss_max"]) == pytest.approx(4 * float(shares.max()), rel=1e-6)
+    assert metrics["loss_max"] > metrics["loss"]
 
 
 def write(directory, steps, last_step):
@@ -104,6 +135,19 @@ def test_plain_lines_where_there_is_no_terminal():
 def test_a_line_has_the_numbers_that_layers_make_and_no_lists():
     line = describe(1, 2, VALUES | {"score": 0.25, "tokens": 96, "counts": [1, 2]}, None)
     assert line.endswith("2.000 s/step  score 0.25  tokens 96")
+
+
+def test_the_line_has_a_smoothed_loss_and_not_all_that_is_logged():
+    out = io.StringIO()
+    logged_only = {"tokens_seen": 64, "data_seconds": 0.5, "loss_max": 3.0}
+    with Progress(4, LogConfig(), Console(file=out, width=200)) as progress:
+        for step, loss in enumerate([float("inf"), 2.0, 1.0, float("nan")], start=1):
+            progress.update(step, VALUES | logged_only | {"loss": loss}, first=step == 1)
+    lines = out.getvalue().splitlines()
+    assert "smoothed" not in lines[0]
+    assert "loss 1.0000  smoothed 1.9000  grad_norm" in lines[2]
+    assert "smoothed 1.9000" in lines[3]
+    assert not any(name in out.getvalue() for name in logged_only)
 
 
 def test_a_live_line_on_a_terminal():

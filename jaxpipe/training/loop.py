@@ -29,6 +29,7 @@ class _Dispatched:
     position: int  # of its first sample
     metrics: dict[str, Any]
     begun: float  # seconds, of the host's clock
+    spent: dict[str, float]  # seconds of the host since the step before it, by what they went to
     first: bool  # of this run: it waited for its compiler
 
 
@@ -54,14 +55,17 @@ class Run:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
         batches = self.data.train.batches(position, **trainer.config.batch_shape)
-        unread = _Unread()
+        unread, spent = _Unread(), {}
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
-                state, metrics = trainer.train_step(state, trainer.put(next(batches)))
-                unread.add(_Dispatched(step, position, metrics, begun, first=step == done + 1))
-                position += trainer.samples_per_step
+                with _timed(spent, "data_seconds"):
+                    batch = trainer.put(next(batches))
+                state, metrics = trainer.train_step(state, batch)
+                first = step == done + 1
+                unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
+                position, spent = position + trainer.samples_per_step, {}
                 if failed := self._log_all_but(1, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 number = agreed()
@@ -70,7 +74,8 @@ class Run:
                 if failed := self._log_all_but(0, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 if number or self._saves_at(step):
-                    self._save(step, state, position)
+                    with _timed(spent, "save_seconds"):
+                        self._save(step, state, position)
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
@@ -91,10 +96,12 @@ class Run:
         """Read and log all but the `newest` steps; of the first not finite, return it and stop."""
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
-            values |= self.trainer.rates(dispatched.step, seconds)
+            samples = dispatched.position + self.trainer.samples_per_step
+            values |= dispatched.spent | self.trainer.rates(dispatched.step, samples, seconds)
             finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
             if finite and self._evaluates_at(dispatched.step):
-                values["eval_loss"] = self._heldout_loss(state)
+                with _timed(values, "eval_seconds"):
+                    values["eval_loss"] = self._heldout_loss(state)
             if self.log:
                 self.log.write(dispatched.step, values)
             self.progress.update(dispatched.step, values, first=dispatched.first)
@@ -160,6 +167,14 @@ class _Unread:
         values = {name: np.asarray(value).tolist() for name, value in dispatched.metrics.items()}
         before, self._read_last = self._read_last, time.perf_counter()
         return dispatched, values, self._read_last - max(before, dispatched.begun)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long the body takes."""
+    begun = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - begun
 
 
 @contextlib.contextmanager

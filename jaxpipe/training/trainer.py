@@ -29,15 +29,11 @@ from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import layers_of, lockstep_of, schedule_of
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
+from jaxpipe.training.rates import NAMES, Rates
 
 Tree = Any
-_RATES = (  # what else a line of the log may hold
-    "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
-    "peak_memory_bytes", "eval_loss",
-)  # fmt: skip
 
 
 class State(NamedTuple):
@@ -178,13 +174,15 @@ class Trainer:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
         A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
-        that follow: who reads a step late finds the state before it. Metrics are the scalars loss
-        and grad_norm, and by their names the sums and maxima that layers make.
+        that follow: who reads a step late finds the state before it. Metrics are the scalars loss,
+        grad_norm and loss_max (of the microbatch with the largest share in the loss, as if all had
+        it), and by their names the sums and maxima that layers make.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
             losses, gradients, side = self.pipeline.step(state.params, batch, state.variables)
-            return self.update(state, losses.sum(), gradients, side)
+            state, metrics = self.update(state, losses.sum(), gradients, side)
+            return state, metrics | {"loss_max": losses.max() * losses.size}
 
         return jax.jit(
             step,
@@ -250,29 +248,14 @@ class Trainer:
         """Sequences that one step trains on, over all devices."""
         return math.prod(self.config.batch_shape.values())
 
-    def rates(self, step: int, seconds: float) -> dict[str, float]:
-        """What else is logged of a step that took so long: rates, and memory where known."""
-        tokens = self.config.tokens_per_step / seconds
-        values = {
-            "lr": float(self._learning_rate(step - 1)),
-            "tokens_per_second": tokens,
-            "tokens_per_second_per_device": tokens / self.mesh.size,
-            "step_seconds": seconds,
-        }
-        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
-        if peak is not None:
-            flops = self.config.model.flops_per_token(self.config.train.seq_len)
-            values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
-        memory = memory_peak()
-        return values if memory is None else values | {"peak_memory_bytes": memory}
+    @cached_property
+    def rates(self) -> Rates:
+        """What else is logged of a step."""
+        return Rates(self.config, self.mesh)
 
     @cached_property
     def _compiler_options(self) -> dict[str, Any]:
         return compiler.options(self.mesh.devices.flat[0].platform)
-
-    @cached_property
-    def _learning_rate(self) -> optax.Schedule:
-        return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
 
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
@@ -317,10 +300,10 @@ def _metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Arra
     """All that is logged of a step and computed in it, by name."""
     metrics = {"loss": loss, "grad_norm": norm}
     for name, value in (*side.sums.items(), *side.maxima.items()):
-        if name in metrics or name in _RATES:
+        if name in NAMES:
             raise ValueError(
                 f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
-                f"name: rename it; {', '.join((*metrics, *_RATES))} are taken."
+                f"name: rename it; {', '.join(NAMES)} are taken."
             )
         metrics[name] = value
     return metrics
