@@ -65,7 +65,8 @@ class Run:
                 state, metrics = trainer.train_step(state, batch)
                 first = step == done + 1
                 unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
-                position, spent = position + trainer.samples_per_step, {}
+                position += trainer.samples_per_step
+                spent = {}
                 if failed := self._log_all_but(1, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 number = agreed()
