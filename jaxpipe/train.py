@@ -91,6 +91,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.boards import boards
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
@@ -139,10 +140,9 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         state, position = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
-            last_step, tensorboard = int(state.step), config.log.tensorboard
-            log = stack.enter_context(
-                MetricsLog(directory, tensorboard=tensorboard, last_step=last_step)
-            )
+            last_step = int(state.step)
+            shown_on = boards(config, last_step)
+            log = stack.enter_context(MetricsLog(directory, last_step=last_step, boards=shown_on))
         return Run(trainer, data, checkpoints, progress, log).loop(state, position)
 
 

@@ -13,6 +13,7 @@ from jaxpipe.config import LogConfig, load
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training.boards import boards
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
 from jaxpipe.training.trainer import Trainer
@@ -65,8 +66,14 @@ def test_the_largest_loss_of_a_microbatch():
     assert metrics["loss_max"] > metrics["loss"]
 
 
+def logging(directory, last_step=0):
+    """A log with TensorBoard beside it."""
+    config = load(SMALL, [f"run.dir={directory}", "log.tensorboard=true"])
+    return MetricsLog(directory, last_step=last_step, boards=boards(config, last_step))
+
+
 def write(directory, steps, last_step):
-    with MetricsLog(directory, tensorboard=True, last_step=last_step) as log:
+    with logging(directory, last_step) as log:
         for step in steps:
             log.write(step, {"loss": float(step)})
 
@@ -85,7 +92,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path):
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False, last_step=0) as log:
+    with MetricsLog(tmp_path, last_step=0) as log:
         log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
     assert not (tmp_path / "tensorboard").exists()
@@ -94,7 +101,7 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
 def test_lists_are_lists_and_their_numbers_exact(tmp_path):
     many = list(range(100))
     values = {"counts": [[1, 2**31 - 1], [3, 4]], "share": [0.1, float("nan")], "many": many}
-    with MetricsLog(tmp_path, tensorboard=True, last_step=0) as log:
+    with logging(tmp_path) as log:
         log.write(1, values | {"empty": [float("nan")] * 100})
     (line,) = lines(tmp_path)
     assert line["counts"] == values["counts"]

@@ -136,6 +136,8 @@ class LogConfig(_Section, kw_only=True):
 
     every: Positive = 1  # steps between printed lines when the output is not a terminal
     tensorboard: bool = True  # event files beside metrics.jsonl
+    wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
+    wandb_project: str = "jaxpipe"  # its group is named as the last folder of run.dir
     progress: bool = True  # a live line on terminals
 
 

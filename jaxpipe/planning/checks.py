@@ -1,5 +1,6 @@
 """What no single field of a configuration shows: the rules across fields."""
 
+from importlib.util import find_spec
 from math import prod
 
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ def validate(
         platform = "cpu"
     for sentence in config.model.unmet_needs(platform) if platform else ():
         raise ConfigError(sentence)
-    for check in (check_sizes, _check_pipeline, _check_rest):
+    for check in (check_sizes, _check_pipeline, _check_rest, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -183,4 +184,14 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_log(config: Config) -> None:
+    # A folder named wandb, as wandb leaves them, is found too, but without an origin.
+    found = find_spec("wandb") if config.log.wandb else None
+    if config.log.wandb and (found is None or found.origin is None):
+        raise ConfigError(
+            f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
+            f"pip install wandb, or leave log.wandb out."
         )

@@ -86,7 +86,7 @@ class Recorder:
         self.events.append(("log", step))
 
     def run(self):
-        with MetricsLog(self.directory, tensorboard=False, last_step=0) as log:
+        with MetricsLog(self.directory, last_step=0) as log:
             return Run(self, self, self, self, log).loop(State(None, None, 0, None, False), 0)
 
     def order(self, *names):
