@@ -195,3 +195,8 @@ def _check_log(config: Config) -> None:
             f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
             f"pip install wandb, or leave log.wandb out."
         )
+    if config.log.profile_start > config.train.steps:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} is past train.steps="
+            f"{config.train.steps}: record an earlier step, or train longer."
+        )

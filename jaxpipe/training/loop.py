@@ -17,6 +17,7 @@ from jaxpipe.data import Data
 from jaxpipe.runtime import processes
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
+from jaxpipe.training.recording import Window
 from jaxpipe.training.start import describe
 from jaxpipe.training.trainer import State, Trainer
 
@@ -56,7 +57,9 @@ class Run:
             return 0
         batches = self.data.train.batches(position, **trainer.config.batch_shape)
         unread, spent = _Unread(), {}
-        with contextlib.closing(batches), _signals() as received:
+        window = Window(trainer.config, self.progress.say)
+        with contextlib.closing(batches), window, _signals() as received:
+            window.turn(done)
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
@@ -67,8 +70,9 @@ class Run:
                 unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
                 position += trainer.samples_per_step
                 spent = {}
-                if failed := self._log_all_but(1, unread, state):
+                if failed := self._log_all_but(0 if window.turns_at(step) else 1, unread, state):
                     return self._stop_at_non_finite(state, *failed)
+                window.turn(step)
                 number = agreed()
                 if not (number or self._evaluates_at(step) or self._saves_at(step)):
                     continue
