@@ -85,6 +85,7 @@ class TrainConfig(_Section, kw_only=True):
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
+    deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss

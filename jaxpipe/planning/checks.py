@@ -23,8 +23,8 @@ def validate(
     """
     if config.runtime.cpu_devices:
         platform = "cpu"
-    for sentence in config.model.unmet_needs(platform) if platform else ():
-        raise ConfigError(sentence)
+    if platform:
+        _check_platform(config, platform)
     for check in (check_sizes, _check_pipeline, _check_rest, _check_log):
         check(config)
     parallel = config.parallel
@@ -40,6 +40,15 @@ def validate(
             f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
             f"runtime.cpu_devices={wanted} to train on virtual CPU devices."
         )
+
+
+def _check_platform(config: Config, platform: str) -> None:
+    for sentence in config.model.unmet_needs(platform):
+        raise ConfigError(sentence)
+    if config.train.deterministic and platform != "cpu":
+        from jaxpipe.runtime.compiler import check_deterministic  # needs jax
+
+        check_deterministic(platform)
 
 
 def filled(config: Config, devices: int | None) -> Config:

@@ -255,7 +255,8 @@ class Trainer:
 
     @cached_property
     def _compiler_options(self) -> dict[str, Any]:
-        return compiler.options(self.mesh.devices.flat[0].platform)
+        platform = self.mesh.devices.flat[0].platform
+        return compiler.options(platform, deterministic=self.config.train.deterministic)
 
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
