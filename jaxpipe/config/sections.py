@@ -78,7 +78,8 @@ class TrainConfig(_Section, kw_only=True):
     """`[train]`: the size of a step and the number of steps."""
 
     steps: Positive  # updates in the whole run
-    grad_accum_steps: Positive  # microbatches of a step (M)
+    grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
+    batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
     seq_len: Positive  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data

@@ -10,6 +10,7 @@ from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
 from jaxpipe.data import Data
+from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
 from jaxpipe.training.trainer import State, Trainer
 
@@ -55,7 +56,8 @@ def describe(trainer: Trainer, data: Data, position: int) -> dict[str, Any]:
 
 def on_one_device(config: Config) -> Config:
     """The same run on a single device: its initial state is that of every other mesh."""
-    return msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
+    alone = msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
+    return filled(alone, 1)
 
 
 def _resumed(state: State, meta: dict[str, Any], data: Data, say: Say) -> tuple[State, int]:
