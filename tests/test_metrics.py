@@ -66,6 +66,23 @@ def test_the_largest_loss_of_a_microbatch():
     assert metrics["loss_max"] > metrics["loss"]
 
 
+def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
+    """Trained on, but in neither the loss nor the held-out one: those are the cross-entropy."""
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
+    batch, alone = {"inputs": tokens, "targets": tokens}, ["parallel.pp=1", "parallel.dp=1"]
+    trainers = [
+        Trainer(load(SMALL, [*alone, f"train.z_loss={z}"]), jax.devices()[:1]) for z in (0, 0.5)
+    ]
+    (_, plain), (state, both) = (t.train_step(t.init(), t.put(batch)) for t in trainers)
+    assert "z_loss" not in plain
+    np.testing.assert_allclose(both["loss"], plain["loss"], rtol=1e-6)
+    np.testing.assert_allclose(both["loss_max"], plain["loss_max"], rtol=1e-6)
+    assert both["z_loss"] == pytest.approx(0.5 * np.log(256) ** 2, rel=0.02)  # of equal logits
+    assert both["grad_norm"] > 1.1 * plain["grad_norm"]
+    evaluated = [float(t.eval_step(state, t.put(batch))) for t in trainers]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+
+
 def logging(directory, last_step=0):
     """A log with TensorBoard beside it."""
     config = load(SMALL, [f"run.dir={directory}", "log.tensorboard=true"])

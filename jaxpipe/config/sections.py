@@ -88,6 +88,7 @@ class TrainConfig(_Section, kw_only=True):
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
+    z_loss: Annotated[float, Meta(ge=0)] = 0.0  # times the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss
 

@@ -14,7 +14,7 @@ from jaxpipe.training import optimizer as optimizers
 # What a line of the log may hold that no layer makes; the loop adds the step, seconds of the host
 # and the held-out loss, the progress line the smoothed loss.
 NAMES = (
-    "step", "loss", "grad_norm", "loss_max", "lr", "tokens_seen", "tokens_per_second",
+    "step", "loss", "z_loss", "grad_norm", "loss_max", "lr", "tokens_seen", "tokens_per_second",
     "tokens_per_second_per_device", "tflops_per_device", "mfu", "step_seconds", "data_seconds",
     "save_seconds", "eval_seconds", "peak_memory_bytes", "eval_loss", "smoothed_loss",
 )  # fmt: skip

@@ -176,13 +176,16 @@ class Trainer:
         A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
         that follow: who reads a step late finds the state before it. Metrics are the scalars loss,
         grad_norm and loss_max (of the microbatch with the largest share in the loss, as if all had
-        it), and by their names the sums and maxima that layers make.
+        it), and by their names other losses of the head and the sums and maxima that layers make.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            losses, gradients, side = self.pipeline.step(state.params, batch, state.variables)
-            state, metrics = self.update(state, losses.sum(), gradients, side)
-            return state, metrics | {"loss_max": losses.max() * losses.size}
+            shares, gradients, side = self.pipeline.step(state.params, batch, state.variables)
+            first, *others = self._by_loss(shares)
+            state, metrics = self.update(state, first.sum(), gradients, side)
+            names = self.model.functions.losses[1:]
+            more = {name: losses.sum() for name, losses in zip(names, others)}
+            return state, metrics | more | {"loss_max": first.max() * first.size}
 
         return jax.jit(
             step,
@@ -223,13 +226,18 @@ class Trainer:
         """Compiled `(state, batch) -> loss` by the forward-only pass."""
 
         def loss(state: State, batch: Tree) -> jax.Array:
-            return self.pipeline.losses(state.params, batch, state.variables).sum()
+            shares = self.pipeline.losses(state.params, batch, state.variables)
+            return self._by_loss(shares)[0].sum()
 
         return jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.batch_sharding),
             compiler_options=self._compiler_options,
         )
+
+    def _by_loss(self, shares: jax.Array) -> list[jax.Array]:
+        """Each microbatch's share, `[M]`, of each of the head's losses."""
+        return [shares] if shares.ndim == 1 else list(shares.T)
 
     def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         """A host batch, which every process has whole, on the devices."""

@@ -32,7 +32,7 @@ class Decoder:
     that share the ends, if these are others. The loss may be made in chunks of the sequence, of
     which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
     sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
-    [B]`: which of the slices it is, the same for all B.
+    [B]`: which of the slices it is, the same for all B. With `z_loss` the head has two losses.
     """
 
     config: LlamaConfig
@@ -41,6 +41,7 @@ class Decoder:
     end_devices: OneDevice | None = None
     sequence: WholeSequence = WHOLE_SEQUENCE
     slices: int = 1
+    z_loss: float = 0.0
 
     def init_ends(self, key: jax.Array) -> Tree:
         """Embedding, final norm and head, as a nested dict of float32 arrays."""
@@ -71,6 +72,7 @@ class Decoder:
         reads = ("inputs", "targets", "positions", *(("slice",) if self.slices > 1 else ()))
         return StageFunctions(
             self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
+            losses=("loss", "z_loss") if self.z_loss else ("loss",),
             leaves=self.leaves["shared"], reads=reads,
         )  # fmt: skip
 
@@ -95,12 +97,12 @@ class Decoder:
         return empty, empty
 
     def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Summed cross-entropy of the microbatch, in nats."""
+        """Summed cross-entropy of the microbatch, in nats; with `z_loss` an array of both."""
         x, head = nnx.merge(self._ends, ends).leave(x)
-        targets = rows["targets"]
+        targets, devices, z_loss = rows["targets"], self._of_ends, self.z_loss
         if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
-        return cross_entropy_sum(x @ head, targets, self._of_ends)
+            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, z_loss)
+        return cross_entropy_sum(x @ head, targets, devices, z_loss)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
