@@ -113,10 +113,11 @@ def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch,
 
 
 def test_wandb_itself(tmp_path):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
     with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
         log.write(1, {"loss": 0.5, "many": list(range(100))})
+    wandb.teardown()  # else its own process may still be writing
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert b"loss" in content
