@@ -25,7 +25,7 @@ def validate(
         platform = "cpu"
     if platform:
         _check_platform(config, platform)
-    for check in (check_sizes, _check_pipeline, _check_rest, _check_log):
+    for check in (check_sizes, _check_pipeline, _check_rest, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -224,6 +224,15 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_start(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.exclude and not checkpoint.parameters_only:
+        raise ConfigError(
+            f"checkpoint.exclude={list(checkpoint.exclude)} needs checkpoint.parameters_only=true: "
+            f"a whole state has the moments of all its parameters."
         )
 
 

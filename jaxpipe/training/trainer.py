@@ -146,12 +146,16 @@ class Trainer:
 
     def init(self) -> State:
         """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
+        return self.fresh(self.init_parameters())
+
+    def init_parameters(self) -> Tree:
+        """The parameters of a fresh state."""
         params_specs = self.sharding.specs(self.state_shapes.params)
         born = jax.shard_map(
             self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
             check_vma=False,
         )  # fmt: skip
-        return self.fresh(jax.jit(born)())
+        return jax.jit(born)()
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these parameters, in stage form; they are given up to it."""
