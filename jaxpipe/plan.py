@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.config import ConfigError
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
@@ -37,7 +37,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.checks import check_sizes, filled, validate
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline
+from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline, write
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add("--write", type=Path, metavar="FILE", help="its orders: .csv or .json, as schedule_file")
     add("--check-gpu", choices=CARDS, help="compile the step for such GPUs, without having one")
     add("--devices", type=int, metavar="N", help="how many: for parallel.dp=-1, and to check")
     add("--json", action="store_true", help="print everything as one JSON object")
@@ -97,7 +98,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
         seconds = op_seconds(config, hardware)
-        found, refused = candidates(config, seconds)
+        found, refused = candidates(config, seconds, memory=memory)
         estimates = [estimate(config, one, seconds) for one in found]
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -110,11 +111,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         _print(config, estimates, refused, advice, memory)
     if arguments.timeline:
-        drawn = timeline(shown.candidate.schedule, shown.candidate.lockstep)
+        drawn = timeline(shown.candidate.choice.schedule, shown.candidate.choice.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        costs = seconds.costs(shown.candidate.layers, shared_by=config.parallel.ends_shared_by)
-        _draw(shown, arguments.picture, costs)
+        layers, shared_by = shown.candidate.choice.layers, config.parallel.ends_shared_by
+        _draw(shown, arguments.picture, seconds.costs(layers, shared_by=shared_by))
+    if arguments.write:
+        _write(config, shown, arguments.write)
     return 0
 
 
@@ -154,12 +157,28 @@ def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
 
 
 def _draw(shown: Estimate, path: Path, costs: Costs) -> None:
-    picture(shown.candidate.schedule, path, costs=costs, lockstep=shown.candidate.lockstep)
+    choice = shown.candidate.choice
+    picture(choice.schedule, path, costs=costs, lockstep=choice.lockstep)
     print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
 
 
+def _write(config: Config, shown: Estimate, path: Path) -> None:
+    """Write the orders, and say what runs them as they are planned."""
+    if path.suffix not in (".csv", ".json"):
+        raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
+    try:
+        write(shown.candidate.choice.schedule, path)
+    except OSError as error:
+        raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
+    named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
+    named |= {"in_flight": shown.candidate.choice.lockstep.in_flight or 0}
+    changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
+    how = " ".join(f"parallel.{key}={value}" for key, value in changes.items())
+    print(f"wrote {shown.candidate.label}; to run it: {how}", file=sys.stderr)
+
+
 def _print(
-    config: configs.Config,
+    config: Config,
     estimates: Sequence[Estimate],
     refused: dict[str, str],
     advice: Advice,
@@ -167,7 +186,7 @@ def _print(
 ) -> None:
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
-    ticks = estimates[0].candidate.lockstep.transfer_ticks
+    ticks = estimates[0].candidate.choice.lockstep.transfer_ticks
     console.print(
         f"{config.model.parameter_count():,} parameters, {parallel.mesh}, "
         f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
@@ -222,7 +241,7 @@ def _as_json(
             "bytes": asdict(one.bytes) | {"total": one.bytes.total},
             "held": one.held,
             "sent_bytes": one.sent,
-            "layers": one.candidate.layers,
+            "layers": one.candidate.choice.layers,
         }
         for one in estimates
     ]

@@ -23,6 +23,7 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.checks import filled, validate
+from jaxpipe.runtime.devices import device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.cells import place
@@ -76,7 +77,12 @@ def profile(config: Config, out: Path) -> Ranks:
     from jaxpipe.training.trainer import Trainer
 
     config = filled(config, jax.device_count())
-    validate(config, devices=jax.device_count(), platform=jax.default_backend())
+    validate(
+        config,
+        devices=jax.device_count(),
+        platform=jax.default_backend(),
+        memory=device_memory(jax.devices()[0].device_kind),
+    )
     trainer = Trainer(config)
     state, batch = trainer.init(), trainer.put(_random_batch(config))
     for _ in range(2):

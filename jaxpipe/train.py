@@ -20,6 +20,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.devices import device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -111,6 +112,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             devices=jax.device_count(),
             devices_of_host=hosts_devices,
             platform=jax.default_backend(),
+            memory=device_memory(jax.devices()[0].device_kind),
         )
         trainer = Trainer(config)
     data = _data(config, directory)
@@ -135,7 +137,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.directory} already holds checkpoints of steps "
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
-            checkpoints.save(0, trainer.init().parts(), describe(trainer, data, 0))
+            state = trainer.init()
+            checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
             return 0
         progress.say(summary(trainer))
         state, position = start(trainer, data, checkpoints, progress.say)

@@ -54,22 +54,39 @@ def test_round_trip(path, tmp_path):
     assert load(again) == config
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
-        ("llama3_2_1b", 1_235_814_400),
-        ("qwen3_0_6b", 596_049_920),
-        ("qwen3_8b", 8_190_735_360),
-    ],
-)
-def test_presets_have_the_published_parameter_counts(path, preset, parameters):
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_debugmodel": 6_163_712,
+    "kempner_13b": 14_840_386_560,
+    "kempner_29b": 28_705_462_272,
+    "mistral_7b_v0_1": 7_241_732_096,
+    "mistral_7b_v0_3": 7_248_023_552,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_debugmodel": 31_987_968,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_published_parameter_counts(path, preset):
     text = BASE[BASE.index("[parallel]") :] + f'[model]\npreset = "{preset}"\n'
     path.write_text(text)
-    assert load(path).model.parameter_count() == parameters
+    assert load(path).model.parameter_count() == PARAMETERS[preset]
     assert load(path, ["model.n_layers=2"]).model.n_layers == 2
-    assert preset in PRESETS
 
 
 @pytest.mark.parametrize(
@@ -80,6 +97,11 @@ def test_presets_have_the_published_parameter_counts(path, preset, parameters):
             "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has",
         ),
         (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
+        (["distributed.pp=2"], "unknown section .distributed.: did you mean parallel\\?"),
+        (
+            ["parallel.reshard_after_forward=never"],
+            "unknown parallel.reshard_after_forward='never': use one of 'auto', true, false",
+        ),
         (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
         (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
         (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
@@ -130,6 +152,10 @@ def test_load_rejects(path, overrides, message):
             ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
+        (
+            ["model.max_seq_len=31"],
+            "train.seq_len=32 exceeds model.max_seq_len=31, .* shorten it, or raise model.max_",
+        ),
         (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
         (
@@ -165,6 +191,23 @@ def test_load_rejects(path, overrides, message):
         ),
         (["parallel.vocab_parallel_pp=true", "parallel.defer_ends=true"], "use one of them"),
         (["parallel.tp=2"], "must divide the 1 devices of a host"),
+        (
+            ["parallel.output_weight=2"],
+            "output_weight=2 count only with parallel.layer_split='weighted' .*, but it is 'even'",
+        ),
+        (["parallel.input_weight=0", "parallel.layer_split=[2,2]"], r"but it is \(2, 2\): set it"),
+        (
+            [
+                "parallel.input_weight=0",
+                "parallel.layer_split=weighted",
+                "parallel.last_stage_layers=1",
+            ],
+            "but it is 'weighted' with pinned layers: set it, or leave the weights out",
+        ),
+        (
+            ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=1"],
+            "parallel.schedule='interleaved_1f1b' with parallel.virtual_stages=1: .* use 2 or more",
+        ),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
         (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
@@ -173,7 +216,7 @@ def test_load_rejects(path, overrides, message):
         (["model.head_dim=7"], "the width of a head is 7"),
         (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
         (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
-        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p' or a number"),
+        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
         (["parallel.memory_limit=1"], "the least that works for it is 2"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
@@ -199,6 +242,20 @@ def test_shipped_configurations_are_valid(shipped):
     parallel = config.parallel
     every = parallel.pp * parallel.dp * parallel.tp
     validate(config, devices=config.runtime.cpu_devices or every, devices_of_host=8)
+
+
+def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
+    """Left to the program: not under pp, where every microbatch would gather them again."""
+    for how, reshards in (
+        (["parallel.pp=1"], False),
+        (["parallel.pp=1", "parallel.zero_stage=3"], True),
+        (["parallel.pp=1", "parallel.zero_stage=3", "parallel.reshard_after_forward=false"], False),
+        (["parallel.zero_stage=3"], False),
+        (["parallel.zero_stage=3", "parallel.reshard_after_forward=true"], True),
+    ):
+        config = load(path, how)
+        validate(config)
+        assert config.parallel.reshards == reshards
 
 
 def test_underfilled_schedules_can_be_allowed(path):

@@ -64,7 +64,7 @@ MATRIX = {
     "df8": (split(8), "simple"),
     "df4_tied": (split(4) | TIED, None),
     "bf4": (split(4, **BFS), "df4"),
-    "bf2_df2": (split(4, schedule="custom", schedule_file="bf2_df2.csv"), "df4"),
+    "bf2_df2": (split(4, **BFS, breadth=2), "df4"),
     "df4_z2": (split(4, zero_stage=2), "df4"),
     "dp2": (split(1, dp=2), "df2"),
     "dp2_z2": (split(1, dp=2, zero_stage=2), "dp2"),
@@ -93,7 +93,6 @@ MATRIX = {
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("matrix") / "base.toml"
     path.write_text(BASE)
-    path.with_name("bf2_df2.csv").write_text("0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3\n")
     return path
 
 
@@ -105,8 +104,6 @@ def trained(base, name):
     shared = settings.get("parallel.sdp", 1)
     sequences = SEQUENCES // settings["train.grad_accum_steps"]
     settings["train.microbatch_size"] = sequences * shared // settings.get("parallel.dp", 1)
-    if file := settings.get("parallel.schedule_file"):
-        settings["parallel.schedule_file"] = str(base.with_name(file))
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     config = configs.load(base, [f"{key}={as_toml(value)}" for key, value in settings.items()])
     validate(config)

@@ -6,6 +6,7 @@ write another slot every turn, so that nothing of a turn can be moved out of its
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import jax
@@ -17,16 +18,17 @@ from jaxpipe.contract import Context, Side, StageFunctions
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
-from jaxpipe.pipeline.cut import POLICIES, Policy, Residuals
+from jaxpipe.pipeline.cut import POLICIES, Policy
 from jaxpipe.pipeline.kind import RunKind
-from jaxpipe.pipeline.rings import Kept, LeftByB, LeftByF
+from jaxpipe.pipeline.rings import RingPlan, Rings
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.schedule import Op, Row
+from jaxpipe.schedule import Buffers, Op, Row
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2
+_EVERY = Buffers(*[_SLOTS] * len(Buffers._fields))
 _OF_LAYER = ("F", "B", "W", "BW")
 
 
@@ -105,8 +107,9 @@ def _loops(
     embed = SharedPart.trace(functions.embed, shared, microbatch)
     head = SharedPart.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
-    by_f = tuple(LeftByF(Residuals(*map(_ring, kind.split.residuals)), None) for _ in layers)
-    by_b = tuple(LeftByB(_ring(kind.split.stash), ()) for _ in layers)
+    plan = RingPlan.of(kind.split, None, [_EVERY], pairs=False)
+    kind = replace(kind, rings=plan)
+    rings = tuple(_filled(plan.empty()) for _ in layers)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
     )
@@ -121,20 +124,21 @@ def _loops(
         )
 
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
-        x, by_f = state
-        made = chunk(given).forward(_of_microbatch(given, row), Made(x, by_f, Side(), None))
+        x, rings = state
+        before = Made(x, tuple(plan.part(own, Op.F) for own in rings), Side(), None)
+        made = chunk(given).forward(_of_microbatch(given, row), before)
         return made.y, made.rings
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
-            dy, by_b, totals = state
-            before = Gradients(dy, tuple(ring.of(op) for ring in by_b), totals)
+            dy, rings, totals = state
+            before = Gradients(dy, tuple(plan.part(own, op) for own in rings), totals)
             made = chunk(given).gradient(
                 op, _of_microbatch(given, row), before,
-                lambda ring: Kept.read(given["by_f"][ring], by_b[ring], row, op),
+                lambda ring, part: plan.read(plan.after(rings[ring], op, part), row, op),
             )  # fmt: skip
-            rings = (ring.after_op(op, written) for ring, written in zip(by_b, made.rings))
-            return made.dx, tuple(rings), made.totals
+            after = (plan.after(own, op, part) for own, part in zip(rings, made.rings))
+            return made.dx, tuple(after), made.totals
 
         return run
 
@@ -155,13 +159,13 @@ def _loops(
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
     given = {
-        "layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f, "inputs": inputs
+        "layers": layers, "shared": shared, "microbatch": microbatch, "inputs": inputs
     }  # fmt: skip
     states = {
-        "F": (forward, (x, by_f)),
-        "B": (gradient(Op.B), (x, by_b, zeros["layers"])),
-        "W": (gradient(Op.W), (x, by_b, zeros["layers"])),
-        "BW": (gradient(Op.BW), (x, by_b, zeros["layers"])),
+        "F": (forward, (x, rings)),
+        "B": (gradient(Op.B), (x, rings, zeros["layers"])),
+        "W": (gradient(Op.W), (x, rings, zeros["layers"])),
+        "BW": (gradient(Op.BW), (x, rings, zeros["layers"])),
         "head": (leave, (jnp.float32(0), x, zeros["shared"])),
         "embed": (enter, x),
         "embed_gradient": (enter_gradient, zeros["shared"]),
@@ -182,8 +186,8 @@ def _copied(tree: Tree) -> Tree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _ring(like: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
+def _filled(rings: Rings) -> Rings:
+    return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 
 def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:

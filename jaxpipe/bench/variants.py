@@ -76,7 +76,7 @@ def data_parallel_config(config: Config, microbatches: int) -> Config:
 
 def predicted(config: Config, seconds: OpSeconds) -> float:
     """The planner's seconds of a step of a configuration, without the update."""
-    return estimate(config, configured(config, on_cpu=True), seconds).seconds
+    return estimate(config, configured(config, platform="cpu"), seconds).seconds
 
 
 def _with(config: Config, microbatches: int, parallel: Any) -> Config:

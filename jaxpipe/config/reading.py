@@ -110,10 +110,24 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     return get_type_hints(Config) | {"model": FAMILIES[name].config}
 
 
+_ELSEWHERE = {  # sections of other trainers, and where their settings are here
+    "distributed": "parallel",
+    "multi_stage": "parallel",
+    "schedule": "parallel",
+    "scheduler": "optimizer",
+    "training": "train",
+    "metrics": "log",
+    "eval": "train",
+}
+
+
 def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in sections:
-            raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}.")
+            near = _nearest(name, sections)
+            if name in _ELSEWHERE:
+                near = f": did you mean {_ELSEWHERE[name]}?"
+            raise ConfigError(f"unknown section [{name}]{near}.")
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
         fields = sections[name].__struct_fields__
@@ -157,6 +171,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     kinds = (hint, *get_args(hint))
     choices = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
     choices += [f"a list of {_LISTED[kind]}" for kind in kinds if kind in _LISTED]
+    choices += ["true", "false"] if choices and bool in kinds else []
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:

@@ -40,11 +40,15 @@ class ParallelConfig(_Section, kw_only=True):
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too
     vocab_parallel_pp: bool = False  # every rank has a part of embedding and head; see README
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
-    reshard_after_forward: bool = False  # zero_stage=3: gather a layer for every action anew
+    # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
     schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
-    memory_limit: str | float = ""  # that a rank may hold: "1p", "2p" or a number of microbatches
+    breadth: Count = 0  # microbatches through one stage before a rank's next; 0: the schedule's own
+    # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
+    # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
+    memory_limit: str | float = ""
     objective: Literal["span", "makespan", "lockstep"] = "span"  # what searches make least
     costs: str = ""  # a file of measured op seconds, for searches and plans; empty: of an H100
     layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
@@ -69,6 +73,13 @@ class ParallelConfig(_Section, kw_only=True):
         return self.pp * self.tp * self.sdp
 
     @property
+    def reshards(self) -> bool:
+        """Whether every action gathers its layers anew; M microbatches then pay M times for it."""
+        if self.reshard_after_forward == "auto":
+            return self.zero_stage == 3 and self.pp == 1
+        return self.reshard_after_forward
+
+    @property
     def ends_shared_by(self) -> int:
         """Pipeline ranks that share embedding and head; 0: they do not."""
         return self.pp if self.vocab_parallel_pp else 0
@@ -87,6 +98,9 @@ class TrainConfig(_Section, kw_only=True):
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
+    # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
+    # With float16 the loss is then scaled by what has not overflowed
+    skip_non_finite: Count = 0
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # times the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never

@@ -1,10 +1,7 @@
 """The GPUs that a step can be compiled for without having one. Imports no jax."""
 
-import os
 import re
 from importlib.resources import files
-
-from jaxpipe.runtime.environment import GPU_MEMORY_SHARE
 
 CARDS = ("h100", "h200")
 PER_HOST = 8
@@ -19,11 +16,6 @@ def target_config(card: str) -> str:
 def memory_of(card: str) -> int:
     """Bytes of a card's memory."""
     return int(_MEMORY.search(target_config(card))[2])
-
-
-def usable_share() -> float:
-    """Share of a GPU's memory that a run started in this environment would take."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE))
 
 
 def with_usable(config: str, usable: float) -> str:

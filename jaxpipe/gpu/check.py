@@ -14,6 +14,7 @@ from jaxpipe.gpu import cards
 from jaxpipe.gpu.program import Graphs, Program, graphs
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import Option
+from jaxpipe.runtime.environment import usable_share
 from jaxpipe.training.trainer import Trainer
 
 INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
@@ -76,10 +77,10 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     Raises `ConfigError` where the compiler or cuDNN is missing.
     """
     memory = int(memory or cards.memory_of(card))
-    usable = int(memory * cards.usable_share())
+    usable = int(memory * usable_share())
     parallel = config.parallel
     topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
-    trainer = Trainer(config, _devices(card, usable, topology))
+    trainer = Trainer(config, _devices(card, usable, topology), memory)
     own = compiler.wanted("gpu", deterministic=config.train.deterministic)
     options, _ = compiler.accepted(_DEVICELESS)
     with tempfile.TemporaryDirectory() as folder:

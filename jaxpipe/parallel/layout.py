@@ -44,6 +44,11 @@ class StageLayout:
         return self._placement.pp
 
     @property
+    def mirrored(self) -> bool:
+        """Whether ranks have a second copy of others' stages, for microbatches from the far end."""
+        return self._placement.mirrored_from is not None
+
+    @property
     def layers(self) -> int:
         """Number of layers of the model."""
         return sum(self.counts)

@@ -31,6 +31,7 @@ class StepData:
       loss: shape and dtype of what the head returns.
       share: one over the number of terms in the whole batch.
       seed: the gradient at the summed loss.
+      unscale: what the sums of gradients are multiplied with at the end; None: nothing.
       poison: whether idle messages and free slots are to hold NaN.
     """
 
@@ -41,6 +42,7 @@ class StepData:
     loss: jax.ShapeDtypeStruct
     share: jax.Array
     seed: jax.Array
+    unscale: jax.Array | None
     poison: bool
 
     def rows(self, m: jax.Array) -> Tree:

@@ -2,15 +2,16 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
-from jaxpipe.planning.chosen import layers_of, lockstep_of, op_seconds, schedule_of
+from jaxpipe.planning.chosen import Choice, chosen, layers_of, lockstep_of, op_seconds
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import ITEMSIZE, Hardware, LayerSeconds, OpSeconds, analytic
-from jaxpipe.planning.memory import RankBytes, rank_bytes
+from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
 
 __all__ = [
     "ITEMSIZE",
     "Advice",
     "Candidate",
+    "Choice",
     "Estimate",
     "Hardware",
     "LayerSeconds",
@@ -20,12 +21,13 @@ __all__ = [
     "analytic",
     "candidate",
     "candidates",
+    "chosen",
     "configured",
     "estimate",
     "layers_of",
+    "layout_of",
     "lockstep_of",
     "op_seconds",
     "rank_bytes",
-    "schedule_of",
     "sizes_of",
 ]

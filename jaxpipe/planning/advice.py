@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import again
+from jaxpipe.planning.candidates import candidate, configured
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import ScheduleError
@@ -46,11 +46,13 @@ def advise(
             f"train.microbatch_size, or set train.remat='full'."
         )
     if bubble is not None and fitting:
-        sentences.append(_smaller(config, fitting[0], seconds, bubble))
+        sentences.append(_smaller(config, fitting[0], seconds, memory=memory, bubble=bubble))
     return Advice(fitting[0].candidate.label if fitting else None, tuple(sentences))
 
 
-def _smaller(config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float) -> str:
+def _smaller(
+    config: Config, chosen: Estimate, seconds: OpSeconds, *, memory: float, bubble: float
+) -> str:
     """The number of microbatches that brings the bubble down, found by trying."""
     label, now = chosen.candidate.label, chosen.report.bubble_lockstep
     m, pp = config.train.grad_accum_steps, config.parallel.pp
@@ -63,7 +65,10 @@ def _smaller(config: Config, chosen: Estimate, seconds: OpSeconds, bubble: float
         train = msgspec.structs.replace(config.train, grad_accum_steps=m)
         longer = msgspec.structs.replace(config, train=train)
         try:
-            more = again(longer, seconds, chosen.candidate)
+            if chosen.candidate.configured:
+                more = configured(longer, memory=memory)
+            else:
+                more = candidate(longer, seconds, chosen.candidate.variant)
         except ScheduleError as error:
             return f"{label}: {error}"
         result = estimate(longer, more, seconds)

@@ -1,38 +1,26 @@
 """Which schedules a configuration could have: every family that its sizes allow."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.chosen import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning.chosen import Choice, chosen
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import (
-    FAMILIES,
-    Lockstep,
-    Schedule,
-    ScheduleError,
-    Sizes,
-    Variant,
-    build,
-    family_of,
-)
+from jaxpipe.schedule import FAMILIES, ScheduleError, Sizes, Variant, family_of
 
 _SEARCH = 100_000  # steps simulated by each search: less than a second
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule for a configuration, with the layers of every stage, and how it would run.
+    """What a configuration would run under a variant.
 
-    `configured`: it is the one that the configuration names, as a run would have it.
+    `configured`: it is what the configuration itself names, exactly as a run has it.
     """
 
     variant: Variant
-    schedule: Schedule
-    layers: tuple[int, ...]
-    lockstep: Lockstep
+    choice: Choice
     configured: bool = False
 
     @property
@@ -41,17 +29,23 @@ class Candidate:
         return self.variant.label
 
 
-def candidates(config: Config, seconds: OpSeconds) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(
+    config: Config, seconds: OpSeconds, *, memory: float | None = None
+) -> tuple[list[Candidate], dict[str, str]]:
     """The schedules that fit the sizes, and by label why each of the others does not.
 
-    The configuration's own comes first, and stands for the variant of its label.
+    The configuration's own comes first, and stands for the variant of its label. `memory`: bytes of
+    a device, as in `chosen`.
     """
     own = variant_of(config)
     fitting: list[Candidate] = []
     refused: dict[str, str] = {}
     for variant in (own, *(v for v in variants(config) if v != own)):
         try:
-            made = configured(config) if variant == own else candidate(config, seconds, variant)
+            if variant == own:
+                made = configured(config, memory=memory)
+            else:
+                made = candidate(config, seconds, variant)
         except ScheduleError as error:
             refused[variant.label] = str(error)
         else:
@@ -79,37 +73,40 @@ def variant_of(config: Config) -> Variant:
         virtual_stages=parallel.virtual_stages or family.default("virtual_stages"),
         memory_limit=parallel.memory_limit or family.default("memory_limit"),
         in_flight=parallel.in_flight or None,
+        breadth=parallel.breadth or None,
     )
 
 
-def configured(config: Config, *, on_cpu: bool = False) -> Candidate:
-    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none."""
-    schedule = schedule_of(config)
-    layers = layers_of(config, schedule.stages)
-    lockstep = lockstep_of(config, on_cpu=on_cpu)
-    return Candidate(variant_of(config), schedule, layers, lockstep, configured=True)
+def configured(
+    config: Config, *, platform: str | None = None, memory: float | None = None
+) -> Candidate:
+    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none.
 
-
-def again(config: Config, seconds: OpSeconds, made: Candidate) -> Candidate:
-    """The same for another configuration; raises `ScheduleError` where there is none."""
-    return configured(config) if made.configured else candidate(config, seconds, made.variant)
+    `platform` and `memory` as in `chosen`.
+    """
+    choice = chosen(config, platform=platform, memory=memory)
+    return Candidate(variant_of(config), choice, configured=True)
 
 
 def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:
-    """One of them; raises `ScheduleError` where the sizes do not allow it."""
+    """One of them, searched for these costs; raises `ScheduleError` where the sizes forbid it."""
+    named = _named(config, variant)
+    return Candidate(variant, chosen(named, seconds=seconds, effort=_SEARCH))
+
+
+def _named(config: Config, variant: Variant) -> Config:
+    """The configuration that names a variant; a list of layers for other stages is left out."""
     parallel, family = config.parallel, FAMILIES[variant.family]
-    stages = parallel.pp * (variant.virtual_stages or family.stages)
-    if not isinstance(parallel.layer_split, str) and len(parallel.layer_split) != stages:
-        parallel = msgspec.structs.replace(parallel, layer_split="even")
-    layers = layers_of(msgspec.structs.replace(config, parallel=parallel), stages)
-    options: dict[str, Any] = {}
-    if family.searched:
-        costs = seconds.costs(layers, shared_by=parallel.ends_shared_by)
-        options = {"costs": costs, "effort": _SEARCH}
-    schedule = build(
-        variant.family, pp=parallel.pp, microbatches=config.train.grad_accum_steps,
-        virtual_stages=variant.virtual_stages, memory_limit=variant.memory_limit,
-        slices=parallel.slices, **options,
-    )  # fmt: skip
-    lockstep = replace(lockstep_of(config, on_cpu=False), in_flight=variant.in_flight)
-    return Candidate(variant, schedule, layers, lockstep)
+    split, stages = parallel.layer_split, parallel.pp * (variant.virtual_stages or family.stages)
+    fits = isinstance(split, str) or len(split) == stages
+    parallel = msgspec.structs.replace(
+        parallel,
+        schedule=variant.family,
+        schedule_file="",
+        virtual_stages=variant.virtual_stages or 0,
+        memory_limit=variant.memory_limit or "",
+        in_flight=variant.in_flight or 0,
+        breadth=variant.breadth or 0,
+        layer_split=split if fits else "even",
+    )
+    return msgspec.structs.replace(config, parallel=parallel)

@@ -6,8 +6,8 @@ from math import prod
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import layers_of, lockstep_of, schedule_of
-from jaxpipe.schedule import FAMILIES, ScheduleError, lower
+from jaxpipe.planning import chosen
+from jaxpipe.schedule import FAMILIES, ScheduleError
 
 
 def validate(
@@ -16,8 +16,9 @@ def validate(
     devices: int | None = None,
     devices_of_host: int | None = None,
     platform: str | None = None,
+    memory: float | None = None,
 ) -> None:
-    """Check what no single field shows; of devices, None is not yet known.
+    """Check what no single field shows; of devices, and the bytes of one, None is not yet known.
 
     Raises `ConfigError` at the first rule that is broken.
     """
@@ -25,7 +26,11 @@ def validate(
         platform = "cpu"
     if platform:
         _check_platform(config, platform)
-    for check in (check_sizes, _check_pipeline, _check_rest, _check_start, _check_log):
+    check_sizes(config)
+    _check_pipeline(config)
+    if platform is not None or config.parallel.memory_limit != "auto":
+        _check_schedule(config, platform, memory)
+    for check in (_check_rest, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -104,6 +109,7 @@ def check_sizes(config: Config) -> None:
     _check_replicas(config)
     _check_batch(config)
     _check_sequences(config)
+    _check_weights(config)
     if parallel.vocab_parallel_pp:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
@@ -113,7 +119,7 @@ def check_sizes(config: Config) -> None:
             "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
             "parallel.tp, or leave sequence_parallel out."
         )
-    if parallel.reshard_after_forward and parallel.zero_stage < 3:
+    if parallel.reshards and parallel.zero_stage < 3:
         raise ConfigError(
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
             f"{parallel.zero_stage}: below 3 parameters are whole within a step."
@@ -131,8 +137,13 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_sequences(config: Config) -> None:
-    """Sequences are cut into equal slices, these over sdp, and over tp or in chunks of the loss."""
-    parallel, train = config.parallel, config.train
+    """Sequences fit the model, and are cut into equal slices, these over sdp, then tp or chunks."""
+    parallel, train, longest = config.parallel, config.train, config.model.max_seq_len
+    if longest and train.seq_len > longest:
+        raise ConfigError(
+            f"train.seq_len={train.seq_len} exceeds model.max_seq_len={longest}, the longest "
+            f"sequence that the model is made for: shorten it, or raise model.max_seq_len."
+        )
     if parallel.dp % parallel.sdp:
         raise ConfigError(
             f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
@@ -147,6 +158,20 @@ def _check_sequences(config: Config) -> None:
                 f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
                 f"equal parts; change one of them."
             )
+
+
+def _check_weights(config: Config) -> None:
+    """Weights of the ends steer the weighted split alone, and that only where nothing is pinned."""
+    parallel = config.parallel
+    weights = parallel.input_weight, parallel.output_weight
+    pinned = parallel.first_stage_layers or parallel.last_stage_layers
+    if weights != (1, 1) and (pinned or parallel.layer_split != "weighted"):
+        given = f"{parallel.layer_split!r}{' with pinned layers' if pinned else ''}"
+        raise ConfigError(
+            f"parallel.input_weight={weights[0]} and parallel.output_weight={weights[1]} count "
+            f"only with parallel.layer_split='weighted' and no pinned layers, but it is {given}: "
+            f"set it, or leave the weights out."
+        )
 
 
 def _check_vocab_parallel(config: Config) -> None:
@@ -190,20 +215,25 @@ def _check_pipeline(config: Config) -> None:
             f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
             f"parallel.allow_underfilled=true to accept the bubble."
         )
+    several = family.default("virtual_stages") or 1
+    if parallel.virtual_stages == 1 and several > 1:
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule!r} with parallel.virtual_stages=1: it is for "
+            f"several stages a rank; use {several} or more, or a schedule with one, such as 1f1b."
+        )
     if family.takes("path") != bool(parallel.schedule_file):
         raise ConfigError(
             f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
         )
+
+
+def _check_schedule(config: Config, platform: str | None, memory: float | None) -> None:
+    """Raise `ConfigError` where there is no such schedule, or none that the scan can run."""
     try:
-        schedule = schedule_of(config)
-        lower(schedule, lockstep_of(config, on_cpu=config.runtime.cpu_devices > 0))
+        _ = chosen(config, platform=platform, memory=memory).tables
     except ScheduleError as error:
-        raise ConfigError(f"parallel.schedule={parallel.schedule!r}: {error}") from error
-    try:
-        layers_of(config, schedule.stages)
-    except ScheduleError as error:
-        raise ConfigError(f"parallel.layer_split: {error}") from error
+        raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
 
 
 def _check_rest(config: Config) -> None:

@@ -1,12 +1,91 @@
-"""What a configuration has chosen: its schedule, the layers of every stage, what ops cost."""
+"""What a configuration runs: its schedule, the layers of every stage, its ticks, what ops cost.
 
+Train, plan, profile and the check for GPUs all ask `chosen`, so they mean the same run.
+"""
+
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import Config
 from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
-from jaxpipe.schedule import Lockstep, Schedule, assign_layers, build, family_of
+from jaxpipe.planning.limits import room_of
+from jaxpipe.planning.memory import layout_of
+from jaxpipe.schedule import (
+    Lockstep,
+    Schedule,
+    Tables,
+    assign_layers,
+    build,
+    check_memory,
+    family_of,
+    lower,
+    validate,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, the layers of each of its stages, and how the scan lays it out in ticks."""
+
+    schedule: Schedule
+    layers: tuple[int, ...]
+    lockstep: Lockstep
+
+    @property
+    def tables(self) -> Tables:
+        """What the scan reads; raises `ScheduleError` where it cannot run the schedule."""
+        return lower(self.schedule, self.lockstep)
+
+
+def chosen(
+    config: Config,
+    *,
+    platform: str | None = None,
+    memory: float | None = None,
+    seconds: OpSeconds | None = None,
+    effort: int | None = None,
+) -> Choice:
+    """What a run of a configuration executes, searched once where its builder searches.
+
+    A search takes the costs of the configuration's own stages, measured (`parallel.costs`) or those
+    of an H100, and makes least what `parallel.objective` says. Under `parallel.memory_limit` a
+    microbatch takes the bytes that it keeps for B and for W in this configuration; without one,
+    searches keep to the number of microbatches that their families say. Every schedule is proved
+    (`schedule.validate`).
+
+    Args:
+      config: of the run.
+      platform: of its devices; None: CPUs if the configuration has virtual ones, else GPUs.
+      memory: bytes of a device, for `parallel.memory_limit = "auto"`; None: not known.
+      seconds: costs of ops for a search, if not those above.
+      effort: of a search, as in `build`.
+
+    Raises `ScheduleError` where there is no such schedule, or none within `parallel.memory_limit`.
+    """
+    parallel = config.parallel
+    lockstep = lockstep_of(config, platform)
+    options: dict[str, Any] = {
+        "virtual_stages": parallel.virtual_stages or None,
+        "breadth": parallel.breadth or None,
+        "slices": parallel.slices,
+    }
+    if parallel.schedule_file:
+        options["path"] = parallel.schedule_file
+    if family_of(parallel.schedule).searched:
+        options |= {"objective": parallel.objective, "effort": effort}
+        if parallel.objective == "lockstep":
+            options["transfer_ticks"] = lockstep.transfer_ticks
+        schedule = _searched(config, options, seconds or op_seconds(config), memory)
+    else:
+        schedule = _built(config, options)
+    layers = layers_of(config, schedule.stages)
+    if parallel.memory_limit:
+        room = room_of(config, layout_of(config, schedule.placement, layers), memory)
+        with room.explaining():
+            check_memory(schedule, room.memory, room.limit, lockstep)
+    return Choice(schedule, layers, lockstep)
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
@@ -19,33 +98,8 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def schedule_of(config: Config) -> Schedule:
-    """The schedule that a configuration names, searched once where its builder searches.
-
-    A search takes the costs of the configuration's own stages, measured (`parallel.costs`) or those
-    of an H100, and pays what the scan pays if it is told to by `parallel.objective`. Raises
-    `ScheduleError` where there is none.
-    """
-    parallel = config.parallel
-    family = family_of(parallel.schedule)
-    options: dict[str, Any] = {
-        "virtual_stages": parallel.virtual_stages or None,
-        "memory_limit": parallel.memory_limit or None,
-        "slices": parallel.slices,
-    }
-    if parallel.schedule_file:
-        options["path"] = parallel.schedule_file
-    if family.searched:
-        layers = layers_of(config, parallel.pp * family.stages)
-        options["costs"] = op_seconds(config).costs(layers, shared_by=parallel.ends_shared_by)
-        options["objective"] = parallel.objective
-        if parallel.objective == "lockstep":
-            options["transfer_ticks"] = parallel.transfer_ticks or 2
-    return _built(family.name, parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
-
-
-def lockstep_of(config: Config, *, on_cpu: bool) -> Lockstep:
-    """How the scan lays a configuration's schedule out in ticks, on that kind of device.
+def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
+    """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
     On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
     them; and for the same reason nothing is gained by halves of a cell that may overlap.
@@ -53,6 +107,7 @@ def lockstep_of(config: Config, *, on_cpu: bool) -> Lockstep:
     Raises `ScheduleError` for ends that are both shared and deferred.
     """
     parallel = config.parallel
+    on_cpu = (platform or ("cpu" if config.runtime.cpu_devices else "gpu")) == "cpu"
     return Lockstep(
         transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
         in_flight=parallel.in_flight or None,
@@ -69,6 +124,29 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     return analytic(config, hardware or Hardware())
 
 
+def _searched(
+    config: Config, options: dict[str, Any], seconds: OpSeconds, memory: float | None
+) -> Schedule:
+    """A schedule for the costs of the configuration's stages, within what they may keep."""
+    parallel = config.parallel
+    placement = family_of(parallel.schedule).placed(parallel.pp)
+    layers = layers_of(config, placement.stages)
+    options = options | {"costs": seconds.costs(layers, shared_by=parallel.ends_shared_by)}
+    if not parallel.memory_limit:
+        return _built(config, options)
+    room = room_of(config, layout_of(config, placement, layers), memory)
+    with room.explaining():
+        return _built(config, options | {"memory": room.memory, "memory_limit": room.limit})
+
+
+def _built(config: Config, options: dict[str, Any]) -> Schedule:
+    name = family_of(config.parallel.schedule).name
+    return _build(name, config.parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+
+
 @cache
-def _built(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
-    return build(name, pp=pp, microbatches=microbatches, **dict(options))
+def _build(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    """Built and proved once; several ask for the schedule of a run."""
+    schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
+    validate(schedule)
+    return schedule

@@ -6,8 +6,8 @@ from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.planning.memory import RankBytes, mirrored_bytes, rank_bytes
-from jaxpipe.schedule import Op, Report, Tables, lower, simulate
+from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
+from jaxpipe.schedule import Op, Report, Tables, simulate
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Estimate:
 
 def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
     """Simulate a candidate of a configuration."""
-    schedule = candidate.schedule
-    actions = (action for order in schedule.ranks for cell in order for action in cell.actions)
+    choice = candidate.choice
+    schedule, tables = choice.schedule, choice.tables
     costs = seconds.costs(
-        candidate.layers,
+        choice.layers,
         shared_by=config.parallel.ends_shared_by,
-        split=any(action.op is Op.B for action in actions),
+        split=any(action.op is Op.B for _, action in schedule.actions()),
     )
-    report = simulate(schedule, costs, candidate.lockstep)
-    tables = lower(schedule, candidate.lockstep)
+    report = simulate(schedule, costs, choice.lockstep)
     message = costs_of(config).message
-    mirrored = mirrored_bytes(config, schedule, candidate.layers)
+    layout = layout_of(config, schedule.placement, choice.layers)
+    mirrored = mirrored_bytes(config, layout)
     return Estimate(
         candidate,
         report,
         tables,
-        rank_bytes(config, candidate, tables),
+        rank_bytes(config, layout, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
         config.tokens_per_step,

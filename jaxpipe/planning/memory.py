@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
 from jaxpipe.partition.leaf import DP, PP, cutting
-from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.costs import ModelCosts, Parameter, costs_of
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
 from jaxpipe.planning.hardware import ITEMSIZE
-from jaxpipe.schedule import Schedule, Tables
+from jaxpipe.schedule import Placement, Tables
 
 if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
@@ -42,78 +41,98 @@ class RankBytes:
         return sum(asdict(self).values())
 
 
-def rank_bytes(config: Config, candidate: Candidate, tables: Tables) -> RankBytes:
-    """Bytes of a device under one of the schedules of a configuration, lowered to `tables`."""
+def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
+    """Bytes of a device under a schedule of such stages, lowered to `tables`.
+
+    With None in their place activations count nothing: what is left is the same for every order.
+    """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
-    layout = layout_of(candidate.schedule, candidate.layers, costs)
-    mirrored = candidate.schedule.placement.mirrored_from is not None
+    mirrored = layout.mirrored
     by_kind = {name: _values(config, costs, name) for name in costs.kinds}
     held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
     end = _values(config, costs)
-    sums = held.part if parallel.reshard_after_forward else held.whole
+    sums = held.part if parallel.reshards else held.whole
     cast = item != _FLOAT32
-    if parallel.reshard_after_forward:
+    if parallel.reshards:
         gathered = max(values.whole for values in by_kind.values())  # one layer at a time
         read = held.part * (cast + mirrored) + gathered
     else:
         read = held.whole * ((cast or held.whole != held.part) + mirrored)
     if cast or end.whole != end.part:
         read += end.whole
-    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
-    rows //= train.loss_chunks
-    vocabulary = config.model.vocab_size // parallel.tp
-    if parallel.vocab_parallel_pp:
-        vocabulary //= parallel.pp
-    logits, matrix = rows * vocabulary, config.model.d_model * vocabulary
+    logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
+    activations = 0
+    if tables is not None:
+        activations = _activations(costs, layout, tables) + tables.slots.head * logits * item
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part),
         optimizer=_FLOAT32 * (held.moments + end.moments),
         gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
         copies=item * read,
-        activations=_activations(costs, layout, tables) + tables.slots.head * logits * item,
+        activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
     )
+
+
+def logits_of(config: Config) -> int:
+    """Logits that a device makes at once: of a microbatch or slice, or of a chunk of its loss."""
+    parallel, train = config.parallel, config.train
+    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
+    return rows // train.loss_chunks * _vocabulary(config)
+
+
+def _vocabulary(config: Config) -> int:
+    """Words of the vocabulary that a device has."""
+    parallel = config.parallel
+    return config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1))
 
 
 def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> int:
     """Bytes of the rings of a rank's layers, and of messages that wait or are on their way."""
     held = tables.slots
     kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
-    rings = sum(
-        held.for_b * kind.for_b
-        + held.for_w * kind.for_w
-        + held.stash * kind.stash
-        + (held.state + held.dstate) * kind.state
-        for kind in kinds
-    )
+    rings = sum(ring_bytes(kind, tables) for kind in kinds)
+    rings += sum((held.state + held.dstate) * kind.state for kind in kinds)
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
     return rings + (messages + waits) * costs.message
 
 
-def mirrored_bytes(config: Config, schedule: Schedule, layers: tuple[int, ...]) -> int:
+def ring_bytes(kind: LayerCosts, tables: Tables) -> int:
+    """Bytes of the rings of one layer's residuals and stash, as long as the neediest rank's."""
+    from jaxpipe.pipeline.cut import Residuals
+    from jaxpipe.pipeline.rings import sharing
+    from jaxpipe.pipeline.store import ring_lengths
+
+    waits = kind.waits
+    kept = Residuals(waits["for_b"], waits["for_w"])
+    return sum(
+        length * size_of([value])
+        for uses in sharing(kept, waits["stash"], pairs=bool(tables.pairs))
+        for value, length in ring_lengths(uses, tables.slots_of).items()
+    )
+
+
+def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     """Bytes that a rank of a bidirectional schedule sends a step for its second copy of a stage.
 
     The parameters go out in the compute dtype, the sums of gradients come home in float32.
     """
-    if schedule.placement.mirrored_from is None:
+    if not layout.mirrored:
         return 0
     costs = costs_of(config)
-    values = [
-        _values(config, costs, kind) for kind in layout_of(schedule, layers, costs).slot_kinds
-    ]
-    reshard = config.parallel.reshard_after_forward
-    sent = sum(kind.part if reshard else kind.whole for kind in values)
+    values = [_values(config, costs, kind) for kind in layout.slot_kinds]
+    sent = sum(kind.part if config.parallel.reshards else kind.whole for kind in values)
     return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
 
 
-def layout_of(schedule: Schedule, layers: tuple[int, ...], costs: ModelCosts) -> "StageLayout":
-    """Where the layers of a schedule's stages are."""
+def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
+    """Where the layers of stages are that live there."""
     from jaxpipe.parallel import StageLayout
 
-    return StageLayout(layers, schedule.placement, costs.order)
+    return StageLayout(layers, placement, costs_of(config).order)
 
 
 class _Values(NamedTuple):

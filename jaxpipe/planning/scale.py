@@ -12,7 +12,6 @@ the update itself is not counted.
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +29,7 @@ from jaxpipe.planning import (
     Hardware,
     candidate,
     estimate,
+    layout_of,
     op_seconds,
     rank_bytes,
     sizes_of,
@@ -80,14 +80,15 @@ class Assumptions:
     memory: float
 
 
-def points(config: Config, given: Assumptions) -> Iterator[Point]:
-    """All meshes that the configuration can have."""
+Refused = dict[str, dict[tuple[int, int], str]]  # label -> (pp, M) -> why
+
+
+def points(config: Config, given: Assumptions) -> tuple[list[Point], Refused]:
+    """All meshes that the configuration can have, and why schedules were left out on some."""
     meshes = [(s, pp, dp) for s in ("weak", "strong") for pp in RANKS for dp in REPLICAS]
     scaler = _Scaler(config, given)
-    for scaling, pp, dp in track(meshes, "simulating", transient=True):
-        point = scaler.point(scaling, pp, dp)
-        if point is not None:
-            yield point
+    found = [scaler.point(*mesh) for mesh in track(meshes, "simulating", transient=True)]
+    return [point for point in found if point is not None], scaler.refused
 
 
 class _Scaler:
@@ -95,6 +96,7 @@ class _Scaler:
 
     def __init__(self, config: Config, given: Assumptions):
         self.config, self.given = config, given
+        self.refused: Refused = {}
         self.estimates = cache(self._estimates)
 
     def point(self, scaling: str, pp: int, dp: int) -> Point | None:
@@ -123,7 +125,8 @@ class _Scaler:
         for variant in _variants(config):
             try:
                 one = candidate(config, seconds, variant)
-            except ScheduleError:
+            except ScheduleError as error:
+                self.refused.setdefault(variant.label, {})[pp, microbatches] = str(error)
                 continue
             found.append(
                 (estimate(config, one, seconds),
@@ -136,7 +139,9 @@ class _Scaler:
         summed = timed.bytes.parameters * (1 + item / 4) * (dp - 1) / dp / self.given.network
         pipeline = timed.seconds
         seconds = pipeline + summed
-        held = rank_bytes(config, timed.candidate, timed.tables)
+        choice = timed.candidate.choice
+        layout = layout_of(config, choice.schedule.placement, choice.layers)
+        held = rank_bytes(config, layout, timed.tables)
         return Point(
             scaling,
             config,
@@ -181,7 +186,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
     device = DEVICES[arguments.device]
-    found = list(points(config, Assumptions(hardware, arguments.network, device.memory)))
+    found, refused = points(config, Assumptions(hardware, arguments.network, device.memory))
     if arguments.json:
         print(json.dumps([_as_json(point, device.flops) for point in found], indent=1))
         return
@@ -197,6 +202,10 @@ def run(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
     console = Console(highlight=False, width=max(118, Console().width))
     console.print(table)
+    for label, reasons in refused.items():
+        sizes = ", ".join(f"pp={pp} M={m}" for pp, m in reasons)
+        why = next(iter(reasons.values()))
+        console.print(f"{label} is not for {sizes}: {why}", style="dim", soft_wrap=True)
     console.print("Assumed: " + __doc__.partition("Assumed: ")[2].strip())
 
 

@@ -30,6 +30,15 @@ def peak_flops(device_kind: str) -> float | None:
     return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
 
 
+def device_memory(device_kind: str) -> int | None:
+    """Bytes of a device's memory by jax's name for it; None where unknown.
+
+    >>> device_memory("NVIDIA H100 80GB HBM3"), device_memory("cpu")
+    (80000000000, None)
+    """
+    return next((device.memory for name, device in DEVICES.items() if name in device_kind), None)
+
+
 def memory_peak() -> int | None:
     """Most bytes in use so far on any device of this process; None where jax does not know."""
     import jax

@@ -5,6 +5,11 @@ import os
 GPU_MEMORY_SHARE = "0.92"  # of a GPU that jax takes; its own default is 0.75
 
 
+def usable_share() -> float:
+    """Share of a GPU's memory that a run started in this environment would take."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE))
+
+
 def use_gpu_memory() -> None:
     """Let jax take most of a GPU's memory: the rest holds CUDA's context and NCCL's buffers.
 

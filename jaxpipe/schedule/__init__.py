@@ -5,7 +5,7 @@ Pure Python and numpy; nothing here knows jax.
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.schedule.assignment import assign_layers
-from jaxpipe.schedule.builders import build, forward_only
+from jaxpipe.schedule.builders import build, check_memory, forward_only
 from jaxpipe.schedule.cells import Costs, Memory
 from jaxpipe.schedule.custom import read, write
 from jaxpipe.schedule.draw import timeline
@@ -18,8 +18,10 @@ from jaxpipe.schedule.families import (
     Variant,
     family_of,
 )
+from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import Pair, Tables, lower
+from jaxpipe.schedule.problem import LIMITS
 from jaxpipe.schedule.row import Row
 from jaxpipe.schedule.simulate import Report, peak_memory, simulate
 from jaxpipe.schedule.validate import validate
@@ -27,8 +29,10 @@ from jaxpipe.schedule.validate import validate
 __all__ = [
     "BUILDERS",
     "FAMILIES",
+    "LIMITS",
     "NAMES",
     "Action",
+    "Buffers",
     "Cell",
     "Costs",
     "Family",
@@ -46,6 +50,7 @@ __all__ = [
     "Variant",
     "assign_layers",
     "build",
+    "check_memory",
     "family_of",
     "forward_only",
     "label",

@@ -6,6 +6,7 @@ from typing import Any
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Memory
 from jaxpipe.schedule.families import FAMILIES, Family, family_of
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.problem import SLACK, Target, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
 
@@ -23,7 +24,8 @@ def build(
 
     `memory_limit` is what a rank may hold, in the unit of `memory` (by default one stage of a
     microbatch from F to W), so it may be bytes; `"1p"` and `"2p"` are P and 2P microbatches through
-    a rank's stages. zb_auto makes the best of it (default `"2p"`), of the others it is demanded.
+    a rank's stages, counted from F to B. The searched ones make the best of it (zb_auto's default
+    is `"2p"`), of the others it is demanded.
 
     Options, of which None is as if it were not given:
       virtual_stages: stages a rank, for the schedules that leave it open.
@@ -32,7 +34,8 @@ def build(
       costs, objective: what steers the searched ones, zb_auto, zbv, v_half and v_min (`Target`);
         the orders of the others do not depend on them.
       transfer_ticks, effort: of the searched ones alone.
-      breadth: of `bfs`.
+      breadth: microbatches that a rank runs through one stage before its next: of `bfs` and the
+        interleaved ones.
       path: of `custom`, a file that `read` understands.
 
     Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
@@ -41,7 +44,8 @@ def build(
     family = family_of(name)
     options = {option: value for option, value in options.items() if value is not None}
     sizes = {"pp": pp, "microbatches": microbatches}
-    sizes |= {key: options[key] for key in ("slices", "virtual_stages") if key in options}
+    counts = ("slices", "virtual_stages", "breadth")
+    sizes |= {key: options[key] for key in counts if key in options}
     for key, size in sizes.items():
         if size < 1:
             raise ScheduleError(f"{family.name}: {key}={size} must be at least 1.")
@@ -55,7 +59,7 @@ def build(
         options["target"] = Target(memory=memory, memory_limit=memory_limit, **target)
     schedule = family.builder(pp, microbatches, **options)
     if memory_limit is not None:
-        _check_memory(schedule, memory, memory_limit)
+        check_memory(schedule, memory, memory_limit)
     return schedule
 
 
@@ -72,9 +76,12 @@ def _check_options(family: Family, options: dict[str, Any]) -> None:
             )
 
 
-def _check_memory(schedule: Schedule, memory: Memory, memory_limit: str | float) -> None:
+def check_memory(
+    schedule: Schedule, memory: Memory, memory_limit: str | float, lockstep: Lockstep = PLAIN
+) -> None:
+    """Raise `ScheduleError` where a schedule, as the scan runs it, holds more than a limit."""
     limit = limit_in_units(memory_limit, schedule.placement, memory)
-    peak = max(peak_memory(schedule, memory))
+    peak = max(peak_memory(schedule, memory, lockstep))
     if peak > limit * (1 + SLACK):
         raise ScheduleError(
             f"{schedule.name} holds up to {peak:g} on a rank, more than memory_limit="

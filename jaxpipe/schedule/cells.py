@@ -64,11 +64,22 @@ class Costs:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the ops of one microbatch do to a rank's memory, in one unit: F takes, B and W free."""
+    """What the ops of one microbatch do to a rank's memory, in one unit: F takes, B and W free.
+
+    Where B leaves more for W than it frees, it takes too. `state` is what slices of a sequence
+    leave for each other in a stage, from the first F to the last B; its gradient, from the first B
+    to the last, is as large.
+    """
 
     F: float = 1.0
     B: float = 0.0
     W: float = -1.0
+    state: float = 0.0
+
+    @property
+    def growth(self) -> float:
+        """What a rank needs free to run B."""
+        return max(0.0, self.B)
 
 
 Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]

@@ -2,11 +2,13 @@
 
 A CSV file has a row per rank, such as `0F0, 0F1, 0I0, 0W0, 0B1`; empty cells are idle time and are
 passed over. A JSON file has the same rows as a list of lists. `(0F7;3B2)OVERLAP_F_B` is one cell.
+Slices of a sequence stand there as microbatches, and how many make one stands nowhere.
 """
 
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
@@ -17,8 +19,10 @@ _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
 
-def read(path: str | Path) -> Schedule:
+def read(path: str | Path, *, slices: int = 1) -> Schedule:
     """The schedule in a `.csv` or `.json` file, validated; its placement is read off its forwards.
+
+    So many `slices` in a row are one sequence.
 
     Raises `ScheduleError` naming the file and the cell: not readable, not in the notation, or an
     order that is not complete, well placed and free of deadlock.
@@ -41,7 +45,7 @@ def read(path: str | Path) -> Schedule:
         ]
         for rank, row in enumerate(rows)
     ]
-    schedule = _placed(path.stem, orders, str(path))
+    schedule = replace(_placed(path.stem, orders, str(path)), slices=slices)
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -49,18 +53,21 @@ def read(path: str | Path) -> Schedule:
     return schedule
 
 
-def custom(pp: int, microbatches: int, *, path: str | Path | None = None) -> Schedule:
+def custom(
+    pp: int, microbatches: int, *, path: str | Path | None = None, slices: int = 1
+) -> Schedule:
     """The schedule in a file, which must be for so many ranks and microbatches.
 
     Raises `ScheduleError` where it is not, besides what `read` raises.
     """
     if path is None:
         raise ScheduleError("custom needs a path: give the .csv or .json file of the schedule.")
-    schedule = read(path)
-    if (schedule.pp, schedule.microbatches) != (pp, microbatches):
+    schedule = read(path, slices=slices)
+    if (schedule.pp, schedule.microbatches) != (pp, microbatches * slices):
+        cut = f" of {slices} slices" if slices > 1 else ""
         raise ScheduleError(
-            f"{path}: is for pp={schedule.pp} and microbatches={schedule.microbatches}, not for "
-            f"pp={pp} and microbatches={microbatches}: change one or the other."
+            f"{path}: is for pp={schedule.pp} and microbatches={schedule.microbatches // slices}"
+            f"{cut}, not for pp={pp} and microbatches={microbatches}{cut}: change one or the other."
         )
     return schedule
 

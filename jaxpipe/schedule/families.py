@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
-from jaxpipe.schedule.action import Schedule, ScheduleError
+from jaxpipe.schedule.action import Placement, Schedule, ScheduleError
 from jaxpipe.schedule.automatic import zb_auto
 from jaxpipe.schedule.custom import custom
 from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
@@ -24,7 +24,7 @@ from jaxpipe.schedule.loop import (
     zb_h2,
 )
 from jaxpipe.schedule.problem import Target
-from jaxpipe.schedule.vshape import v_shaped
+from jaxpipe.schedule.vshape import one_f_one_b_v, v_shaped
 
 
 class Variant(NamedTuple):
@@ -38,11 +38,15 @@ class Variant(NamedTuple):
     virtual_stages: int | None = None
     memory_limit: str | float | None = None
     in_flight: int | None = None  # as in `Lockstep`
+    breadth: int | None = None
 
     @property
     def label(self) -> str:
         """Its name in tables."""
-        choices = {"v=": self.virtual_stages, "": self.memory_limit, "in_flight=": self.in_flight}
+        choices = {
+            "v=": self.virtual_stages, "breadth=": self.breadth, "": self.memory_limit,
+            "in_flight=": self.in_flight,
+        }  # fmt: skip
         said = (f" {name}{choice}" for name, choice in choices.items() if choice is not None)
         return self.family + "".join(said)
 
@@ -130,6 +134,10 @@ class Family:
         parameter = signature(self.builder).parameters.get(option)
         return parameter and parameter.default
 
+    def placed(self, pp: int) -> Placement:
+        """Where the stages of a searched one live."""
+        return Placement.v_shape(pp) if self.placement == "v" else Placement.loop(pp)
+
     @property
     def stages(self) -> int:
         """Stages that a rank holds where nothing else is asked for."""
@@ -177,6 +185,8 @@ FAMILIES = {
         Family("v_half", partial(v_shaped, "v_half"), "searched on the V: half of 1F1B's memory",
                "v"),
         Family("v_min", partial(v_shaped, "v_min"), "searched on the V: a third of 1F1B's memory",
+               "v"),
+        Family("1f1b_v", one_f_one_b_v, "1F1B on the V: two thirds of its memory, nothing split",
                "v"),
         Family("dualpipe", dualpipe,
                "microbatches from both ends, F beside BW: two copies of the parameters",

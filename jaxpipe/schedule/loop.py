@@ -12,10 +12,12 @@ drains; its members differ in how long they warm up and in how far W trails B:
 | zb_h2 | 2(P-1-r) | 2r | (P-1)(F+B-2W) in span | 2(P-r)-1 until B, 2P-1 until W |
 | interleaved_zb | (v-1)k + P-1-r | r | zb_h1's / v | (v-1)k + P-r until B |
 
-k = M / max(1, M div P) is the number of microbatches of a round. A chunk counts as one microbatch
-held. Sources: Narayanan et al. 2021 (1F1B, interleaved), Lamy-Poirier 2023 (breadth-first), Qi et
-al. 2024 "Zero Bubble Pipeline Parallelism", sections 2 and 3 (H1, H2), PyTorch's
-`torch.distributed.pipelining` (interleaved_zb, and the meaning of k).
+k is the number of microbatches that a rank runs through one stage before it turns to its next:
+M / max(1, M div P), or the `breadth` that is asked for (Megatron's
+`microbatch_group_size_per_vp_stage`; the last group may be smaller). A chunk counts as one
+microbatch held. Sources: Narayanan et al. 2021 (1F1B, interleaved), Lamy-Poirier 2023
+(breadth-first), Qi et al. 2024 "Zero Bubble Pipeline Parallelism", sections 2 and 3 (H1, H2),
+PyTorch's `torch.distributed.pipelining` (interleaved_zb, and the meaning of k).
 
 All can cut sequences into `slices` in time, each with a passage of its own (Li et al. 2021,
 "TeraPipe"; under 1F1B: Sun et al. 2024, "Seq1F1B"). A slice attends to those before it, so it
@@ -91,11 +93,16 @@ def one_f_one_b(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(
-    pp: int, microbatches: int, virtual_stages: int = 2, *, slices: int = 1
+    pp: int,
+    microbatches: int,
+    virtual_stages: int = 2,
+    *,
+    breadth: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """1F1B over v stages a rank: a bubble v times shorter for v times the transfers."""
     return _alternating(
-        "interleaved_1f1b", _Sizes(pp, microbatches, slices, virtual_stages),
+        "interleaved_1f1b", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: 2 * (pp - 1 - r),
     )  # fmt: skip
 
@@ -121,11 +128,16 @@ def zb_h2(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
 
 
 def interleaved_zb(
-    pp: int, microbatches: int, virtual_stages: int = 2, *, slices: int = 1
+    pp: int,
+    microbatches: int,
+    virtual_stages: int = 2,
+    *,
+    breadth: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """`zb_h1` over v stages a rank."""
     return _alternating(
-        "interleaved_zb", _Sizes(pp, microbatches, slices, virtual_stages),
+        "interleaved_zb", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: pp - 1 - r, lag=lambda r: r,
     )  # fmt: skip
 
@@ -135,6 +147,7 @@ class _Sizes(NamedTuple):
     microbatches: int
     slices: int
     chunks: int = 1
+    breadth: int | None = None
 
 
 def _alternating(
@@ -145,25 +158,48 @@ def _alternating(
     lag: Callable[[int], int] | None = None,
 ) -> Schedule:
     """A member of the family: of every rank the warm-up within a chunk, and how far W trails B."""
-    pp, microbatches, slices, chunks = sizes
-    k = _round(pp, microbatches, slices, name) if chunks > 1 else microbatches * slices
-    turns = _Turns(pp, chunks, k, microbatches * slices, slices)
-    ahead = (chunks - 1) * k + slices - 1
+    pp, microbatches, slices, chunks, _ = sizes
+    groups = _groups(name, sizes) if chunks > 1 else [microbatches]
+    turns = _Turns(pp, chunks, slices, _turns(chunks, [size * slices for size in groups]))
+    ahead = (chunks - 1) * groups[0] * slices + slices - 1
     orders = [turns.order(r, ahead + warmup(r), lag and lag(r)) for r in range(pp)]
     return Schedule.of(name, Placement.loop(pp, chunks), microbatches * slices, orders, slices)
 
 
-def _round(pp: int, microbatches: int, slices: int, name: str) -> int:
-    """k, the slices of a round, which are of whole sequences and must come out even."""
-    least = -(-pp // slices)
-    rounds = max(1, microbatches // least)
-    if microbatches % rounds:
+def _groups(name: str, sizes: _Sizes) -> list[int]:
+    """The microbatches of every round: equal ones, or as many as `breadth` says and a rest."""
+    pp, microbatches, slices, _, breadth = sizes
+    least = -(-pp // slices)  # the fewest that fill the ranks
+    if breadth is None:
+        rounds = max(1, microbatches // least)
+        if microbatches % rounds:
+            raise ScheduleError(
+                f"{name}: microbatches={microbatches} must be a multiple of the number of rounds, "
+                f"{rounds} (microbatches // {least}, the fewest that fill pp={pp}): use "
+                f"{microbatches // rounds * rounds} or {(microbatches // rounds + 1) * rounds}."
+            )
+        return [microbatches // rounds] * rounds
+    whole, rest = divmod(microbatches, breadth)
+    if min(breadth, rest or breadth) < min(least, microbatches):
         raise ScheduleError(
-            f"{name}: microbatches={microbatches} must be a multiple of the number of rounds, "
-            f"{rounds} (microbatches // {least}, the fewest that fill pp={pp}): use "
-            f"{microbatches // rounds * rounds} or {(microbatches // rounds + 1) * rounds}."
+            f"{name}: breadth={breadth} leaves groups of {breadth} and {rest} microbatches, but "
+            f"one of fewer than {least} does not fill pp={pp}: use a breadth of at least {least} "
+            f"that divides microbatches={microbatches}, or leaves as many."
         )
-    return microbatches // rounds * slices
+    return [breadth] * whole + [rest] * bool(rest)
+
+
+def _turns(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
+    """`(chunk, microbatch)` of every forward of a rank: each group through one chunk after another.
+
+    >>> _turns(2, [2, 1])
+    [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+    """
+    turns, first = [], 0
+    for size in groups:
+        turns += [(chunk, m) for chunk in range(chunks) for m in range(first, first + size)]
+        first += size
+    return turns
 
 
 def _returning(index: int, slices: int) -> int:
@@ -180,18 +216,17 @@ def _returning(index: int, slices: int) -> int:
 class _Turns:
     """Which forward and which gradient is the i-th of a rank.
 
-    Forward i works on chunk (i div k) mod v, gradient i on the same counted from the last chunk.
+    `forwards` are those of `_turns`; gradient i works on the same chunk counted from the last.
     """
 
     pp: int
     chunks: int
-    k: int
-    microbatches: int
     slices: int
+    forwards: list[tuple[int, int]]
 
     def order(self, rank: int, warmup: int, lag: int | None) -> list[Action]:
         """One rank's order. `lag` None leaves gradients unsplit; else W runs `lag` behind B."""
-        total = self.microbatches * self.chunks
+        total = len(self.forwards)
         warmup = min(warmup, total)
         order = [self._forward(rank, i) for i in range(warmup)]
         pending: deque[Action] = deque()
@@ -206,15 +241,10 @@ class _Turns:
         return order + list(pending)
 
     def _forward(self, rank: int, index: int) -> Action:
-        chunk, m = self._place_of(index)
+        chunk, m = self.forwards[index]
         return Action(Op.F, chunk * self.pp + rank, m)
 
     def _gradient(self, rank: int, index: int, op: Op) -> Action:
-        chunk, m = self._place_of(index)
+        chunk, m = self.forwards[index]
         stage = (self.chunks - 1 - chunk) * self.pp + rank
         return Action(op, stage, _returning(m, self.slices))
-
-    def _place_of(self, index: int) -> tuple[int, int]:
-        """`(chunk, microbatch)` of the i-th forward."""
-        turn, within = divmod(index, self.k)
-        return turn % self.chunks, turn // self.chunks * self.k + within

@@ -18,6 +18,7 @@ Orders = list[list[Step]]
 Score = tuple[float, ...]
 
 OBJECTIVES = ("span", "makespan", "lockstep")
+LIMITS = ("1p", "2p")
 SLACK = 1e-9  # relative; sums of times and bytes are compared with this tolerance
 NEVER = float("inf")
 _OPS = (Op.F, Op.B, Op.W)
@@ -36,7 +37,7 @@ def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> 
     """
     if not isinstance(limit, str):
         return limit
-    if limit not in ("1p", "2p"):
+    if limit not in LIMITS:
         raise ScheduleError(f"memory_limit={limit!r}: use '1p', '2p' or a number.")
     return int(limit[0]) * placement.stages * memory.F
 
@@ -107,7 +108,18 @@ class Problem:
     @cached_property
     def room(self) -> int:
         """How many stages of a microbatch a rank may hold after F."""
-        return int(self.limit / self.target.memory.F * (1 + SLACK))
+        memory = self.target.memory
+        return int((self.limit - memory.growth) / memory.F * (1 + SLACK))
+
+    def check_limit(self) -> None:
+        """Raise `ScheduleError` unless the limit lets every rank run one microbatch alone."""
+        memory, stages = self.target.memory, max(map(len, self.stages_of))
+        least = stages * memory.F + memory.growth
+        if self.limit * (1 + SLACK) < least:
+            raise ScheduleError(
+                f"{self.name}: memory_limit={self.limit:g} is less than one microbatch takes on a "
+                f"rank, {least:g}: use at least {least:g}."
+            )
 
     @cached_property
     def work(self) -> list[float]:

@@ -107,8 +107,8 @@ class _Rank:
     """What a rank knows by now, and how it decides."""
 
     __slots__ = (
-        "arrivals", "done", "fill", "first", "follow", "free", "held", "idle", "limit", "lines",
-        "m", "memory", "order", "pending", "period", "taken", "times", "wait", "warmup",
+        "arrivals", "done", "fill", "first", "follow", "free", "growth", "held", "idle", "limit",
+        "lines", "m", "memory", "order", "pending", "period", "taken", "times", "wait", "warmup",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, rules: Rules, rank: int):
@@ -117,6 +117,7 @@ class _Rank:
         self.follow, self.wait, self.fill = rules.follow[rank], rules.wait[rank], rules.fill[rank]
         self.first, self.warmup = stages[0], rules.warmup[rank]
         self.memory, self.limit = (memory.F, memory.B, memory.W), problem.limit * (1 + SLACK)
+        self.growth = memory.growth
         self.free = self.idle = self.held = 0.0  # free: when it may decide again
         # By op and stage: how many are done, and when the input of each is there, as far as known.
         self.done = [dict.fromkeys(stages, 0) for _ in (F, B)]
@@ -162,7 +163,11 @@ class _Rank:
         Second: is an F that is there, or soon will be, kept out by the memory alone?
         """
         heads, blocked = [], False
-        m, period, follow, held, limit = self.m, self.period, self.follow, self.held, self.limit
+        m, period, follow, limit = self.m, self.period, self.follow, self.limit
+        cramped = self.held + self.growth > limit  # no B before a W
+        # An F leaves room for the growth of a B, once all W that wait have made theirs.
+        waiting = len(self.pending) - self.taken
+        held = max(self.held, self.held + waiting * self.memory[W] + self.growth)
         (forward, backward), (to_f, to_b) = self.done, self.arrivals
         for stage, phase_f, phase_b, room in self.lines:
             i, k = forward[stage], backward[stage]
@@ -174,8 +179,12 @@ class _Rank:
                     blocked = blocked or there < now + self.times[W][stage]
                     if follow:
                         heads.append((phase_f + i * period, NEVER, F, stage))
-            if k < m:
+            if k < m and not cramped:
                 heads.append((phase_b + k * period, to_b[stage][k], B, stage))
+            elif k < m:
+                blocked = blocked or to_b[stage][k] < now + self.times[W][stage]
+                if follow == 2:
+                    heads.append((phase_b + k * period, NEVER, B, stage))
         heads.sort()
         if follow == 2:
             return heads[:1], blocked

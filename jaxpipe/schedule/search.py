@@ -36,6 +36,7 @@ def search(
 
     Raises `ScheduleError` where nothing is found that fits the memory.
     """
+    problem.check_limit()
     dice = random.Random(0)
     pp, m = problem.placement.pp, problem.microbatches
     room = min(problem.room * pp // problem.placement.stages, m)

@@ -95,16 +95,23 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     return times
 
 
-def peak_memory(schedule: Schedule, memory: Memory) -> list[float]:
-    """Most that each rank holds at once, in the unit of `memory`."""
+def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) -> list[float]:
+    """Most that each rank holds at once, in the unit of `memory`, as the scan would run it.
+
+    With `in_flight` a rank does not keep its order of cells.
+    """
     change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W}
+    slices = schedule.slices
+    orders = schedule.ranks if lockstep.in_flight is None else zip(*place(schedule, lockstep))
     peaks = []
-    for order in schedule.ranks:
+    for order in orders:
         held = peak = 0.0
-        for cell in order:
-            for action in cell.actions:
-                held += change[action.op]
-                peak = max(peak, held)
+        for op, _, m in (action for cell in order for action in cell.actions):
+            enters = m % slices == (0 if op is Op.F else slices - 1)
+            held += change[op] + memory.state * (enters and op is not Op.W)
+            peak = max(peak, held)
+            if op.gives_dx and m % slices == 0:
+                held -= 2 * memory.state
         peaks.append(peak)
     return peaks
 

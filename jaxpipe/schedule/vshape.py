@@ -5,15 +5,19 @@
 | zbv | 2P: as much as 1F1B | none, per rank |
 | v_half | P + 2: about half | about half of 1F1B's |
 | v_min | 2 floor((P + 4) / 3): about a third | about two thirds of 1F1B's |
+| 1f1b_v | 2 ceil((2P + 1) / 3): about two thirds | five sixths of 1F1B's or less |
 
-Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4; the order
-of `zbv` at equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
+All but `1f1b_v`, which splits no gradient, are searched, also within other limits. Source: Qi et
+al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4; the order of `zbv` at
+equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
 """
 
 from collections.abc import Callable
 
-from jaxpipe.schedule.action import Action, Op, Placement, Schedule
-from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target
+import numpy as np
+
+from jaxpipe.schedule.action import Action, Op, Placement, Schedule, Value, needed_by, produced_by
+from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target, limit_in_units
 from jaxpipe.schedule.search import search
 
 _HELD: dict[str, Callable[[int], int]] = {
@@ -26,10 +30,15 @@ _HELD: dict[str, Callable[[int], int]] = {
 def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
     """`zbv`, `v_half` or `v_min` for any costs, found by the search within their memory.
 
-    The target's `memory` counts one stage of a microbatch.
+    Without a limit in the target it is that of the table above, in stages of a microbatch from F to
+    B; or what one microbatch takes by itself, where that is more.
     """
-    limit = _HELD[name](pp) * target.memory.F
-    problem = Problem(name, Placement.v_shape(pp), microbatches, limit, target)
+    memory, placement = target.memory, Placement.v_shape(pp)
+    if target.memory_limit is None:
+        limit = max(_HELD[name](pp) * memory.F, 2 * memory.F + memory.growth)
+    else:
+        limit = limit_in_units(target.memory_limit, placement, memory)
+    problem = Problem(name, placement, microbatches, limit, target)
     known = [zbv_order(pp, microbatches)] if name == "zbv" else []
     within_a_second = max(80_000, 350_000 - 12 * problem.steps)
     return search(problem, effort=target.effort or within_a_second, known=known)
@@ -86,3 +95,88 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
         while done[Op.W, chunk] < microbatches:
             act(Op.W, chunk)
     return order
+
+
+_PERIOD = 6  # ticks of both F and both BW that a rank does of a microbatch
+_TICKS = {Op.F: 1, Op.BW: 2}
+
+
+def one_f_one_b_v(pp: int, microbatches: int) -> Schedule:
+    """1F1B on the V, in two thirds of its memory: a building block, repeated, then moved up.
+
+    With F = 1 and BW = 2 every op is moved to the first idle ticks of its rank that come after its
+    inputs and do not make the rank hold more. For P - 1 a multiple of 3 this leaves 5/6 of 1F1B's
+    bubble.
+
+    >>> print("\\n".join(" ".join(order) for order in one_f_one_b_v(2, 2).orders()))
+    0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
+    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+    """
+    placement = Placement.v_shape(pp)
+    block = _block(placement).items()
+    planned = [(t + _PERIOD * m, Action(*at, m)) for at, t in block for m in range(microbatches)]
+    planned.sort(key=lambda item: item[0])
+    lines = [_Line(planned[-1][0] + 3) for _ in range(pp)]
+    for tick, action in planned:
+        lines[placement.rank_of[action.stage]].put(tick, action.op)
+    most = max(line.held.max() for line in lines)
+    ends: dict[Value, int] = {}
+    orders: list[list[tuple[int, Action]]] = [[] for _ in lines]
+    for tick, action in planned:
+        ready = max((ends[value] for value in needed_by(action, placement.stages)), default=0)
+        rank = placement.rank_of[action.stage]
+        begin = lines[rank].move(tick, action.op, ready, most)
+        ends[produced_by(action)] = begin + _TICKS[action.op]
+        orders[rank].append((begin, action))
+    in_order = [[a for _, a in sorted(order, key=lambda item: item[0])] for order in orders]
+    return Schedule.of("1f1b_v", placement, microbatches, in_order)
+
+
+def _block(placement: Placement) -> dict[tuple[Op, int], int]:
+    """The ticks of microbatch 0, which never meet those of others a multiple of 6 ticks later.
+
+    F goes down the ranks and up again without a pause. BW of a stage takes the first two ticks that
+    neither F of its rank has, and that leave two in a row to the rank's other BW.
+    """
+    begins = {(Op.F, stage): stage for stage in range(placement.stages)}
+    free = [set(range(_PERIOD)) for _ in range(placement.pp)]
+    for stage, rank in enumerate(placement.rank_of):
+        free[rank].discard(stage % _PERIOD)
+    tick = placement.stages
+    pairs = [{t, (t + 1) % _PERIOD} for t in range(_PERIOD)]
+    for stage in reversed(range(placement.stages)):
+        own = free[placement.rank_of[stage]]
+        while not any(pairs[tick % _PERIOD] <= own <= pairs[tick % _PERIOD] | two for two in pairs):
+            tick += 1
+        own -= pairs[tick % _PERIOD]
+        begins[Op.BW, stage] = tick
+        tick += _TICKS[Op.BW]
+    return begins
+
+
+class _Line:
+    """One rank's ticks: which are taken, and what it holds in each."""
+
+    def __init__(self, ticks: int):
+        self.taken = np.zeros(ticks, bool)
+        self.held = np.zeros(ticks, int)
+
+    def put(self, tick: int, op: Op) -> None:
+        """An op begins then."""
+        end = tick + _TICKS[op]
+        self.taken[tick:end] = True
+        self.held[tick if op is Op.F else end :] += 1 if op is Op.F else -1
+
+    def move(self, tick: int, op: Op, ready: int, most: int) -> int:
+        """Let an op that begins then begin as early as can be, and say when."""
+        ticks = _TICKS[op]
+        self.taken[tick : tick + ticks] = False
+        fits = lambda t: op is Op.BW or self.held[t:tick].max() < most  # noqa: E731
+        idle = (t for t in range(ready, tick) if not self.taken[t : t + ticks].any())
+        begin = next(filter(fits, idle), tick)
+        self.taken[begin : begin + ticks] = True
+        if op is Op.F:
+            self.held[begin:tick] += 1
+        else:
+            self.held[begin + ticks : tick + ticks] -= 1
+        return begin

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.planning import configured, rank_bytes
+from jaxpipe.planning import rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate, timeline
 from jaxpipe.training.trainer import Trainer
 
@@ -59,7 +59,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
 
 def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
-    planned = rank_bytes(trainer.config, configured(trainer.config), tables)
+    planned = rank_bytes(trainer.config, trainer.layout, tables)
     per_rank = {
         "parameters": _bytes_per_rank(shapes.params, trainer.state_shardings.params),
         "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),

@@ -1,8 +1,10 @@
 """Everything a run needs, built from its configuration: mesh, model, state and compiled steps."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,33 +28,35 @@ from jaxpipe.parallel import (
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
-from jaxpipe.planning import layers_of, lockstep_of, schedule_of
+from jaxpipe.planning import Choice, chosen
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
+from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
+from jaxpipe.training.guard import Guard
 from jaxpipe.training.rates import NAMES, Rates
 
 Tree = Any
 
 
 class State(NamedTuple):
-    """Parameters and moments in stage form, and the number of updates made so far.
+    """Parameters and moments in stage form, and the number of steps made so far.
 
-    `variables` are the model's state that is no parameter; None: it has none. A state is `stopped`
-    once a step was not finite: no later one changes it.
+    `variables` are the model's state that is no parameter; None: it has none. `guard` knows of the
+    steps that were not finite.
     """
 
     params: Tree
     optimizer: Tree
     step: jax.Array
     variables: Tree
-    stopped: jax.Array
+    guard: Guard
 
     def parts(self) -> dict[str, Tree]:
         """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
         parts = self._asdict()
-        del parts["stopped"]
+        del parts["guard"]
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -60,11 +64,13 @@ class State(NamedTuple):
 class Trainer:
     """The pure parts of a run. Nothing here reads or writes files.
 
-    `devices` are those of the mesh, in order; None takes all that jax finds.
+    `devices` are those of the mesh, in order; None takes all that jax finds. `memory` is the bytes
+    of a device, None what its data sheet says, if that is known.
     """
 
     config: Config
     devices: tuple[jax.Device, ...] | None = None
+    memory: float | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -78,26 +84,31 @@ class Trainer:
     @cached_property
     def layout(self) -> StageLayout:
         """Layers of each stage, and where the stages live."""
-        placement = self.schedule.placement
         kinds = self.model.functions.kinds_of(self.config.model.n_layers)
-        return StageLayout(layers_of(self.config, placement.stages), placement, kinds)
+        return StageLayout(self.choice.layers, self.schedule.placement, kinds)
 
     @cached_property
+    def choice(self) -> Choice:
+        """What the configuration runs on such devices."""
+        device = self.mesh.devices.flat[0]
+        memory = self.memory or device_memory(device.device_kind)
+        return chosen(self.config, platform=device.platform, memory=memory)
+
+    @property
     def schedule(self) -> Schedule:
         """The order of actions on every rank."""
-        return schedule_of(self.config)
+        return self.choice.schedule
 
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            lockstep=lockstep_of(self.config, on_cpu=on_cpu),
+            lockstep=self.choice.lockstep,
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
-            reshard_after_forward=parallel.reshard_after_forward,
+            reshard_after_forward=parallel.reshards,
         )
 
     @cached_property
@@ -162,29 +173,37 @@ class Trainer:
         made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
 
-    def state_of(self, parts: dict[str, Tree]) -> State:
-        """The state that goes on from what a checkpoint holds."""
-        stopped = jax.device_put(False, self.state_shardings.stopped)
-        return State(**{"variables": None, **parts, "stopped": stopped})
+    def state_of(
+        self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
+    ) -> State:
+        """The state that goes on from what a checkpoint holds, `Guard.saved` among it."""
+        guard = Guard.fresh(self.config.train).restored(guarded)
+        guard = jax.device_put(guard, self.state_shardings.guard)
+        return State(**{"variables": None, **parts, "guard": guard})
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
         moments = self.optimizer.init(params)
-        return State(params, moments, jnp.int32(0), variables, jnp.bool_(False))
+        guard = Guard.fresh(self.config.train)
+        return State(params, moments, jnp.int32(0), variables, guard)
 
     @cached_property
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
-        that follow: who reads a step late finds the state before it. Metrics are the scalars loss,
-        grad_norm and loss_max (of the microbatch with the largest share in the loss, as if all had
-        it), and by their names other losses of the head and the sums and maxima that layers make.
+        A step whose loss or gradient norm is not finite makes no update. It counts as a step left
+        out, or stops the run (`Guard`): then all that follow leave the state as it was, and who
+        reads a step late finds the state before it. Metrics are the scalars loss, grad_norm and
+        loss_max (of the microbatch with the largest share in the loss, as if all had it), if steps
+        may be left out their number, and by their names other losses of the head and the sums and
+        maxima of layers.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            shares, gradients, side = self.pipeline.step(state.params, batch, state.variables)
+            shares, gradients, side = self.pipeline.step(
+                state.params, batch, state.variables, state.guard.loss_scale
+            )
             first, *others = self._by_loss(shares)
             state, metrics = self.update(state, first.sum(), gradients, side)
             names = self.model.functions.losses[1:]
@@ -207,9 +226,15 @@ class Trainer:
         Pure, for use within compiled functions. Raises `ValueError` where a sum or maximum has the
         name of another metric.
         """
-        norm = optimizers.global_norm(gradients)
+        norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
         metrics = _metrics(loss, norm, side)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & ~state.stopped
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        guard, stops = state.guard.after(finite, limit)
+        if limit:
+            metrics["skipped_steps"] = guard.skipped
+        if guard.loss_scale is not None:
+            metrics["loss_scale"] = state.guard.loss_scale
+        finite &= ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         # The moments come last, from gradients that wait for the parameters: nothing then reads an
         # old moment once its successor is written, and XLA overwrites the state in place. On CPU
@@ -223,7 +248,7 @@ class Trainer:
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
-        return State(params, moments, state.step + finite, variables, ~finite), metrics
+        return State(params, moments, state.step + ~stops, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from jaxpipe.gpu import cards
 from jaxpipe.plan import main
+from jaxpipe.runtime.environment import usable_share
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
 LLAMA = str(Path(__file__).parents[2] / "configs" / "llama3_8b_pp4.toml")
@@ -147,6 +148,6 @@ def test_cards(card):
 
 def test_usable_share_is_that_of_a_run(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert cards.usable_share() == 0.92
+    assert usable_share() == 0.92
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert cards.usable_share() == 0.9
+    assert usable_share() == 0.9

@@ -13,6 +13,8 @@ def peak_held(
 ) -> tuple[int, ...]:
     """Peak of every rank for the named schedule; of the searched ones the limit they keep.
 
+    So it is of 1f1b_v for fewer microbatches than 2P.
+
     `virtual_stages` None is the schedule's own default.
 
     Raises `ValueError` for a schedule whose peak is not known beforehand.
@@ -36,7 +38,7 @@ def _round(pp: int, microbatches: int) -> int:
 
 _DEFAULT_STAGES = {
     "interleaved_1f1b": 2, "interleaved_zb": 2,
-    "zbv": 2, "v_half": 2, "v_min": 2, "dualpipev": 2,
+    "zbv": 2, "v_half": 2, "v_min": 2, "1f1b_v": 2, "dualpipev": 2,
 }  # fmt: skip
 
 # (P, rank, M, v) -> pairs, before the cut at M v.
@@ -52,6 +54,7 @@ PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
     "zbv": lambda pp, r, m, v: 2 * pp,
     "v_half": lambda pp, r, m, v: pp + 2,
     "v_min": lambda pp, r, m, v: 2 * ((pp + 4) // 3),
+    "1f1b_v": lambda pp, r, m, v: 2 * -(-(2 * pp + 1) // 3),
     "dualpipe": lambda pp, r, m, v: pp + 1,
     "dualpipev": lambda pp, r, m, v: 2 * pp + 1,
 }

@@ -56,10 +56,14 @@ def uneven(stages):
     return [1 + (stage % 3 == 1) for stage in range(stages)]
 
 
-# All schedules on 4 ranks have 14 signatures, and on 1 and 2 ranks 12 more: 26 + 12 cases, where
-# all names on all meshes were 104.
+# All schedules on 4 ranks have 16 signatures, and on 1 and 2 ranks 14 more: 28 + 14 cases, where
+# all names on all meshes were 112.
 CASES = [(name, 4, True, ticks) for name in BUILDERS for ticks in (1, 2)] + [
-    *((name, 2, False, ticks) for name in ("zbv", "dualpipe", "dualpipev") for ticks in (1, 2)),
+    *(
+        (name, 2, False, ticks)
+        for name in ("zbv", "1f1b_v", "dualpipe", "dualpipev")
+        for ticks in (1, 2)
+    ),
     *((name, 1, False, 1) for name in ("gpipe", "interleaved_1f1b", "zb_h1", "interleaved_zb")),
     ("dualpipev", 1, False, 1),  # two microbatches fill and drain it
     ("dualpipev", 1, True, 1),
@@ -87,6 +91,12 @@ def test_the_cases_have_every_signature():
         for ticks in (1, 2)
     ]
     assert not [case for case in every if of(*case) not in run_here]
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
+def test_groups_of_other_sizes(name):
+    """Megatron's groups: three microbatches through a stage before the rank's next, then two."""
+    check(build(name, pp=2, microbatches=5, breadth=3), [1, 2, 1, 1], 2)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])

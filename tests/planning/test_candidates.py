@@ -4,8 +4,11 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from legal import QUICK
+from signature import signature
 
 from jaxpipe import config as configs
 from jaxpipe.bench.__main__ import main as bench
@@ -15,15 +18,15 @@ from jaxpipe.planning import (
     analytic,
     candidate,
     candidates,
+    chosen,
     estimate,
-    layers_of,
-    lockstep_of,
+    layout_of,
     scale,
-    schedule_of,
 )
 from jaxpipe.planning.candidates import variants
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Variant, build, write
+from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SIZES = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=8", "train.grad_accum_steps=8")
@@ -52,9 +55,35 @@ def test_one_candidate_is_the_runs_own(label):
     assert len({row.label for row in rows}) == len(rows)
     (own,) = (row for row in rows if row.configured)
     assert own.label == label
-    assert own.schedule is schedule_of(config)
-    assert own.layers == layers_of(config, own.schedule.stages)
-    assert own.lockstep == lockstep_of(config, on_cpu=False)
+    assert own.choice == chosen(config)
+    assert own.choice.schedule is chosen(config).schedule
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("label", OWN)
+def test_its_tables_are_those_that_run(label, on_cpu):
+    """On virtual CPU devices of the configuration, and compiled for GPUs that are not there."""
+    config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
+    own = candidates(config, analytic(config, Hardware()))[0][0].choice.tables
+    if on_cpu:
+        run = Trainer(config, tuple(jax.devices()[:2])).pipeline.tables
+    else:
+        run = chosen(config, platform="cuda").tables
+    assert signature(own) == signature(run)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (own.columns, run.columns))))
+
+
+def test_a_search_for_the_lockstep_knows_the_ticks_of_a_transfer():
+    how = ["parallel.schedule=zbv", "parallel.objective=lockstep", "parallel.pp=4", *SIZES[2:]]
+    config = configs.load(SMALL, ["parallel.dp=1", *how])
+    costs = analytic(config, Hardware()).costs((1,) * 8)
+    how = {"costs": costs, "objective": "lockstep", "effort": QUICK}
+    searched = {
+        ticks: build("zbv", pp=4, microbatches=8, transfer_ticks=ticks, **how) for ticks in (1, 2)
+    }
+    assert searched[1] != searched[2]
+    assert chosen(config, platform="cpu", effort=QUICK).schedule == searched[1]
+    assert chosen(config, platform="gpu", effort=QUICK).schedule == searched[2]
 
 
 @pytest.mark.parametrize("label", ["1f1b in_flight=5", "interleaved_1f1b v=2"])
@@ -74,7 +103,32 @@ def test_a_schedule_of_a_file_is_marked_too(tmp_path):
     config = configs.load(SMALL, [*SIZES, *how])
     rows, _ = candidates(config, analytic(config, Hardware()))
     (own,) = (row for row in rows if row.configured)
-    assert (own.label, own.schedule) == ("custom", schedule_of(config))
+    assert (own.label, own.choice) == ("custom", chosen(config))
+
+
+WRITTEN = ("1f1b in_flight=5", "interleaved_zb v=4", "zb_auto 3.0", "dualpipe")
+
+
+@pytest.mark.parametrize("label", [*WRITTEN, "1f1b"])
+def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
+    """In place of what was configured, with the settings that the command prints."""
+    file = tmp_path / "orders.csv"
+    how = [*SIZES, *(OWN[label] or ["parallel.slices=2"])]
+    assert main([str(SMALL), *how, "--show", label, "--write", str(file)]) == 0
+    said = capsys.readouterr().err.partition("to run it: ")[2].split()
+    planned, written = configs.load(SMALL, how), configs.load(SMALL, [*how, *said])
+    assert (written.parallel.schedule, written.parallel.schedule_file) == ("custom", str(file))
+    wanted, got = chosen(planned).tables, chosen(written).tables
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (wanted.columns, got.columns))))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("orders.txt", "a name that ends in .csv or .json"), ("no/orders.csv", "cannot be written")],
+)
+def test_files_that_cannot_be_written(file, message, tmp_path, capsys):
+    assert main([str(SMALL), *SIZES, "--write", str(tmp_path / file)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_a_sequence_parallel_run_sends():
@@ -89,9 +143,9 @@ def test_what_a_sequence_parallel_run_sends():
             estimate(config, candidate(config, seconds, Variant(name)), seconds)
             for name in ("1f1b", "dualpipe")
         )
-        assert both.mirroring == pytest.approx(
-            mirrored_bytes(config, both.candidate.schedule, both.candidate.layers) / 1e12
-        )
+        choice = both.candidate.choice
+        layout = layout_of(config, choice.schedule.placement, choice.layers)
+        assert both.mirroring == pytest.approx(mirrored_bytes(config, layout) / 1e12)
         plans[sequence] = seconds.transfer, one.sent, both.mirroring
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
@@ -103,10 +157,19 @@ def test_scaling_takes_what_a_plan_tries(how, capsys):
     """1F1B packed as tightly as these want it is among them, under the plan's own name."""
     sizes = ["model.n_layers=4", "train.grad_accum_steps=8", "parallel.dp=4", "parallel.pp=2", how]
     config = configs.load(SMALL, sizes)
-    points = list(scale.points(config, scale.Assumptions(Hardware(), network=1e12, memory=1e12)))
+    given = scale.Assumptions(Hardware(), network=1e12, memory=1e12)
+    points, refused = scale.points(config, given)
     assert points
+    # 1F1B in either form is tried wherever the layers fill the stages; others say why they are not.
+    fits = {label: {pp for pp, _ in refused[label]} for label in refused if "1f1b" in label}
+    assert fits
+    assert all(meshes <= {8, 16, 32, 64} for meshes in fits.values())
+    assert "4 layers cannot fill 8 stages" in refused["1f1b"][8, 8]
+    assert "dualpipe" in refused["dualpipe"][2, 2]
     assert all(point.variant in variants(point.config) for point in points)
     assert any(point.variant.in_flight for point in points)
     assert bench(["scale", str(SMALL), *sizes, "--json"]) == 0
     labels = {row["schedule"] for row in json.loads(capsys.readouterr().out)}
     assert labels == {point.variant.label for point in points}
+    assert bench(["scale", str(SMALL), *sizes]) == 0
+    assert "1f1b is not for pp=8 M=8, " in capsys.readouterr().out

@@ -14,8 +14,10 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, analytic, candidates, configured, estimate
-from jaxpipe.schedule import BUILDERS, Lockstep, lower
+from jaxpipe.planning import Hardware, analytic, candidates, configured, estimate, lockstep_of
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.memory import ring_bytes
+from jaxpipe.schedule import BUILDERS, Lockstep, Memory, lower, peak_memory
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -75,6 +77,21 @@ def test_bytes_are_the_trainers(pp, remat):
     assert messages == (slots.inbox + 3) * x.size * x.dtype.itemsize
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b"])
+def test_rings_are_what_the_fullest_rank_holds(schedule):
+    """By the orders alone: the bytes that F takes, that B takes and frees, and that W frees."""
+    path = CONFIGS / "llama3_70b_plan.toml"
+    config = configs.load(path, [f"parallel.schedule={schedule}"])
+    candidate = configured(config)
+    (kind,) = costs_of(config).kinds.values()
+    memory = Memory(
+        F=kind.for_b + kind.for_w, B=kind.stash - kind.for_b, W=-kind.for_w - kind.stash
+    )
+    held = max(peak_memory(candidate.schedule, memory))
+    tables = lower(candidate.schedule, lockstep_of(config, on_cpu=False))
+    assert held <= ring_bytes(kind, tables) <= 1.15 * held
+
+
 def test_slices_are_planned_as_they_are_run():
     """What a schedule of slices holds: slices of activations, and whole keys and values."""
     overrides = ("parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "model.n_layers=4")
@@ -87,7 +104,7 @@ def test_slices_are_planned_as_they_are_run():
     layer = 5 * (kept.for_b + kept.for_w) + 3 * state_bytes(model, **sizes)
     messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
     assert one.bytes.activations == 2 * layer + messages
-    assert one.tables.ticks == lower(Trainer(config).schedule).ticks
+    assert one.tables.ticks == lower(Trainer(config, tuple(jax.devices()[:2])).schedule).ticks
     assert "zbv has no slices" in refused["zbv"]
 
 
@@ -166,7 +183,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].candidate.schedule, Lockstep(defer_ends=True)).slots
+        slots = lower(at_once[label].candidate.choice.schedule, Lockstep(defer_ends=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations

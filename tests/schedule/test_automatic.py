@@ -101,11 +101,14 @@ def test_costs_per_stage_and_other_objectives():
     [
         (
             {"memory_limit": 0.5},
-            "memory_limit=0.5 is less than one forward takes, 1: use at least 1",
+            "memory_limit=0.5 is less than one microbatch takes on a rank, 1: use at least 1",
         ),
         ({"memory_limit": "3p"}, "memory_limit='3p': use '1p', '2p' or a number"),
         ({"objective": "speed"}, "unknown objective 'speed': use one of span, makespan, lockstep"),
-        ({"breadth": 2}, "zb_auto has no breadth: leave breadth=2 out, or use one of bfs"),
+        (
+            {"breadth": 2},
+            "zb_auto has no breadth: leave breadth=2 out, or use one of interleaved_",
+        ),
         ({"virtual_stages": 2}, "zb_auto has no virtual_stages: .* interleaved_1f1b, bfs"),
     ],
 )

@@ -17,6 +17,17 @@ def test_round_trip(tmp_path, name, suffix):
     assert again.microbatches == schedule.microbatches
 
 
+def test_slices_are_given_beside_the_file(tmp_path):
+    schedule = build("1f1b", pp=2, microbatches=3, slices=2)
+    write(schedule, tmp_path / "1f1b.csv")
+    assert read(tmp_path / "1f1b.csv", slices=2) == schedule
+    assert build("custom", pp=2, microbatches=3, slices=2, path=tmp_path / "1f1b.csv") == schedule
+    with pytest.raises(ScheduleError, match="go forward in order, and back in reverse"):
+        read(tmp_path / "1f1b.csv", slices=3)
+    with pytest.raises(ScheduleError, match=r"is for pp=2 and microbatches=3 of 2 slices, not for"):
+        build("custom", pp=2, microbatches=4, slices=2, path=tmp_path / "1f1b.csv")
+
+
 def test_idle_cells_are_passed_over(tmp_path):
     path = tmp_path / "gaps.csv"
     path.write_text("0F0,,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n")

@@ -43,7 +43,10 @@ def test_every_builder_is_valid(name, pp, microbatches, v):
     report = simulate(schedule)
     assert report.makespan > 0  # both clocks run to the end
     declared = peak_held(name, schedule.pp, schedule.microbatches, schedule.stages // schedule.pp)
-    assert report.peak_until_w == declared
+    if name == "1f1b_v" and schedule.microbatches < 2 * schedule.pp:
+        assert all(here <= most for here, most in zip(report.peak_until_w, declared))
+    else:
+        assert report.peak_until_w == declared
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -219,9 +222,36 @@ def test_build_rejects(name, pp, microbatches, message):
         build(name, pp=pp, microbatches=microbatches)
 
 
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
+@given(
+    pp=st.integers(1, 9),
+    more=st.integers(0, 9),
+    rounds=st.integers(1, 4),
+    rest=st.integers(0, 9),
+    slices=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_groups_of_any_size_and_a_rest_are_valid(name, pp, more, rounds, rest, slices):
+    least = -(-pp // slices)
+    breadth = least + more
+    microbatches = breadth * rounds + (min(least + rest, breadth - 1) if rest and more else 0)
+    sizes = {"pp": pp, "microbatches": microbatches, "breadth": breadth, "slices": slices}
+    validate(build(name, **sizes, virtual_stages=3))
+
+
+@pytest.mark.parametrize(("breadth", "microbatches"), [(3, 9), (5, 16), (0, 8)])
+def test_groups_that_do_not_fill_the_ranks_are_refused(breadth, microbatches):
+    message = f"breadth={breadth}"
+    with pytest.raises(ScheduleError, match=message):
+        build("interleaved_1f1b", pp=4, microbatches=microbatches, breadth=breadth)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_builder_takes_costs_and_a_memory_limit(name):
-    """The limit of the schedule's own peak is kept; one below it is refused with the least."""
+    """The limit of the schedule's own peak is kept; below it a search finds another schedule.
+
+    Of the others it is refused, with the least.
+    """
     costs = Costs(1.0, 1.2, 0.8, transfer=0.1)
     sizes = {"pp": 4, "microbatches": 8, "costs": costs}
     if name in SEARCHED:
@@ -229,8 +259,9 @@ def test_every_builder_takes_costs_and_a_memory_limit(name):
     peak = max(simulate(build(name, **sizes)).peak_until_w)
     schedule = build(name, **sizes, memory_limit=peak, objective="makespan")
     assert max(simulate(schedule).peak_until_w) <= peak
-    if name == "zb_auto":
-        assert max(simulate(build(name, **sizes, memory_limit=2)).peak_until_w) <= 2
+    if name in SEARCHED:
+        for less in (peak - 1, 2):
+            assert max(simulate(build(name, **sizes, memory_limit=less)).peak_until_w) <= less
     else:
         with pytest.raises(ScheduleError, match=f"the least that works for it is {peak}"):
             build(name, **sizes, memory_limit=peak - 1)
@@ -256,7 +287,9 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
     assert turns == (family.placement == "v")
     mirrored = schedule.placement.mirrored_from is not None
     assert mirrored == (family.placement == "both ways")
-    if family.takes("slices"):
+    if family.placement == "file":  # its slices are those of the file: test_custom.py
+        assert family.takes("slices")
+    elif family.takes("slices"):
         sliced = build(name, pp=pp, microbatches=microbatches, slices=2)
         assert (sliced.slices, sliced.microbatches) == (2, 2 * microbatches)
     else:

@@ -83,6 +83,27 @@ def test_no_worse_than_the_published_generators(row):
     assert report.max_span <= 1.008 * span
 
 
+@pytest.mark.parametrize("pp", range(1, 15))
+def test_1f1b_on_the_v_holds_two_thirds_for_a_shorter_bubble(pp):
+    """Every rank as much; the bubble is 5/6 of 1F1B's where the block has no gap, else less."""
+    for microbatches in (2 * pp, 3 * pp + 1):
+        one = simulate(build("1f1b", pp=pp, microbatches=microbatches), Costs(2, 2, 2))
+        schedule = build("1f1b_v", pp=pp, microbatches=microbatches)
+        report = simulate(schedule)
+        idle, of_1f1b = report.makespan - 6 * microbatches, one.makespan - 6 * microbatches
+        assert set(report.peak_until_w) == {2 * -(-(2 * pp + 1) // 3)}
+        assert idle <= of_1f1b * 5 / 6
+        if pp % 3 == 1:
+            assert idle == 5 * (pp - 1)
+
+
+def test_1f1b_on_the_v_in_the_published_case():
+    """P = 4, M = 8: six in flight on every rank, a bubble of 23.8 %."""
+    report = simulate(build("1f1b_v", pp=4, microbatches=8))
+    assert report.peak_until_w == (6, 6, 6, 6)
+    assert round(report.bubble_global, 3) == 0.238
+
+
 def test_less_memory_costs_time():
     """V-half and V-min: about half and a third of the memory, a half and two thirds of a bubble."""
     half = Costs(0.5, 0.5, 0.5)

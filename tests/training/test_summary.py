@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.planning import configured, lockstep_of, rank_bytes, schedule_of
+from jaxpipe.planning import chosen, rank_bytes
 from jaxpipe.planning.checks import validate
 from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.summary import summary
@@ -32,7 +32,7 @@ def test_deferred_ends_are_counted():
     trainer = Trainer(config, tuple(jax.devices()[:2]))
 
     def activations(lockstep):
-        planned = rank_bytes(config, configured(config), lower(trainer.schedule, lockstep))
+        planned = rank_bytes(config, trainer.layout, lower(trainer.schedule, lockstep))
         return readable_bytes(planned.activations)
 
     assert activations(Lockstep(defer_ends=True)) != activations(Lockstep())
@@ -56,5 +56,5 @@ def test_checks_summary_and_executor_share_one_set_of_tables(more):
     trainer = Trainer(config)
     assert f"{trainer.pipeline.tables.ticks} ticks" in printed(trainer)
     assert lower.cache_info().misses == 1
-    assert trainer.execution.lockstep == lockstep_of(config, on_cpu=True)
-    assert trainer.pipeline.tables is lower(schedule_of(config), trainer.execution.lockstep)
+    assert trainer.choice == chosen(config, platform="cpu")
+    assert trainer.pipeline.tables is trainer.choice.tables

@@ -1,0 +1,112 @@
+"""What `parallel.memory_limit` is for a configuration: bytes, counted in its own microbatches."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxpipe.config import Config
+from jaxpipe.config.units import parse_bytes, readable_bytes
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.hardware import ITEMSIZE
+from jaxpipe.planning.memory import logits_of, rank_bytes
+from jaxpipe.runtime.environment import usable_share
+from jaxpipe.schedule import LIMITS, Memory, ScheduleError
+
+if TYPE_CHECKING:
+    from jaxpipe.parallel import StageLayout
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank may hold, and what a microbatch takes of it.
+
+    Attributes:
+      given: `parallel.memory_limit` as it stands in the configuration.
+      unit: bytes that a stage keeps of a microbatch from F to B, the papers' M_B. Stages share
+        their buffers, so it is that of the largest.
+      memory: what ops take and free, in this unit; between B and W they keep M_W / M_B.
+      limit: in this unit, or the word for so many microbatches.
+    """
+
+    given: str | float
+    unit: int
+    memory: Memory
+    limit: str | float
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within it errors that count in the unit say what that and a limit in bytes are."""
+        try:
+            yield
+        except ScheduleError as error:
+            if self.limit == self.given:
+                raise
+            raise ScheduleError(
+                f"{str(error).removesuffix('.')}; there 1 is what a stage keeps of a microbatch, "
+                f"{readable_bytes(self.unit)}, and parallel.memory_limit={self.given!r} is "
+                f"{self.limit:.3g}."
+            ) from error
+
+
+def room_of(config: Config, layout: "StageLayout", device_memory: float | None) -> Room:
+    """What a rank with such stages may hold under the configuration's limit.
+
+    `device_memory` is in bytes, None where not known.
+
+    Raises `ScheduleError` for a limit that is none, and for "auto" where the memory is not known or
+    nothing of it is left.
+    """
+    unit, memory = _memory_of(config, layout)
+    given = config.parallel.memory_limit
+    limit: str | float = given
+    if given == "auto":
+        limit = _left(config, layout, device_memory) / unit
+    elif isinstance(given, str) and given not in LIMITS:
+        limit = _bytes(given) / unit
+    return Room(given, unit, memory, limit)
+
+
+def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
+    """Bytes of a microbatch in a stage from F to B, and what ops take in this unit."""
+    costs = costs_of(config)
+    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
+    for_b, for_w, stash, state = (
+        sum(getattr(kind, name) for kind in kinds) for name in ("for_b", "for_w", "stash", "state")
+    )
+    if config.parallel.defer_ends:  # a gradient of the logits, and the head's input or stage 0's dx
+        for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
+    until_b, until_w = for_b + for_w, for_w + stash
+    kept = until_w / until_b
+    return until_b, Memory(F=1.0, B=kept - 1, W=-kept, state=state / until_b)
+
+
+def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:
+    """Bytes of a device beside parameters, gradients, moments, and what the ends take."""
+    if device_memory is None:
+        raise ScheduleError(
+            "memory_limit='auto' needs a device whose memory is known, and this one's is not: give "
+            "bytes, such as 40GiB."
+        )
+    taken = rank_bytes(config, layout, None).total
+    left = device_memory * usable_share() - taken
+    if left <= 0:
+        raise ScheduleError(
+            f"memory_limit='auto' leaves nothing: parameters, gradients, moments and the head take "
+            f"{readable_bytes(taken)} of the {readable_bytes(device_memory)} of a device, of which "
+            f"{usable_share():.0%} are used; raise parallel.pp, parallel.tp or parallel.zero_stage."
+        )
+    return left
+
+
+def _bytes(text: str) -> float:
+    try:
+        if text[-1] in "Bb":
+            return parse_bytes(text)
+    except ArgumentTypeError:
+        pass
+    raise ScheduleError(
+        f"memory_limit={text!r}: use '1p', '2p', a number of microbatches, bytes such as 40GiB, or "
+        f"'auto'."
+    )

@@ -1,0 +1,159 @@
+"""What `parallel.memory_limit` means: bytes of the configuration's own microbatches."""
+
+from pathlib import Path
+
+import pytest
+from legal import QUICK
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.plan import main
+from jaxpipe.planning import chosen, layout_of, rank_bytes
+from jaxpipe.planning.checks import validate
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.limits import room_of
+from jaxpipe.schedule import FAMILIES, Memory, Op, ScheduleError, build, peak_memory
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+SEVENTY = Path(__file__).parents[2] / "configs" / "llama3_70b_plan.toml"
+SEARCHED = [name for name, family in FAMILIES.items() if family.searched]
+H100 = 80e9
+GIB = 2**30
+
+
+def seventy(*overrides):
+    sizes = ("parallel.pp=4", "parallel.dp=1", "train.grad_accum_steps=16")
+    return configs.load(SEVENTY, [*sizes, *overrides])
+
+
+def of_a_stage(config, choice):
+    """Bytes of a microbatch in the largest stage from F to B, and from B to W."""
+    layer = costs_of(config).kinds["layer"]
+    most = max(choice.layers)
+    return most * (layer.for_b + layer.for_w), most * (layer.for_w + layer.stash)
+
+
+def most_held(choice, until_b, until_w):
+    """Most bytes on any rank, counted in the order in which cells run."""
+    change = {Op.F: until_b, Op.B: until_w - until_b, Op.W: -until_w, Op.BW: -until_b}
+    most = 0
+    for order in choice.schedule.ranks:
+        held = 0
+        for action in (action for cell in order for action in cell.actions):
+            held += change[action.op]
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("limit", ["1p", "2p", 9.0, "40GiB", "auto"])
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
+    """With its own layers, W's residuals take more than B's, by 77 % and 460 %."""
+    config = seventy(
+        f"parallel.schedule={name}", f"parallel.memory_limit={limit}", f"train.remat={remat}"
+    )
+    if (name, limit, remat) == ("zb_auto", "1p", "full"):
+        with pytest.raises(ScheduleError, match=r"4 is less than one .* takes on a rank, 5.59375"):
+            chosen(config, effort=QUICK)
+        return
+    choice = chosen(config, memory=H100, effort=QUICK)
+    until_b, until_w = of_a_stage(config, choice)
+    assert until_w / until_b == pytest.approx(1.771 if remat == "selective" else 5.594, abs=1e-3)
+    layout = layout_of(config, choice.schedule.placement, choice.layers)
+    allowed = {
+        "1p": choice.schedule.stages * until_b,
+        "2p": 2 * choice.schedule.stages * until_b,
+        9.0: 9 * until_b,
+        "40GiB": 40 * GIB,
+        "auto": H100 * 0.92 - rank_bytes(config, layout, None).total,
+    }
+    held = most_held(choice, until_b, until_w)
+    assert held <= allowed[limit] * (1 + 1e-9)
+    assert held > allowed[limit] / 2  # it is made use of
+
+
+def test_others_are_refused_where_w_keeps_too_much():
+    """ZB-H1 holds P microbatches, and on the last rank those that wait for W."""
+    for limit, fits in (("1p", False), ("59GiB", True), ("58GiB", False)):
+        config = seventy("parallel.schedule=zb_h1", f"parallel.memory_limit={limit}")
+        if fits:
+            choice = chosen(config)
+            assert 58 * GIB < most_held(choice, *of_a_stage(config, choice)) < 59 * GIB
+        else:
+            with pytest.raises(ScheduleError, match="the least that works for it is 7.08"):
+                chosen(config)
+
+
+def test_running_ahead_is_counted():
+    run = ("parallel.pp=4", "parallel.dp=1", "train.grad_accum_steps=8", "parallel.memory_limit=4")
+    assert chosen(configs.load(SMALL, run)).schedule.name == "1f1b"
+    with pytest.raises(ScheduleError, match="holds up to 7 on a rank, more than memory_limit=4.0"):
+        chosen(configs.load(SMALL, [*run, "parallel.in_flight=7"]))
+
+
+def test_slices_keep_keys_values_and_their_gradients():
+    """Held from a sequence's first F to its last B, the gradient from its first B."""
+    sequences, slices = 3, 4
+    schedule = build("1f1b", pp=2, microbatches=sequences, slices=slices)
+    peaks = []
+    for order in schedule.ranks:
+        forward, back = set(), set()
+        most = 0
+        for op, _, m in (action for cell in order for action in cell.actions):
+            (forward if op is Op.F else back).add(m)
+            begun = lambda seen: {i // slices for i in seen}  # noqa: E731
+            ended = {i for i in range(sequences) if {*range(4 * i, 4 * i + 4)} <= back - {m}}
+            states = len(begun(forward) - ended) + len(begun(back) - ended)
+            most = max(most, len(forward) - len(back) + 0.5 * states)
+        peaks.append(most)
+    assert peak_memory(schedule, Memory(state=0.5)) == peaks
+    config = configs.load(
+        SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "parallel.memory_limit=5"]
+    )
+    with pytest.raises(ScheduleError, match=r"1f1b holds up to 5\.97959 on a rank"):
+        chosen(config)
+
+
+def test_deferred_ends_are_kept_too():
+    sizes = (
+        "parallel.pp=2",
+        "parallel.dp=1",
+        "train.grad_accum_steps=8",
+        "parallel.memory_limit=9",
+    )
+    units = []
+    for more in ((), ("parallel.defer_ends=true",)):
+        config = configs.load(SMALL, [*sizes, *more])
+        choice = chosen(config)
+        room = room_of(config, layout_of(config, choice.schedule.placement, choice.layers), None)
+        units.append(room.unit)
+    logits, message = 32 * 256 * 4, costs_of(config).message
+    assert units[1] - units[0] == logits + message
+
+
+@pytest.mark.parametrize(
+    ("limit", "memory", "message"),
+    [
+        ("3", None, "use '1p', '2p', a number of microbatches, bytes such as 40GiB, or 'auto'"),
+        ("many GiB", None, "memory_limit='many GiB': use '1p'"),
+        ("20KiB", None, "there 1 is what a stage keeps of a microbatch, .* KiB, and .*='20KiB' is"),
+        ("auto", None, "'auto' needs a device whose memory is known, and this one's is not: give"),
+        ("auto", 1e5, "'auto' leaves nothing: parameters, gradients, moments and the head take"),
+    ],
+)
+def test_limits_that_are_none(limit, memory, message):
+    config = configs.load(
+        SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.schedule=zb_auto",
+                f"parallel.memory_limit='{limit}'"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config, platform="cpu", memory=memory)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_waits_until_the_devices_are_known(capsys):
+    how = ["parallel.pp=2", "parallel.dp=1", "parallel.memory_limit=auto"]
+    validate(configs.load(SMALL, how))
+    assert main([str(SMALL), *how, "--memory", "80GiB"]) == 0
+    assert "1f1b auto *" in capsys.readouterr().out
