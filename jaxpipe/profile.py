@@ -73,6 +73,7 @@ def profile(config: Config, out: Path) -> Ranks:
     use_gpu_memory()
     import jax
 
+    from jaxpipe.training.recording import recording
     from jaxpipe.training.trainer import Trainer
 
     config = filled(config, jax.device_count())
@@ -86,11 +87,8 @@ def profile(config: Config, out: Path) -> Ranks:
     state, batch = trainer.init(), trainer.put(_random_batch(config))
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.train_step(state, batch))
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the step is one call
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with jax.profiler.trace(str(out), profiler_options=options):
+        with recording(out):
             jax.block_until_ready(trainer.train_step(state, batch))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error

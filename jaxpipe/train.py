@@ -92,6 +92,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.boards import boards
+    from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
@@ -142,10 +144,10 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         state, position = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
-            last_step, tensorboard = int(state.step), config.log.tensorboard
-            log = stack.enter_context(
-                MetricsLog(directory, tensorboard=tensorboard, last_step=last_step)
-            )
+            step = int(state.step)
+            note_start(config, step)
+            shown_on = boards(config, step)
+            log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
         return Run(trainer, data, checkpoints, progress, log).loop(state, position)
 
 

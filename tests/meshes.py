@@ -1,5 +1,6 @@
 """A small decoder on whole meshes, and what one device makes of the same parameters and batch."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -63,14 +64,15 @@ def problem(model, dtype, examples=EXAMPLES):
 
 
 @cache
-def wanted(model, dtype, examples=EXAMPLES):
+def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
+    decoder = replace(decoder, z_loss=z_loss)
     return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
-    dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
+    z_loss=0.0, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters as they are stored, and batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
@@ -83,7 +85,7 @@ def pipeline_of(
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
         config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
-        loss_chunks=loss_chunks,
+        loss_chunks=loss_chunks, z_loss=z_loss,
     )  # fmt: skip
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     execution = Execution(lockstep, **execution)
@@ -92,15 +94,16 @@ def pipeline_of(
     return pipeline, layout, params, batch
 
 
-def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, **how):
+def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
     """`(got, want)` of a whole step on a mesh and on one device."""
     pipeline, layout, params, batch = pipeline_of(
-        model, *args, dtype=dtype, examples=examples, **how
+        model, *args, dtype=dtype, examples=examples, z_loss=z_loss, **how
     )
     of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
-    losses, gradients = wanted(model, dtype, examples)
+    losses, gradients = wanted(model, dtype, examples, z_loss)
     gradients = gradients | {"layers": layout.stack(gradients["layers"])}
-    return (of_slices.reshape(MICROBATCHES, -1).sum(1), got), (
+    of_microbatches = of_slices.reshape(MICROBATCHES, -1, *losses.shape[1:]).sum(1)
+    return (of_microbatches, got), (
         losses,
         pipeline.sharding.padded(gradients),
     )

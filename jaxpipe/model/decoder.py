@@ -36,7 +36,8 @@ class CausalDecoder:
     which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
     sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
     [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
-    of its examples in the run, values are dropped as the configuration and the `seed` say.
+    of its examples in the run, values are dropped as the configuration and the `seed` say. With
+    `z_loss` the head has two losses.
     """
 
     config: DecoderConfig
@@ -46,6 +47,7 @@ class CausalDecoder:
     sequence: WholeSequence = WHOLE_SEQUENCE
     slices: int = 1
     seed: int = 0
+    z_loss: float = 0.0
 
     @property
     def attend(self) -> Attend:
@@ -102,6 +104,7 @@ class CausalDecoder:
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
         return StageFunctions(
             self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
+            losses=("loss", "z_loss") if self.z_loss else ("loss",),
             leaves=self.leaves["shared"], reads=tuple(reads),
         )  # fmt: skip
 
@@ -113,12 +116,12 @@ class CausalDecoder:
         return empty, empty
 
     def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Summed cross-entropy of the microbatch, in nats."""
+        """Summed cross-entropy of the microbatch, in nats; with `z_loss` an array of both."""
         x, head = nnx.merge(self._ends, ends).leave(x)
-        targets = rows["targets"]
+        targets, devices, z_loss = rows["targets"], self._of_ends, self.z_loss
         if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
-        return cross_entropy_sum(x @ head, targets, self._of_ends)
+            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, z_loss)
+        return cross_entropy_sum(x @ head, targets, devices, z_loss)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""

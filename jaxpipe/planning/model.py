@@ -23,4 +23,5 @@ def model_of(config: Config) -> Model:
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
+        z_loss=config.train.z_loss,
     )
