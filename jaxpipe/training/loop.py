@@ -55,7 +55,7 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(position, **trainer.config.batch_shape)
+        batches = self.data.train.batches(position, **trainer.feed.sizes)
         unread, spent = _Unread(), {}
         window = Window(trainer.config, self.progress.say)
         with contextlib.closing(batches), window, _signals() as received:
@@ -133,7 +133,7 @@ class Run:
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
         trainer = self.trainer
-        batches = self.data.heldout.batches(0, **trainer.config.batch_shape)
+        batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
             losses = [
                 float(trainer.eval_step(state, trainer.put(batch)))
