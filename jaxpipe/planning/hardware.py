@@ -34,7 +34,7 @@ class Hardware:
 
 
 class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch on one device: of one layer, of both ends, of one message.
+    """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
 
     A message goes to each of the two neighbours at once, as every tick sends them.
     """
@@ -91,13 +91,16 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
-    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers."""
+    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers.
+
+    The head is the whole one, also where ranks share it.
+    """
     costs = costs_of(config)
     layers = [costs.kinds[kind] for kind in costs.order]
     mean = lambda op: sum(getattr(kind, op) for kind in layers) / len(layers)  # noqa: E731
     return OpSeconds(
         layer=LayerSeconds(*(mean(op) / hardware.flops for op in ("F", "B", "W"))),
-        head=costs.head / hardware.flops,
+        head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
     )
 

@@ -130,6 +130,8 @@ def test_a_shared_vocabulary_makes_stages_equal():
     _, _, apart = estimates_of(*sizes, ticks=2)
     config, _, together = estimates_of(*sizes, "parallel.vocab_parallel_pp=true", ticks=2)
     seconds = analytic(config, Hardware())
+    alone = analytic(configs.load(SMALL, [*sizes, "parallel.transfer_ticks=2"]), Hardware())
+    assert seconds.head == pytest.approx(alone.head)  # in four parts
     costs = seconds.costs((4,) * 4, shared_by=4)
     assert len(set(costs.F)) == 1
     whole = sum(seconds.costs((4,) * 4).F) + 4 * 4 * seconds.transfer
