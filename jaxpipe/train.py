@@ -139,7 +139,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.directory} already holds checkpoints of steps "
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
-            checkpoints.save(0, trainer.init().parts(), describe(trainer, data, 0))
+            state = trainer.init()
+            checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
             return 0
         for part in (*said, summary(trainer)):
             progress.say(part)

@@ -5,8 +5,9 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import (
     SequenceDataParallel,
@@ -29,16 +30,24 @@ MODELS = {
     "tied": LlamaConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
     "one_kv": LlamaConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
     "deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=1, tie_embeddings=True),
+    "windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
     "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
+    "gpt2": GPT2Config(**SIZES, max_seq_len=11),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 
 
 def problem(model, dtype, examples=EXAMPLES):
-    decoder, key = Decoder(MODELS[model]), jax.random.key(0)
-    cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-    shared = cast(decoder.init_ends(key))
-    layers = [cast(decoder.init_layer(key, i)) for i in range(decoder.config.n_layers)]
+    config, key = MODELS[model], jax.random.key(0)
+    decoder = FAMILIES[config.family].build(config)
+
+    def uneven(leaf):
+        """Vectors are neither zeros nor ones."""
+        off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if leaf.ndim == 1 else 0
+        return (leaf + off).astype(dtype)
+
+    shared = jax.tree.map(uneven, decoder.init_ends(key))
+    layers = [jax.tree.map(uneven, decoder.init_layer(key, i)) for i in range(config.n_layers)]
     tokens = jax.random.randint(
         jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, SIZES["vocab_size"]
     )
@@ -65,7 +74,11 @@ def pipeline_of(
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     stretches = SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE
-    decoder = Decoder(MODELS[model], devices, loss_chunks, of_ends, stretches, slices)
+    config = MODELS[model]
+    decoder = FAMILIES[config.family].build(
+        config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
+        loss_chunks=loss_chunks,
+    )  # fmt: skip
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     execution = Execution(lockstep, **execution)
     pipeline = Pipeline(decoder.functions, built, mesh, layout.counts, execution)

@@ -53,22 +53,39 @@ def test_round_trip(path, tmp_path):
     assert load(again) == config
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
-        ("llama3_2_1b", 1_235_814_400),
-        ("qwen3_0_6b", 596_049_920),
-        ("qwen3_8b", 8_190_735_360),
-    ],
-)
-def test_presets_have_the_published_parameter_counts(path, preset, parameters):
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_debugmodel": 6_163_712,
+    "kempner_13b": 14_840_386_560,
+    "kempner_29b": 28_705_462_272,
+    "mistral_7b_v0_1": 7_241_732_096,
+    "mistral_7b_v0_3": 7_248_023_552,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_debugmodel": 31_987_968,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_published_parameter_counts(path, preset):
     text = BASE[BASE.index("[parallel]") :] + f'[model]\npreset = "{preset}"\n'
     path.write_text(text)
-    assert load(path).model.parameter_count() == parameters
+    assert load(path).model.parameter_count() == PARAMETERS[preset]
     assert load(path, ["model.n_layers=2"]).model.n_layers == 2
-    assert preset in PRESETS
 
 
 @pytest.mark.parametrize(
@@ -133,6 +150,10 @@ def test_load_rejects(path, overrides, message):
         (
             ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
             "train.seq_len=30 must be a multiple of parallel.tp=4",
+        ),
+        (
+            ["model.max_seq_len=31"],
+            "train.seq_len=32 exceeds model.max_seq_len=31, .* shorten it, or raise model.max_",
         ),
         (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),

@@ -65,7 +65,8 @@ def test_rows(path):
 
 def test_only_the_models_room_knows_a_family():
     """Sizes that all families have are free; the PyTorch peer is a model of its own."""
-    of_family = re.compile(r"\b(llama|qwen|n_heads|n_kv_heads|head_dim|head_size|d_ff|qk_norm)\b")
+    names = "llama|qwen|mistral|gpt2|n_heads|n_kv_heads|head_dim|head_size|d_ff|qk_norm"
+    of_family = re.compile(rf"\b({names}|sliding_window)\b")
     strangers = [path for path in modules() if not {"model", "peers"} & {*path.parts}]
     named = {
         f"{path.relative_to(ROOT)}: {name}"

@@ -34,6 +34,13 @@ def test_flops_of_llama3_8b():
     assert config.flops_per_token(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
+def test_flops_of_a_window_are_those_of_its_keys():
+    config = LlamaConfig(**PRESETS["mistral_7b_v0_1"])
+    matrices = 7_241_732_096 - 32000 * 4096 - 65 * 4096
+    assert config.flops_per_token(2048) == 6 * matrices + 12 * 32 * 4096 * 2048
+    assert config.flops_per_token(32768) == 6 * matrices + 12 * 32 * 4096 * 4096
+
+
 def write(directory, steps, last_step):
     with MetricsLog(directory, tensorboard=True, last_step=last_step) as log:
         for step in steps:

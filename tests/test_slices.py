@@ -52,6 +52,14 @@ def test_slices_on_meshes(mesh):
     check("one_kv", "zb_h1", *mesh, sdp=sdp, slices=2, sequence=mesh[2] == 2, zero_stage=2)
 
 
+@pytest.mark.parametrize(
+    "how", [{"sdp": 2}, {"slices": 4}, {"sdp": 2, "slices": 2, "remat": "full"}], ids=str
+)
+def test_a_window_reaches_across_slices_and_stretches(how):
+    """Of three tokens, which begins in the part before."""
+    check("windowed", "zb_h1", 2, 2, 2, sequence=True, **how)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_slices_of_layers_that_every_action_gathers(schedule):
     how = {"zero_stage": 3, "reshard_after_forward": True}

@@ -23,18 +23,19 @@ from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
-from jaxpipe.pipeline.cut import POLICIES, Policy, Residuals
+from jaxpipe.pipeline.cut import POLICIES, Policy
 from jaxpipe.pipeline.kind import RunKind, empty_side
-from jaxpipe.pipeline.rings import Kept, LeftByB, LeftByF
-from jaxpipe.pipeline.split import Cotangent, inexact
+from jaxpipe.pipeline.rings import RingPlan, Rings
+from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
-from jaxpipe.schedule import Op, Row
+from jaxpipe.schedule import Buffers, Op, Row
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
 _SLOTS = 2
+_EVERY = Buffers(*[_SLOTS] * len(Buffers._fields))
 _OF_LAYER = ("F", "B", "W", "BW")
 _OF_ENDS = ("head", "embed", "embed_gradient")
 
@@ -154,9 +155,9 @@ def _loops(
     x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.by_name.values()
     context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
     kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
-    state = _ring(kind.state)
-    by_f = tuple(LeftByF(Residuals(*map(_ring, kind.split.residuals)), state) for _ in layers)
-    by_b = tuple(LeftByB(_ring(kind.split.stash), _ring(inexact(kind.state))) for _ in layers)
+    plan = RingPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
+    kind = replace(kind, rings=plan)
+    rings = tuple(_filled(plan.empty()) for _ in layers)
     zeros = _zeros(layers)
     inputs = jnp.stack([x] * _SLOTS)
 
@@ -168,32 +169,32 @@ def _loops(
         return Given(row, given["microbatch"], functions.variables, jnp.float32(1))
 
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
-        x, by_f = state
-        before = Made(x, by_f, empty_side([kind]), jnp.float32(0))
+        x, rings = state
+        parts = tuple(plan.part(own, Op.F) for own in rings)
+        before = Made(x, parts, empty_side([kind]), jnp.float32(0))
         made = chunk(given).forward(of_microbatch(given, row), before)
-        return made.y, made.rings
+        after = (plan.after(own, Op.F, part) for own, part in zip(rings, made.rings))
+        return made.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
-            dy, by_b, totals = state
-            before = Gradients(dy, tuple(ring.of(op) for ring in by_b), totals)
+            dy, rings, totals = state
+            before = Gradients(dy, tuple(plan.part(own, op) for own in rings), totals)
             made = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
-                lambda ring: Kept.read(given["by_f"][ring], by_b[ring], row, op),
+                lambda ring, part: plan.read(plan.after(rings[ring], op, part), row, op),
             )  # fmt: skip
-            rings = (ring.after_op(op, written) for ring, written in zip(by_b, made.rings))
-            return made.dx, tuple(rings), made.totals
+            after = (plan.after(own, op, part) for own, part in zip(rings, made.rings))
+            return made.dx, tuple(after), made.totals
 
         return run
 
-    given = {
-        "layers": layers, "shared": shared, "microbatch": microbatch, "by_f": by_f, "inputs": inputs
-    }  # fmt: skip
+    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "inputs": inputs}
     states = {
-        "F": (forward, (x, by_f)),
-        "B": (gradient(Op.B), (x, by_b, zeros)),
-        "W": (gradient(Op.W), (x, by_b, zeros)),
-        "BW": (gradient(Op.BW), (x, by_b, zeros)),
+        "F": (forward, (x, rings)),
+        "B": (gradient(Op.B), (x, rings, zeros)),
+        "W": (gradient(Op.W), (x, rings, zeros)),
+        "BW": (gradient(Op.BW), (x, rings, zeros)),
     }
     states |= _ends(functions, shared, x, microbatch)
     runs = {name: _repeated(run, turns) for name, (run, _) in states.items()}
@@ -243,8 +244,8 @@ def _copied(tree: Tree) -> Tree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _ring(like: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.full((_SLOTS, *leaf.shape), 0.01, leaf.dtype), like)
+def _filled(rings: Rings) -> Rings:
+    return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 
 def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:

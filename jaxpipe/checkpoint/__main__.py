@@ -66,7 +66,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     outgoing.add_argument(
         "--max-positions",
         type=int,
-        help="max_position_embeddings in config.json; default: train.seq_len",
+        help="longest context in config.json; default: model.max_seq_len, or else train.seq_len",
     )
     outgoing.set_defaults(run=_export)
 
@@ -102,7 +102,7 @@ def _export(arguments: argparse.Namespace) -> None:
         config.model,
         arguments.out,
         dtype=arguments.dtype,
-        max_positions=arguments.max_positions or config.train.seq_len,
+        max_positions=(arguments.max_positions or config.model.max_seq_len or config.train.seq_len),
         max_shard_bytes=arguments.max_shard_size,
     )
     print(

@@ -1,8 +1,8 @@
 """Parameters as Hugging Face names and lays them out, in and out.
 
 Ours multiply from the right, `x @ w` with w `[in, out]`; torch's `Linear` holds `[out, in]`. Heads
-and their rotary halves have the same order in both. A tied head is the embedding in both, but some
-checkpoints hold it twice.
+and their rotary halves have the same order in both. Queries, keys and values may be one tensor
+there. A tied head is the embedding in both, but some checkpoints hold it twice.
 
 Tensors are read, converted and written one by one, whichever way: of a model, memory has one tensor
 on the way in and one layer on the way out.
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ from jaxpipe.checkpoint.safetensors_directory import Shape, TensorFiles, write_t
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nested, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.family import HuggingFace
+from jaxpipe.model.published import HuggingFace, Theirs
 
 Tree = Any
 
@@ -37,17 +37,25 @@ class Parameter:
 
     path: tuple[str, ...]
     shape: Shape  # ours
-    name: str
-    transposed: bool
+    theirs: Theirs  # with its whole name
+
+    @property
+    def name(self) -> str:
+        """Of the tensor that has it."""
+        return self.theirs.name
 
     @property
     def their_shape(self) -> Shape:
         """The shape of the tensor that goes by `name`."""
-        return self.shape[::-1] if self.transposed else self.shape
+        *others, last = self.shape
+        whole = (*others, last * self.theirs.parts)
+        return whole[::-1] if self.theirs.transposed else whole
 
-    def converted(self, array: np.ndarray) -> np.ndarray:
-        """Theirs from ours, or ours from theirs: a view."""
-        return array.T if self.transposed else array
+    def ours(self, tensor: np.ndarray) -> np.ndarray:
+        """This parameter of the tensor that goes by `name`: a view."""
+        whole = tensor.T if self.theirs.transposed else tensor
+        width = self.shape[-1]
+        return whole[..., self.theirs.part * width :][..., :width]
 
 
 def huggingface_of(model: ModelConfig) -> HuggingFace:
@@ -68,13 +76,15 @@ def parameters(model: ModelConfig) -> list[Parameter]:
         kind: _paths(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
         for kind in set(order)
     }
-    found = [_parameter(("ends",), path, shape, "", theirs.ENDS) for path, shape in ends.items()]
+    found = [
+        Parameter(("ends", *path), shape, theirs.ENDS["/".join(path)])
+        for path, shape in ends.items()
+    ]
     for i, kind in enumerate(order):
-        start = ("layers", str(i))
-        found += [
-            _parameter(start, path, shape, f"model.layers.{i}.", theirs.LAYER)
-            for path, shape in layers[kind].items()
-        ]
+        for path, shape in layers[kind].items():
+            own = theirs.LAYER["/".join(path)]
+            whole = own._replace(name=theirs.PREFIX.format(i) + own.name)
+            found.append(Parameter(("layers", str(i), *path), shape, whole))
     return found
 
 
@@ -118,14 +128,15 @@ def import_huggingface(
     are missing, unknown or of another shape, or `checkpoints` holds some already.
     """
     check_same_model(read_config(source), model, source)
-    files = TensorFiles(source)
+    form = huggingface_of(model)
+    files = TensorFiles(source, without=form.BUFFERS)
     wanted = parameters(model)
+    if not any(name.startswith(form.BASE) for name in files.names):
+        wanted = [_without(form.BASE, own) for own in wanted]
     _check_tensors(files, wanted, model)
 
     def lazy(own: Parameter) -> LazyArray:
-        return LazyArray(
-            own.shape, files.dtype(own.name), lambda: own.converted(files.read(own.name))
-        )
+        return LazyArray(own.shape, files.dtype(own.name), lambda: own.ours(files.read(own.name)))
 
     tree = nested({own.path: lazy(own) for own in wanted})
     return save_parameters(checkpoints, tree, meta | {"source": str(source.absolute())})
@@ -156,8 +167,7 @@ def export_huggingface(
     kind = np.dtype(jnp.dtype(dtype))
     try:
         partial.mkdir(parents=True)
-        text = json.dumps(huggingface_of(model).written(model, str(kind), max_positions), indent=2)
-        (partial / "config.json").write_text(text + "\n")
+        (partial / "config.json").write_text(_config_json(model, str(kind), max_positions))
         write_tensors(
             partial,
             {own.name: own.their_shape for own in wanted},
@@ -173,6 +183,19 @@ def export_huggingface(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _config_json(model: ModelConfig, dtype: str, max_positions: int) -> str:
+    try:
+        written = huggingface_of(model).written(model, dtype, max_positions)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return json.dumps(written, indent=2) + "\n"
+
+
+def _without(base: str, own: Parameter) -> Parameter:
+    """A parameter as files of the model without its head name it."""
+    return replace(own, theirs=own.theirs._replace(name=own.name.removeprefix(base)))
 
 
 def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConfig) -> None:
@@ -223,28 +246,35 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None
 def _converted(
     checkpoint: StoredCheckpoint, wanted: list[Parameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor of each parameter: ends one by one, layers one at a time."""
+    """Name and tensor of all parameters: ends one by one, layers one at a time."""
     for _, group in groupby(wanted, key=_unit):
         together = list(group)
-        arrays = checkpoint.read([("params", *own.path) for own in together])
-        while together:  # let go of an array once it is written
-            own = together.pop(0)
-            yield own.name, own.converted(arrays.pop(0))
+        arrays = dict(
+            zip(
+                (own.path for own in together),
+                checkpoint.read([("params", *own.path) for own in together]),
+            )
+        )
+        for name, parts in _by_name(together).items():  # let go of an array once it is written
+            yield name, _whole([arrays.pop(own.path) for own in parts], parts[0].theirs)
+
+
+def _whole(parts: list[np.ndarray], theirs: Theirs) -> np.ndarray:
+    """Their tensor from our parameters in it: of one alone a view."""
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return whole.T if theirs.transposed else whole
+
+
+def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
+    """The parameters of every tensor, in the order of its parts."""
+    found: dict[str, list[Parameter]] = {}
+    for own in wanted:
+        found.setdefault(own.name, []).append(own)
+    return {name: sorted(parts, key=lambda own: own.theirs.part) for name, parts in found.items()}
 
 
 def _unit(own: Parameter) -> tuple[str, ...]:
     return own.path[:2] if own.path[0] == "layers" else own.path
-
-
-def _parameter(
-    start: tuple[str, ...],
-    path: tuple[str, ...],
-    shape: Shape,
-    prefix: str,
-    names: dict[str, tuple[str, bool]],
-) -> Parameter:
-    name, transposed = names["/".join(path)]
-    return Parameter((*start, *path), shape, f"{prefix}{name}.weight", transposed)
 
 
 def _paths(tree: Tree) -> dict[tuple[str, ...], Shape]:

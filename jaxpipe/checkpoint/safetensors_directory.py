@@ -29,19 +29,21 @@ Shape = tuple[int, ...]
 
 
 class TensorFiles:
-    """The tensors of such a directory, by name.
+    """The tensors of such a directory, by name, but those that end with one of `without`.
 
     Raises `ConfigError` where shards or tensors of the index are missing, files are damaged, or a
     tensor is of a dtype other than float32, float16 and bfloat16.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, without: tuple[str, ...] = ()):
         self.directory = directory
         self._file_of: dict[str, Path] = {}
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
         for path in self._files():
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
+                    if name.endswith(without):
+                        continue
                     part = file.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise ConfigError(
@@ -51,7 +53,8 @@ class TensorFiles:
                         )
                     self._file_of[name] = path
                     self._kinds[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
-        if lost := [name for name in self._index if name not in self._kinds]:
+        wanted = [name for name in self._index if not name.endswith(without)]
+        if lost := [name for name in wanted if name not in self._kinds]:
             raise ConfigError(
                 f"{directory / INDEX} lists {lost[0]} in {self._index[lost[0]]}, which does not "
                 f"hold it: download that file again."

@@ -98,6 +98,9 @@ class TrainConfig(_Section, kw_only=True):
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
+    # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
+    # With float16 the loss is then scaled by what has not overflowed
+    skip_non_finite: Count = 0
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss

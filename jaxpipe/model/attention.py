@@ -32,15 +32,17 @@ class Attend:
     Attributes:
       sequence: what replicas that share a sequence have of it; they gather its keys and values.
       kernel: plain products of XLA, or the fused one of cuDNN.
+      window: how many last tokens a query sees, its own included; 0: all.
     """
 
     sequence: WholeSequence = WHOLE_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
+    window: int = 0
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None
     ) -> tuple[jax.Array, Past | None]:
-        """Every query mixes the values up to its own, `[B, L, H, K]`; of a slice also the past.
+        """Every query mixes values up to its own, `[B, L, H, K]`; of a slice also the past.
 
         L is this device's stretch of the sequence, or of a slice of it, whose keys and values come
         after those of the past.
@@ -56,9 +58,9 @@ class Attend:
             k_BSGK, v_BSGK, _ = past
         mask_11LS = self._causal(length, past)
         if self.kernel == "cudnn":
-            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
+            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS, self.window)
         elif mask_11LS is None:
-            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK)
+            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window)
         else:
             mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
         return mixed_BLHK, past
@@ -70,26 +72,39 @@ class Attend:
         begin, tokens = self.sequence.start(length), length * self.sequence.size
         if past is not None:
             begin, tokens = begin + past.begin, past.keys_BSGK.shape[1]
-        query_L, token_S = begin + jnp.arange(length), jnp.arange(tokens)
-        return (query_L[:, None] >= token_S[None])[None, None]
+        query_L1, token_1S = (begin + jnp.arange(length))[:, None], jnp.arange(tokens)[None]
+        seen_LS = query_L1 >= token_1S
+        if self.window:
+            seen_LS &= query_L1 - token_1S < self.window
+        return seen_LS[None, None]
 
 
 def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
-def causal_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0
+) -> jax.Array:
     """Attention of every token to itself and all before it, `[B, L, H, K]`.
 
-    A block of queries reads no keys after its last, so that of two blocks three quarters of the
-    scores are made and stored.
+    With a window, to so many last ones, itself included, as in transformers' `masking_utils.py`
+    (Beltagy et al. 2020; Jiang et al. 2023). A block of queries reads no keys after its last, nor
+    before its first's window, so that of two blocks at most three quarters of the scores are made
+    and stored.
     """
     length = q_BLHK.shape[1]
     rows = length // query_blocks(length)
 
     def block(begin: int, end: int) -> jax.Array:
-        mask_11LS = jnp.tri(rows, end, begin, dtype=bool)[None, None]
-        return grouped_attention(q_BLHK[:, begin:end], k_BLGK[:, :end], v_BLGK[:, :end], mask_11LS)
+        first = max(begin - window + 1, 0) if window else 0
+        mask_LS = jnp.tri(rows, end - first, begin - first, dtype=bool)
+        if window:
+            mask_LS &= ~jnp.tri(rows, end - first, begin - first - window, dtype=bool)
+        keys = slice(first, end)
+        return grouped_attention(
+            q_BLHK[:, begin:end], k_BLGK[:, keys], v_BLGK[:, keys], mask_LS[None, None]
+        )
 
     return jnp.concatenate([block(i, i + rows) for i in range(0, length, rows)], axis=1)
 

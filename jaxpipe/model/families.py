@@ -1,6 +1,8 @@
-"""The families of models. To add one, write its package, as `llama` is, and an entry here."""
+"""The families of models. To add one, write its package, as `gpt2` is, and an entry here."""
 
 from jaxpipe.model.family import Family
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.gpt2.presets import GPT2_PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.presets import LLAMA_PRESETS
 
@@ -13,6 +15,13 @@ FAMILIES = {
             LLAMA_PRESETS,
             model="jaxpipe.model.llama.decoder:Decoder",
             huggingface="jaxpipe.model.llama.huggingface",
+        ),
+        Family(
+            "gpt2",
+            GPT2Config,
+            GPT2_PRESETS,
+            model="jaxpipe.model.gpt2.decoder:GPT2",
+            huggingface="jaxpipe.model.gpt2.huggingface",
         ),
     )
 }

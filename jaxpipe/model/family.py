@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self
 import msgspec
 from msgspec import Meta
 
+from jaxpipe.model.published import HuggingFace
+
 if TYPE_CHECKING:
     import jax
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 Tree = Any
 Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,6 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     n_layers: Positive
     d_model: Positive  # width of the residual stream
     vocab_size: Positive
+    max_seq_len: Count = 0  # longest sequence that it is made for; 0: any
 
     def resolved(self) -> Self:
         """The same with every size filled in that follows from others where it is not given."""
@@ -71,34 +75,6 @@ class Model(Protocol):
 
         They depend on key, index and names alone, whatever the layout.
         """
-
-
-class HuggingFace(Protocol):
-    """How Hugging Face writes a family: a module of these names.
-
-    `MODELS` says which models it has. `LAYER` and `ENDS` give for every leaf, by our path, their
-    name and whether theirs is ours transposed. `EMBED` and `HEAD` are their names of one tensor
-    where `tied` says so, which some checkpoints hold twice.
-    """
-
-    MODELS: str
-    LAYER: Mapping[str, tuple[str, bool]]
-    ENDS: Mapping[str, tuple[str, bool]]
-    HEAD: str
-    EMBED: str
-
-    def tied(self, model: Any) -> bool:
-        """Whether the head is the embedding."""
-
-    def expected(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of `[model]` that a config.json asks for.
-
-        Raises `ValueError` with the end of a sentence that begins with the file, where it describes
-        a model that the family does not have.
-        """
-
-    def written(self, model: Any, dtype: str, max_positions: int) -> dict[str, Any]:
-        """The config.json of a model."""
 
 
 @dataclass(frozen=True)

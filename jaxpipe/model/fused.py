@@ -7,6 +7,7 @@ Within `stand_ins` an equation with its operands, results and FLOPs stands for i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,25 @@ _STANDING_IN = ContextVar("standing_in", default=False)
 
 
 def fused_attention(
-    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array | None
+    q_BLHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask_11LS: jax.Array | None,
+    window: int = 0,
 ) -> jax.Array:
-    """Attention where the mask is true, or to all tokens before where there is none."""
+    """Attention where the mask is true; without one to all tokens before, or the window's last.
+
+    The library counts how many tokens are seen to the left of a query, which is not one of them.
+    """
     if _STANDING_IN.get():
         return _stand_in(q_BLHK, k_BSGK, v_BSGK)
-    return jax.nn.dot_product_attention(
-        q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS, is_causal=mask_11LS is None, implementation="cudnn"
-    )
+    if mask_11LS is not None:
+        return _of_cudnn(q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS)
+    left = (window - 1, 0) if window else None
+    return _of_cudnn(q_BLHK, k_BSGK, v_BSGK, is_causal=True, local_window_size=left)
+
+
+_of_cudnn = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
 @contextmanager
@@ -40,8 +52,8 @@ def stand_ins() -> Iterator[None]:
 def flops_of_stand_in(name: str, *shapes: tuple[int, ...]) -> int | None:
     """FLOPs of the stand-in of that name for operands of such shapes; None: there is none.
 
-    All scores are made, and once more for the gradients (Dao et al. 2022, Algorithm 4): two
-    products forwards, five backwards.
+    All scores are counted as made, those that a mask or a window leaves out too, and once more for
+    the gradients (Dao et al. 2022, Algorithm 4): two products forwards, five backwards.
     """
     products = {_FORWARD.name: 2, _BACKWARD.name: 5}.get(name)
     if products is None:

@@ -1,7 +1,8 @@
-"""What layers of every family are built of: initial values, norm, product, and how devices share.
+"""What layers and ends of every family are built of: initial values, norms, products, look-ups.
 
-Shapes: B examples, L tokens. Parameters may be stored in any dtype; a layer computes in the dtype
-of its input, norms in float32 (or wider, if the input is).
+Shapes: B examples, L tokens, D model, V entries of a table, K any last dim. Parameters may be
+stored in any dtype; a layer computes in the dtype of its input, norms in float32 (or wider, if the
+input is).
 """
 
 import zlib
@@ -15,9 +16,9 @@ from flax import nnx
 
 from jaxpipe.model.attention import Attend
 from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.leaf import TP, Leaf
+from jaxpipe.partition.leaf import PP, TP, Leaf
 
-# (name, shape, standard deviation or None for ones, how devices share it)
+# (name, shape, standard deviation: 0 for zeros, None for ones; how devices share it)
 Init = Callable[[str, tuple[int, ...], float | None, Leaf], nnx.Param]
 
 
@@ -27,10 +28,17 @@ def init_from(key: jax.Array) -> Init:
     def init(name: str, shape: tuple[int, ...], std: float | None, _: Leaf) -> nnx.Param:
         if std is None:
             return nnx.Param(jnp.ones(shape, jnp.float32))
+        if std == 0:
+            return nnx.Param(jnp.zeros(shape, jnp.float32))
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return nnx.Param(std * jax.random.normal(own, shape, jnp.float32))
 
     return init
+
+
+def along_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector in x's dtype and number of dims, for the last of these."""
+    return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class RMSNorm(nnx.Module):
@@ -44,8 +52,24 @@ class RMSNorm(nnx.Module):
         """Normalise `x [..., size]`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(x.dtype)
-        return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        return normed.astype(x.dtype) * along_last(self.scale[...], x)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation * scale + bias over the last dim (Ba et al. 2016)."""
+
+    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: Leaf):
+        self.scale = init(f"{name}/scale", (size,), None, leaf)
+        self.bias = init(f"{name}/bias", (size,), 0.0, leaf)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise `x [..., size]`."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        off = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = off * jax.lax.rsqrt(jnp.mean(off * off, axis=-1, keepdims=True) + self.eps)
+        scaled = normed.astype(x.dtype) * along_last(self.scale[...], x)
+        return scaled + along_last(self.bias[...], x)
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,42 @@ class Parts(NamedTuple):
     def own(self, *, differs: bool) -> Leaf:
         """Of a parameter that each has whole; if its use `differs`, gradients must be added up."""
         return Leaf(summed=(TP,) if differs else ())
+
+
+class EndParts(NamedTuple):
+    """What embedding and head are built of: the `devices` that share their vocabulary.
+
+    Where these are of one rank, each stage adds to the gradients of what it uses.
+    """
+
+    devices: OneDevice
+
+    @property
+    def _of_ranks(self) -> tuple[str, ...]:
+        return () if PP in self.devices.axes else (PP,)
+
+    def cut(self, dim: int) -> Leaf:
+        """Of a parameter of which each of the devices has an equal part along a dim."""
+        return Leaf(cuts=tuple((axis, dim) for axis in self.devices.axes), summed=self._of_ranks)
+
+    def own(self) -> Leaf:
+        """Of a parameter that each has whole, and uses for its tokens of the stream."""
+        return Leaf(summed=(*self._of_ranks, TP) if self.devices.sequence else self._of_ranks)
+
+    def of_first(self) -> Leaf:
+        """Of a parameter that each has whole, of which the first alone makes use."""
+        return Leaf(summed=(PP, TP))
+
+    def look_up(self, table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+        """Entries of a table that is cut along V, `[B, L, D]`: zeros where another device's."""
+        if self.devices.size == 1:
+            return table_VD[ids_BL]
+        own_BL, index_BL = own_entries(ids_BL, table_VD.shape[0], self.devices)
+        return jnp.where(own_BL[..., None], table_VD[index_BL], 0)
+
+    def by_first(self, x: jax.Array) -> jax.Array:
+        """What only the first device adds to what `leave` sums."""
+        return x if self.devices.size == 1 else jnp.where(self.devices.index() == 0, x, 0)
 
 
 def own_entries(tokens_BL: jax.Array, own: int, devices: OneDevice) -> tuple[jax.Array, jax.Array]:

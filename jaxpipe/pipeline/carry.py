@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.contract import Side
-from jaxpipe.pipeline.rings import LeftByB, LeftByF
+from jaxpipe.pipeline.rings import Rings
 
 Tree = Any
 
@@ -14,8 +14,8 @@ class Carry(NamedTuple):
     """What a rank hands from tick to tick.
 
     `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `by_f` and `by_b` are rings of each ring
-    slot, which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
+    the last tick brought. `inbox` is a ring of messages; `rings` are those of each ring slot,
+    which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
     gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
     layer slot. `losses`: each microbatch's share of the loss, `[M]`; `side`: the sums and maxima of
     what layers make beside. A forward-only pass has no `dx`, residuals, stash or gradients.
@@ -25,8 +25,7 @@ class Carry(NamedTuple):
     dx: Any
     arriving: Any
     inbox: jax.Array
-    by_f: tuple[LeftByF, ...]
-    by_b: tuple[LeftByB, ...]
+    rings: tuple[Rings, ...]
     for_head: Any
     for_embed: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]

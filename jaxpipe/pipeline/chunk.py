@@ -10,7 +10,7 @@ from jax import lax
 from jaxpipe.contract import Context, Side
 from jaxpipe.parallel import DP, Stored
 from jaxpipe.pipeline.kind import RunKind, add_side
-from jaxpipe.pipeline.rings import Kept, LeftByB, LeftByF
+from jaxpipe.pipeline.rings import Kept, Rings
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Op, Row
 
@@ -85,7 +85,7 @@ class Made(NamedTuple):
     """What F leaves: y, the rings, sums and maxima, and the losses of its layers (None: none)."""
 
     y: jax.Array
-    rings: tuple[LeftByF, ...]
+    rings: tuple[Rings, ...]
     side: Side
     loss: jax.Array | None
 
@@ -94,7 +94,7 @@ class Gradients(NamedTuple):
     """What a gradient action changes: dx (W: nothing), rings, and the sums by layer slot."""
 
     dx: jax.Array
-    rings: tuple[LeftByB, ...]
+    rings: tuple[Rings, ...]
     totals: tuple[Tree, ...]
 
 
@@ -111,23 +111,26 @@ class Chunk:
         for slot in self.slots:
 
             def run(
-                x: jax.Array, ring: LeftByF, side: Side, loss: Any, slot: LayerSlot = slot
-            ) -> tuple[jax.Array, LeftByF, Side, Any]:
-                context = given.context(slot, ring.before(given.row))
+                x: jax.Array, ring: Rings, side: Side, loss: Any, slot: LayerSlot = slot
+            ) -> tuple[jax.Array, Rings, Side, Any]:
+                plan = slot.kind.rings
+                context = given.context(slot, plan.before_f(ring, given.row))
                 output, kept = slot.kind.forward(slot.whole(), x, context)
                 more = output.side.loss
                 loss = loss if more is None else loss + more.astype(loss.dtype)
-                ring = ring.written(kept, output.state, given.row)
+                ring = plan.after_f(ring, kept, output.state, given.row)
                 return output.y, ring, add_side(side, output.side), loss
 
             x, rings[slot.ring], side, loss = slot.if_active(run, x, rings[slot.ring], side, loss)
         return Made(x, tuple(rings), side, loss)
 
     def gradient(
-        self, op: Op, given: Given, before: Gradients, kept: Callable[[int], Kept],
+        self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
         *, in_turn: bool = False,
     ) -> Gradients:  # fmt: skip
-        """B, W or BW on `before.dx`, which is dy; `kept` gives what it reads, by ring slot.
+        """B, W or BW on `before.dx`, which is dy.
+
+        `kept` gives what it reads, by ring slot and the rings there as the op finds them.
 
         `in_turn`: in BW, W of a layer is done before B of the next but one begins; else XLA on GPU
         may put all W last, to hide collectives, and hold the stash of every layer (a tenth of the
@@ -137,8 +140,8 @@ class Chunk:
         last = len(self.slots) - 1
         for place, slot in reversed(list(enumerate(self.slots))):
 
-            def layer(*before: Any, slot: LayerSlot = slot) -> tuple[jax.Array, Tree, LeftByB]:
-                return _layer_gradient(op, slot, given, kept(slot.ring), before)
+            def layer(*before: Any, slot: LayerSlot = slot) -> tuple[jax.Array, Tree, Rings]:
+                return _layer_gradient(op, slot, given, kept(slot.ring, before[-1]), before)
 
             dy, totals[place], rings[slot.ring] = slot.if_active(
                 layer, dy, totals[place], rings[slot.ring]
@@ -149,13 +152,16 @@ class Chunk:
 
 
 def _layer_gradient(
-    op: Op, slot: LayerSlot, given: Given, kept: Kept, before: tuple[jax.Array, Tree, LeftByB]
-) -> tuple[jax.Array, Tree, LeftByB]:
+    op: Op, slot: LayerSlot, given: Given, kept: Kept, before: tuple[jax.Array, Tree, Rings]
+) -> tuple[jax.Array, Tree, Rings]:
     """B, W or BW of one layer: dx, the sums of its gradients, and what B and BW leave.
 
     `before` has dy, and the sums and rings as they were.
     """
     dy, total, ring = before
+    if op is Op.B and slot.kind.rings.pooled:
+        # All is read before anything is written to the same ring: else XLA copies it.
+        kept, ring = lax.optimization_barrier((kept, ring))
     params, split = slot.whole(), slot.kind.split
     context, loss = given.context(slot, kept.state), split.output.side.loss
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
@@ -167,4 +173,5 @@ def _layer_gradient(
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
     else:
         dx, gradients, stash = split.backward_input(params, context, kept.residuals, at_output)
-    return dx.value, slot.added(total, gradients), ring.written(stash, dx.state, given.row)
+    ring = slot.kind.rings.after_b(ring, stash, dx.state, given.row)
+    return dx.value, slot.added(total, gradients), ring

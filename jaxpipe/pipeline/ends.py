@@ -30,6 +30,7 @@ class StepData:
       variables: the model's state that is no parameter.
       share: one over the number of terms in the whole batch.
       seed: the gradient at the summed loss.
+      unscale: what the sums of gradients are multiplied with at the end; None: nothing.
       poison: whether idle messages and free slots are to hold NaN.
     """
 
@@ -39,6 +40,7 @@ class StepData:
     variables: Tree
     share: jax.Array
     seed: jax.Array
+    unscale: jax.Array | None
     poison: bool
 
     def rows(self, m: jax.Array) -> Tree:

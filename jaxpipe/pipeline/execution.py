@@ -19,8 +19,9 @@ class Execution:
     store for B and W.
 
     Parameters are cast to `compute_dtype` once a step (None: kept); gradients are accumulated in
-    the parameters' own dtype. In float16 they are divided by the number of the loss's terms only at
-    the end: a term's share of the mean would be lost below its least number.
+    the parameters' own dtype. In float16, without a loss scale, they are divided by the number of
+    the loss's terms only at the end: a term's share of the mean would be lost below its least
+    number.
 
     `zero_stage` says what the replicas along dp hold parts of (Rajbhandari et al. 2020): 1 all that
     outlives a step, 2 the gradients too, which are then scattered as they are summed; 3 the

@@ -98,14 +98,21 @@ class Pipeline:
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
         return lower(forward, replace(self.execution.lockstep, in_flight=None))
 
-    def step(self, params: Tree, batch: Tree, variables: Tree = None) -> StepOutput:
+    def step(
+        self,
+        params: Tree,
+        batch: Tree,
+        variables: Tree = None,
+        loss_scale: jax.Array | None = None,
+    ) -> StepOutput:
         """Shares of the loss, gradients of their sum, and what layers make beside.
 
         The loss is the sum over all examples, and over the losses that layers make, divided by the
         number of the head's terms (0 where there are none). Gradients come in the form, dtype and
-        sharding of `params`.
+        sharding of `params`. Backward computes them of the loss times `loss_scale`, a scalar, and
+        divides them by it at the end (None: see `Execution`).
         """
-        return self._run(self.tables, params, batch, variables)
+        return self._run(self.tables, params, batch, variables, loss_scale)
 
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None
@@ -117,12 +124,15 @@ class Pipeline:
         """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
         return self._run(self.forward_tables, params, batch, variables).losses
 
-    def _run(self, tables: Tables, params: Tree, batch: Tree, variables: Tree) -> StepOutput:
+    def _run(
+        self, tables: Tables, params: Tree, batch: Tree, variables: Tree, loss_scale: Any = None
+    ) -> StepOutput:
         self._check_fit(params, batch)
-        return self._program(tables, params)(params, batch, variables, tables.columns)
+        uncut = variables, loss_scale
+        return self._program(tables, params)(params, batch, uncut, tables.columns)
 
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
-        """The step on the mesh, of `(params, batch, variables, columns)`."""
+        """The step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
         program = _RankProgram(
@@ -236,11 +246,14 @@ class _RankProgram:
     layout: StageLayout
     stored: Tree
 
-    def __call__(self, params: Tree, batch: Tree, variables: Tree, columns: Row) -> StepOutput:
+    def __call__(
+        self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: Row
+    ) -> StepOutput:
+        variables, loss_scale = uncut
         own = RankParameters.of(params, self.stored, self.execution)
         rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
         x = jax.eval_shape(self.functions.embed, own.shared, rows)
-        step = self._step_data(own, x, rows, batch, variables)
+        step = self._step_data(own, x, rows, batch, variables, loss_scale)
         kinds = self._kinds(own, x, rows, variables)
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
@@ -261,8 +274,8 @@ class _RankProgram:
         if not self.tables.trains:
             return StepOutput(losses, None, side)
         gradients = own.gradients(carry.shared_gradients, carry.layer_gradients)
-        if self.execution.divides_at_end:
-            gradients = jax.tree.map(lambda gradient: gradient * step.share, gradients)
+        if step.unscale is not None:
+            gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, side)
 
     def _kinds(
@@ -273,24 +286,33 @@ class _RankProgram:
         policy = self.execution.policy if self.tables.trains else None
         slots = self.layout.slot_kinds
         return {
-            name: RunKind.trace(name, kind, own.one_layer(slots.index(name)), x, context, policy)
+            name: RunKind.trace(
+                name, kind, own.one_layer(slots.index(name)), x, context, policy
+            ).with_rings(self.tables)
             for name, kind in self.functions.by_name.items()
             if name in slots
         }
 
     def _step_data(
-        self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree
-    ) -> StepData:
+        self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
+        loss_scale: jax.Array | None,
+    ) -> StepData:  # fmt: skip
         terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
         loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
         share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
+        seed, unscale = share, None
+        if loss_scale is not None:
+            seed, unscale = share * loss_scale.astype(share.dtype), 1 / loss_scale
+        elif self.execution.divides_at_end:
+            seed, unscale = jnp.ones_like(share), share
         return StepData(
             tables=self.tables,
             shared=own.shared,
             batch=batch,
             variables=variables,
             share=share,
-            seed=jnp.ones_like(share) if self.execution.divides_at_end else share,
+            seed=seed,
+            unscale=unscale,
             poison=self.execution.poison_bubbles,
         )
 

@@ -1,7 +1,7 @@
 """One kind of layer as a step runs it: traced at a device's shapes, and cut if it trains."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jaxpipe.contract import Context, LayerKind, LayerOutput, Side
 from jaxpipe.pipeline.cut import Policy, Residuals
-from jaxpipe.pipeline.rings import NOTHING
+from jaxpipe.pipeline.rings import NOTHING, RingPlan
 from jaxpipe.pipeline.split import LayerSplit, split_layer
+from jaxpipe.schedule import Tables
 
 Tree = Any
 
@@ -20,20 +21,21 @@ class RunKind:
     """A kind of layer at the shapes of one step.
 
     `output` and `state` have the shapes of what it returns and is given; `split` are its pieces,
-    None in a forward-only pass.
+    None in a forward-only pass. `rings` says where they leave what waits.
     """
 
     kind: LayerKind
     output: LayerOutput
     state: Tree
     split: LayerSplit | None
+    rings: RingPlan | None = None
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None,
     ) -> "RunKind":  # fmt: skip
-        """Trace it; without a `policy` for a forward-only pass.
+        """Trace it, before it has rings; without a `policy` for a forward-only pass.
 
         Raises `ValueError` where y is not like x, or the state it returns not like the one given.
         """
@@ -48,6 +50,11 @@ class RunKind:
         if policy is not None:
             split = split_layer(kind.layer, params, x, context, policy, kind.keep)
         return cls(kind, output, state, split)
+
+    def with_rings(self, tables: Tables) -> "RunKind":
+        """The same with rings for the slots of these tables."""
+        rings = RingPlan.of(self.split, self.state, tables.slots_of, pairs=bool(tables.pairs))
+        return replace(self, rings=rings)
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context

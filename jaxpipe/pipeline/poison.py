@@ -1,6 +1,7 @@
 """Poison in every slot that has been read for the last time: what still reads it shows."""
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,15 @@ from jax import lax
 
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.cut import Residuals
+from jaxpipe.pipeline.rings import RingPlan, Rings
 from jaxpipe.schedule import Op, Row, Tables
 
-Tree = Any
 
+def spoil(carry: Carry, row: Row, tables: Tables, plans: Sequence[RingPlan]) -> Carry:
+    """The carry at the end of a tick, with NaN where this tick was the last to read.
 
-def spoil(carry: Carry, row: Row, tables: Tables) -> Carry:
-    """The carry at the end of a tick, with NaN where this tick was the last to read."""
+    `plans` are those of the ring slots.
+    """
     inbox = buffers.spoil(carry.inbox, row.x_read)
     carry = carry._replace(inbox=buffers.spoil(inbox, row.dy_read))
     if not tables.trains:
@@ -29,25 +31,21 @@ def spoil(carry: Carry, row: Row, tables: Tables) -> Carry:
         flags += [row.pair == i + 1 for i, pair in enumerate(tables.pairs) if pair.op in ops]
         return jnp.stack(flags).any()
 
-    def spoilt(rings: Tree, slot: jax.Array, when: jax.Array) -> Tree:
-        return lax.cond(when, lambda: buffers.spoil(rings, slot), lambda: rings)
-
     if tables.slots.head:
-        waited = spoilt(carry.for_head, row.head_read, row.head_weight > 0)
+        waited = lax.cond(
+            row.head_weight > 0,
+            lambda: buffers.spoil(carry.for_head, row.head_read),
+            lambda: carry.for_head,
+        )
         carry = carry._replace(for_head=waited)
+    waits = [("for_b", row.for_b_read, (Op.B, Op.BW)), ("for_w", row.for_w_read, (Op.W, Op.BW))]
     if tables.splits:
-        by_b = tuple(
-            left._replace(stash=spoilt(left.stash, row.stash_read, ran(Op.W)))
-            for left in carry.by_b
-        )
-        carry = carry._replace(by_b=by_b)
-    by_f = tuple(
-        left._replace(
-            residuals=Residuals(
-                spoilt(left.residuals.for_b, row.for_b_read, ran(Op.B, Op.BW)),
-                spoilt(left.residuals.for_w, row.for_w_read, ran(Op.W, Op.BW)),
-            )
-        )
-        for left in carry.by_f
-    )
-    return carry._replace(by_f=by_f)
+        waits.append(("stash", row.stash_read, (Op.W,)))
+
+    def emptied(plan: RingPlan, rings: Rings) -> Rings:
+        for use, slot, readers in waits:
+            spoilt = partial(plan.spoil, rings, use, slot)
+            rings = lax.cond(ran(*readers), spoilt, lambda rings=rings: rings)
+        return rings
+
+    return carry._replace(rings=tuple(map(emptied, plans, carry.rings)))

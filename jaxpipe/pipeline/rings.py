@@ -1,5 +1,7 @@
 """What one layer slot leaves in its rings, and where the tables say that it stands."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -8,60 +10,28 @@ from jax import lax
 
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
-from jaxpipe.schedule import Op, Row
+from jaxpipe.pipeline.split import LayerSplit, inexact
+from jaxpipe.pipeline.store import Store, Values
+from jaxpipe.schedule import Buffers, Op, Row
 
 Tree = Any
 NOTHING = Residuals((), ())
 
 
-class LeftByF(NamedTuple):
-    """Rings that F writes: residuals, and the state of sequences in slices (None: whole ones)."""
+class Rings(NamedTuple):
+    """The rings of a layer slot, by who writes them; empty where there is nothing to write.
 
-    residuals: Residuals
-    state: Tree
+    Attributes:
+      kept: residuals, by F; where B and F never share a branch also the stash, by B.
+      stash: by B, if not there.
+      state: what slices of a sequence leave for each other, by F; None: sequences are whole.
+      dstate: the gradient at it, by B and BW.
+    """
 
-    def before(self, row: Row) -> Tree:
-        """The state as the slices before this one left it."""
-        return None if self.state is None else _begun(self.state, row.state, row.first_slice)
-
-    def written(self, made: Residuals, state: Tree, row: Row) -> "LeftByF":
-        """With what F made in its slots."""
-        residuals = Residuals(
-            buffers.write(self.residuals.for_b, made.for_b, row.for_b_write),
-            buffers.write(self.residuals.for_w, made.for_w, row.for_w_write),
-        )
-        if self.state is None:
-            return LeftByF(residuals, None)
-        return LeftByF(residuals, buffers.write(self.state, state, row.state))
-
-
-class LeftByB(NamedTuple):
-    """Rings that gradients write: the stash, by B, and the gradient at the state, by B and BW."""
-
-    stash: tuple[Any, ...]
-    dstate: tuple[Any, ...]
-
-    def after(self, row: Row) -> tuple[Any, ...]:
-        """The gradient at the state as the slices after this one left it."""
-        return _begun(self.dstate, row.dstate, row.last_slice) if self.dstate else ()
-
-    def written(self, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: Row) -> "LeftByB":
-        """With what B or BW made in their slots; BW makes no stash and has no ring of it."""
-        return LeftByB(
-            buffers.write(self.stash, stash, row.stash_write) if self.stash else (),
-            buffers.write(self.dstate, dstate, row.dstate) if self.dstate else (),
-        )
-
-    def of(self, op: Op) -> "LeftByB":
-        """The rings that an op writes; in place of the others nothing."""
-        return LeftByB(self.stash if op is Op.B else (), self.dstate if op in (Op.B, Op.BW) else ())
-
-    def after_op(self, op: Op, written: "LeftByB") -> "LeftByB":
-        """All rings, once an op has written those of `of`."""
-        return LeftByB(
-            written.stash if op is Op.B else self.stash,
-            written.dstate if op in (Op.B, Op.BW) else self.dstate,
-        )
+    kept: tuple[jax.Array, ...] = ()
+    stash: tuple[jax.Array, ...] = ()
+    state: Tree = None
+    dstate: tuple[jax.Array, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -72,15 +42,107 @@ class Kept(NamedTuple):
     state: Tree
     dstate: tuple[Any, ...]
 
+
+def sharing(residuals: Residuals, stash: Values, *, pairs: bool) -> tuple[dict[str, Values], ...]:
+    """The values that share rings, by use: residuals and stash, or each alone.
+
+    A pair runs F and B in one branch, neither of which may wait for what the other writes.
+    """
+    kept, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
+    return (kept, stashed) if pairs else (kept | stashed, {})
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """How the rings of one kind of layer are used, on this rank."""
+
+    kept: Store
+    stash: Store
+    state: Tree
+    slots: Buffers[int]
+
     @classmethod
-    def read(cls, by_f: LeftByF, by_b: LeftByB, row: Row, op: Op) -> "Kept":
-        """From a layer slot's rings: W takes a stash, the others `for_b` and what slices share."""
-        for_w = buffers.read(by_f.residuals.for_w, row.for_w_read)
+    def of(
+        cls, split: LayerSplit | None, state: Tree, slots_of: Sequence[Buffers[int]], *, pairs: bool
+    ) -> "RingPlan":
+        """For so many slots of every rank; a layer that is not cut leaves only a state."""
+        values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
+        stores = (Store.of(uses, slots_of) for uses in sharing(*values, pairs=pairs))
+        return cls(*stores, state, Buffers(*map(max, zip(*slots_of))))
+
+    def empty(self, *, poison: bool = False) -> Rings:
+        """The rings before the first tick."""
+
+        def ring(slots: int, like: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
+
+        return Rings(
+            self.kept.empty(poison=poison),
+            self.stash.empty(poison=poison),
+            ring(self.slots.state, self.state),
+            ring(self.slots.dstate, inexact(self.state)) if self.slots.dstate else (),
+        )
+
+    def part(self, rings: Rings, op: Op) -> Rings:
+        """The rings that an op writes; in place of the others nothing."""
+        return Rings()._replace(**{name: getattr(rings, name) for name in self._written_by(op)})
+
+    def after(self, rings: Rings, op: Op, part: Rings) -> Rings:
+        """All rings, once an op has written its part of them."""
+        return rings._replace(**{name: getattr(part, name) for name in self._written_by(op)})
+
+    def _written_by(self, op: Op) -> tuple[str, ...]:
+        """Names of rings."""
+        of_b = "kept" if self.pooled else "stash"
+        return {Op.F: ("kept", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}[op]
+
+    def before_f(self, part: Rings, row: Row) -> Tree:
+        """The state as the slices before this one left it."""
+        return None if part.state is None else _begun(part.state, row.state, row.first_slice)
+
+    def after_f(self, part: Rings, made: Residuals, state: Tree, row: Row) -> Rings:
+        """F's rings with what it made in its slots."""
+        kept = self.kept.write(part.kept, "for_b", made.for_b, row.for_b_write)
+        kept = self.kept.write(kept, "for_w", made.for_w, row.for_w_write)
+        if state is not None:
+            state = buffers.write(part.state, state, row.state)
+        return Rings(kept=kept, state=state)
+
+    def after_b(
+        self, part: Rings, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: Row
+    ) -> Rings:
+        """The rings of B or BW with what they made in their slots; BW makes no stash."""
+        if stash and self.pooled:
+            kept = self.kept.write(part.kept, "stash", stash, row.stash_write)
+            part = part._replace(kept=kept)
+        elif stash:
+            own = self.stash.write(part.stash, "stash", stash, row.stash_write)
+            part = part._replace(stash=own)
+        if part.dstate:
+            part = part._replace(dstate=buffers.write(part.dstate, dstate, row.dstate))
+        return part
+
+    def read(self, rings: Rings, row: Row, op: Op) -> Kept:
+        """What an op takes: W a stash, the others `for_b` and what slices share."""
+        for_w = self.kept.read(rings.kept, "for_w", row.for_w_read)
         if op is Op.W:
-            return cls(Residuals(None, for_w), buffers.read(by_b.stash, row.stash_read), None, ())
-        for_b = buffers.read(by_f.residuals.for_b, row.for_b_read)
-        state = None if by_f.state is None else buffers.read(by_f.state, row.state_read)
-        return cls(Residuals(for_b, for_w), None, state, by_b.after(row))
+            store, held = (self.kept, rings.kept) if self.pooled else (self.stash, rings.stash)
+            return Kept(Residuals(None, for_w), store.read(held, "stash", row.stash_read), None, ())
+        for_b = self.kept.read(rings.kept, "for_b", row.for_b_read)
+        state = None if rings.state is None else buffers.read(rings.state, row.state_read)
+        dstate = _begun(rings.dstate, row.dstate, row.last_slice) if rings.dstate else ()
+        return Kept(Residuals(for_b, for_w), None, state, dstate)
+
+    def spoil(self, rings: Rings, use: str, slot: jax.Array) -> Rings:
+        """The rings with poison in a slot of a use."""
+        if use in self.kept.places:
+            return rings._replace(kept=self.kept.spoil(rings.kept, use, slot))
+        return rings._replace(stash=self.stash.spoil(rings.stash, use, slot))
+
+    @property
+    def pooled(self) -> bool:
+        """Whether B writes its stash into the rings of residuals."""
+        return "stash" in self.kept.places
 
 
 def _begun(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:

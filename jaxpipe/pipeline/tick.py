@@ -16,12 +16,10 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, Made
-from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.ends import Ends, StepData
 from jaxpipe.pipeline.kind import RunKind, empty_side
 from jaxpipe.pipeline.poison import spoil
-from jaxpipe.pipeline.rings import NOTHING, Kept, LeftByB, LeftByF
-from jaxpipe.pipeline.split import inexact
+from jaxpipe.pipeline.rings import Kept, RingPlan, Rings
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, Pair, Row
 
@@ -44,7 +42,6 @@ class RankWork:
     def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
         """Empty buffers; `gradients` gives the shapes and dtypes of the accumulators."""
         step, slots = self.step, self.step.tables.slots
-        of_rings = [self.kinds[name] for name in self.ring_kinds]
         message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(step.batch)[0].shape[0]
         carry = Carry(
@@ -52,8 +49,7 @@ class RankWork:
             dx=None,
             arriving=self._transfers.arriving(message),
             inbox=self._ring(slots.inbox + 1, x),
-            by_f=tuple(LeftByF(NOTHING, self._ring(slots.state, k.state)) for k in of_rings),
-            by_b=(),
+            rings=tuple(plan.empty(poison=step.poison) for plan in self._plans),
             for_head=(),
             for_embed=(),
             layer_gradients=(),
@@ -72,22 +68,6 @@ class RankWork:
             carry = carry._replace(for_embed=self._ring(slots.embed + 1, x))
         return carry._replace(
             dx=message,
-            by_f=tuple(
-                left._replace(
-                    residuals=Residuals(
-                        self._ring(slots.for_b, kind.split.residuals.for_b),
-                        self._ring(slots.for_w, kind.split.residuals.for_w),
-                    )
-                )
-                for left, kind in zip(carry.by_f, of_rings)
-            ),
-            by_b=tuple(
-                LeftByB(
-                    self._ring(slots.stash, kind.split.stash),
-                    self._ring(slots.dstate, inexact(kind.state)),
-                )
-                for kind in of_rings
-            ),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
         )
@@ -124,7 +104,7 @@ class RankWork:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
                 carry = self._gradient(carry, row, row.chunk_of(op) == chunk + 1, op, chunk)
         carry = self.ends.after_gradient(carry, row)
-        return spoil(carry, row, tables) if self.step.poison else carry
+        return spoil(carry, row, tables, self._plans) if self.step.poison else carry
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
         """F of one chunk, leaving residuals."""
@@ -132,19 +112,20 @@ class RankWork:
         def run() -> tuple[Made, jax.Array | None]:
             return self._run_forward(carry, row, chunk)
 
-        return _with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
+        return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
     def _gradient(self, carry: Carry, row: Row, runs: jax.Array, op: Op, chunk: int) -> Carry:
         """B, W or BW of one chunk, adding to its parameters' gradients."""
 
-        def kept(ring: int) -> Kept:
-            return Kept.read(carry.by_f[ring], carry.by_b[ring], row, op)
+        def kept(ring: int, part: Rings) -> Kept:
+            plan = self._plans[ring]
+            return plan.read(plan.after(carry.rings[ring], op, part), row, op)
 
         def run() -> Gradients:
             return self._run_gradient(carry, row, op, chunk, kept, in_turn=True)
 
-        made = lax.cond(runs, run, lambda: _before_gradient(carry, op, chunk))
-        return _with_gradient(carry, op, chunk, made)
+        made = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
+        return self._with_gradient(carry, op, chunk, made)
 
     def _pair(self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[Kept]) -> Carry:
         """F of one chunk and a gradient of another in one branch, neither waiting for the other.
@@ -153,19 +134,25 @@ class RankWork:
         written: with both in one branch XLA would copy them, as it would copy the sums of gradients
         if layers went in turn.
         """
-        passed = self._before_forward(carry), _before_gradient(carry, pair.op, pair.gradient)
+        passed = self._before_forward(carry), self._before_gradient(carry, pair.op, pair.gradient)
 
         def run() -> tuple[Any, Gradients]:
             made = self._run_forward(carry, row, pair.forward)
-            return made, self._run_gradient(carry, row, pair.op, pair.gradient, read.__getitem__)
+            kept = lambda ring, _: read[ring]  # noqa: E731
+            return made, self._run_gradient(carry, row, pair.op, pair.gradient, kept)
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
-        carry = _with_forward(carry, *forward)
-        return _with_gradient(carry, pair.op, pair.gradient, gradient)
+        carry = self._with_forward(carry, *forward)
+        return self._with_gradient(carry, pair.op, pair.gradient, gradient)
 
     def _read(self, carry: Carry, row: Row, op: Op) -> list[Kept]:
         """What a gradient reads of every ring slot."""
-        return [Kept.read(*rings, row, op) for rings in zip(carry.by_f, carry.by_b)]
+        return [plan.read(rings, row, op) for plan, rings in zip(self._plans, carry.rings)]
+
+    @property
+    def _plans(self) -> list[RingPlan]:
+        """How each ring slot is used."""
+        return [self.kinds[name].rings for name in self.ring_kinds]
 
     @property
     def _layers_make_losses(self) -> bool:
@@ -174,7 +161,7 @@ class RankWork:
     def _before_forward(self, carry: Carry) -> tuple[Made, jax.Array | None]:
         """What F changes: y, its rings, side outputs; and the losses, if layers make any."""
         losses = carry.losses if self._layers_make_losses else None
-        return Made(carry.y, carry.by_f, carry.side, None), losses
+        return Made(carry.y, self._parts(carry, Op.F), carry.side, None), losses
 
     def _run_forward(self, carry: Carry, row: Row, chunk: int) -> tuple[Made, jax.Array | None]:
         x, rows = self._input(carry, row)
@@ -190,10 +177,11 @@ class RankWork:
         return Given(row, rows, self.step.variables, self.step.seed)
 
     def _run_gradient(
-        self, carry: Carry, row: Row, op: Op, chunk: int, kept: Callable[[int], Kept],
+        self, carry: Carry, row: Row, op: Op, chunk: int,
+        kept: Callable[[int, Rings], Kept],
         *, in_turn: bool = False,
     ) -> Gradients:  # fmt: skip
-        before = _before_gradient(carry, op, chunk)
+        before = self._before_gradient(carry, op, chunk)
         rows = self.step.rows(row.gradient_mb)
         if op is not Op.W:
             dy = self._choose(
@@ -221,20 +209,26 @@ class RankWork:
         """One of two values by a flag; the other is left out where its column never raises it."""
         return lax.cond(flag, yes, no) if column.any() else no()
 
+    def _with_forward(self, carry: Carry, made: Made, losses: jax.Array | None) -> Carry:
+        losses = carry.losses if losses is None else losses
+        rings = self._after(carry, Op.F, made.rings)
+        return carry._replace(y=made.y, rings=rings, side=made.side, losses=losses)
 
-def _with_forward(carry: Carry, made: Made, losses: jax.Array | None) -> Carry:
-    losses = carry.losses if losses is None else losses
-    return carry._replace(y=made.y, by_f=made.rings, side=made.side, losses=losses)
+    def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> Gradients:
+        """What a gradient action changes, as it is before."""
+        return Gradients(carry.dx, self._parts(carry, op), carry.layer_gradients[chunk])
 
+    def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: Gradients) -> Carry:
+        gradients = list(carry.layer_gradients)
+        gradients[chunk] = made.totals
+        rings = self._after(carry, op, made.rings)
+        return carry._replace(dx=made.dx, rings=rings, layer_gradients=tuple(gradients))
 
-def _before_gradient(carry: Carry, op: Op, chunk: int) -> Gradients:
-    """What a gradient action changes, as it is before."""
-    rings = tuple(left.of(op) for left in carry.by_b)
-    return Gradients(carry.dx, rings, carry.layer_gradients[chunk])
+    def _parts(self, carry: Carry, op: Op) -> tuple[Rings, ...]:
+        """The rings that an op writes."""
+        return tuple(plan.part(rings, op) for plan, rings in zip(self._plans, carry.rings))
 
-
-def _with_gradient(carry: Carry, op: Op, chunk: int, made: Gradients) -> Carry:
-    gradients = list(carry.layer_gradients)
-    gradients[chunk] = made.totals
-    by_b = tuple(left.after_op(op, new) for left, new in zip(carry.by_b, made.rings))
-    return carry._replace(dx=made.dx, by_b=by_b, layer_gradients=tuple(gradients))
+    def _after(self, carry: Carry, op: Op, parts: tuple[Rings, ...]) -> tuple[Rings, ...]:
+        """All rings, once an op has written its parts of them."""
+        every = zip(self._plans, carry.rings, parts)
+        return tuple(plan.after(rings, op, part) for plan, rings, part in every)

@@ -95,8 +95,13 @@ def check_sizes(config: Config) -> None:
 
 
 def _check_sequences(config: Config) -> None:
-    """Sequences are cut into equal slices, these over sdp, and over tp or in chunks of the loss."""
-    parallel, train = config.parallel, config.train
+    """Sequences fit the model, and are cut into equal slices, these over sdp, then tp or chunks."""
+    parallel, train, longest = config.parallel, config.train, config.model.max_seq_len
+    if longest and train.seq_len > longest:
+        raise ConfigError(
+            f"train.seq_len={train.seq_len} exceeds model.max_seq_len={longest}, the longest "
+            f"sequence that the model is made for: shorten it, or raise model.max_seq_len."
+        )
     if parallel.dp % parallel.sdp:
         raise ConfigError(
             f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "

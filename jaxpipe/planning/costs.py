@@ -1,12 +1,16 @@
 """What layers, ends and messages cost one device: traced from the model itself, not by formula."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
 from jaxpipe.partition.leaf import Leaf
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Parameter(NamedTuple):
@@ -25,19 +29,37 @@ class LayerCosts:
 
     Attributes:
       F, B, W: FLOPs, with what B computes again. BW does both.
-      for_b, for_w: bytes of residuals that only B reads, and of those that W reads.
-      stash: bytes of what B leaves for W.
+      waits: shapes and dtypes of the values that wait: residuals that only B reads (`for_b`), those
+        that W reads (`for_w`), and what B leaves for W (`stash`).
       state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
     """
 
     F: float
     B: float
     W: float
-    for_b: int
-    for_w: int
-    stash: int
+    waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
     parameters: tuple[Parameter, ...]
+
+    @property
+    def for_b(self) -> int:
+        """Bytes that wait for B alone."""
+        return size_of(self.waits["for_b"])
+
+    @property
+    def for_w(self) -> int:
+        """Bytes that F leaves for W."""
+        return size_of(self.waits["for_w"])
+
+    @property
+    def stash(self) -> int:
+        """Bytes that B leaves for W."""
+        return size_of(self.waits["stash"])
+
+
+def size_of(values: Iterable["jax.ShapeDtypeStruct"]) -> int:
+    """Bytes of arrays of such shapes and dtypes."""
+    return sum(prod(value.shape) * value.dtype.itemsize for value in values)
 
 
 @dataclass(frozen=True)

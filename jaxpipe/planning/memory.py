@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
 from jaxpipe.partition.leaf import DP, PP, cutting
-from jaxpipe.planning.costs import ModelCosts, Parameter, costs_of
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Placement, Tables
 
@@ -92,17 +92,27 @@ def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> in
     """Bytes of the rings of a rank's layers, and of messages that wait or are on their way."""
     held = tables.slots
     kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
-    rings = sum(
-        held.for_b * kind.for_b
-        + held.for_w * kind.for_w
-        + held.stash * kind.stash
-        + (held.state + held.dstate) * kind.state
-        for kind in kinds
-    )
+    rings = sum(ring_bytes(kind, tables) for kind in kinds)
+    rings += sum((held.state + held.dstate) * kind.state for kind in kinds)
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
     return rings + (messages + waits) * costs.message
+
+
+def ring_bytes(kind: LayerCosts, tables: Tables) -> int:
+    """Bytes of the rings of one layer's residuals and stash, as long as the neediest rank's."""
+    from jaxpipe.pipeline.cut import Residuals
+    from jaxpipe.pipeline.rings import sharing
+    from jaxpipe.pipeline.store import ring_lengths
+
+    waits = kind.waits
+    kept = Residuals(waits["for_b"], waits["for_w"])
+    return sum(
+        length * size_of([value])
+        for uses in sharing(kept, waits["stash"], pairs=bool(tables.pairs))
+        for value, length in ring_lengths(uses, tables.slots_of).items()
+    )
 
 
 def mirrored_bytes(config: Config, layout: "StageLayout") -> int:

@@ -19,7 +19,7 @@ from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.kind import RunKind
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
-from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, size_of
 from jaxpipe.planning.model import model_of
 
 Tree = Any
@@ -111,9 +111,7 @@ def _layer_costs(
         F=_flops(split.forward, params, x, context),
         B=_flops(split.backward_input, params, context, kept, dy),
         W=_flops(split.backward_weight, params, context, kept.for_w, split.stash, dloss),
-        for_b=_bytes(kept.for_b),
-        for_w=_bytes(kept.for_w),
-        stash=_bytes(split.stash),
+        waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,
     )
@@ -147,7 +145,7 @@ def _flops(function: Callable[..., Any], *args: Any) -> float:
 
 
 def _bytes(tree: Tree) -> int:
-    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size_of(jax.tree.leaves(tree))
 
 
 def _parameters(tree: Tree, leaves: Tree) -> tuple[Parameter, ...]:

@@ -18,6 +18,7 @@ from jaxpipe.schedule.families import (
     Variant,
     family_of,
 )
+from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import Pair, Tables, lower
 from jaxpipe.schedule.problem import LIMITS
@@ -31,6 +32,7 @@ __all__ = [
     "LIMITS",
     "NAMES",
     "Action",
+    "Buffers",
     "Cell",
     "Costs",
     "Family",

@@ -88,22 +88,29 @@ class Run:
     def _log_all_but(
         self, newest: int, unread: "_Unread", state: State
     ) -> tuple[_Dispatched, dict[str, Any]] | None:
-        """Read and log all but the `newest` steps; of the first not finite, return it and stop."""
+        """Read and log all but the `newest` steps; return the one that stops the run, if any."""
+        limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
-            values |= self.trainer.rates(dispatched.step, seconds)
-            finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-            if finite and self._evaluates_at(dispatched.step):
+            skipped = values.get("skipped_steps", 0)
+            values |= self.trainer.rates(dispatched.step, seconds, skipped)
+            stops = unread.not_finite > limit
+            if self._evaluates_at(dispatched.step) and not stops:
                 values["eval_loss"] = self._heldout_loss(state)
             if self.log:
                 self.log.write(dispatched.step, values)
             self.progress.update(dispatched.step, values, first=dispatched.first)
-            if not finite:
+            if stops:
                 return dispatched, values
+            if unread.not_finite:
+                self.progress.say(
+                    f"{_not_finite(values)} at step {dispatched.step}: left out, "
+                    f"{unread.not_finite} in a row of at most train.skip_non_finite={limit}"
+                )
         return None
 
     def _save(self, step: int, state: State, position: int) -> None:
-        meta = describe(self.trainer, self.data, position)
+        meta = describe(self.trainer, self.data, position, state.guard)
         self.checkpoints.save(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
@@ -129,9 +136,9 @@ class Run:
         self._save(step - 1, state, position)
         last = position + self.trainer.samples_per_step - 1
         self.progress.say(
-            f"error: loss {values['loss']}, gradient norm {values['grad_norm']} at step {step}, "
-            f"samples {position}..{last} of the training order: stopped before the update; the "
-            f"parameters of step {step - 1} are saved."
+            f"error: {_not_finite(values)} at step {step}, samples {position}..{last} of the "
+            f"training order: stopped before the update; the parameters of step {step - 1} are "
+            f"saved."
         )
         return 1
 
@@ -142,6 +149,7 @@ class _Unread:
     def __init__(self) -> None:
         self._steps: deque[_Dispatched] = deque()
         self._read_last = -math.inf  # when
+        self.not_finite = 0  # steps in a row, among them the one read last
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -158,8 +166,14 @@ class _Unread:
         """
         dispatched = self._steps.popleft()
         values = {name: np.asarray(value).tolist() for name, value in dispatched.metrics.items()}
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        self.not_finite = 0 if finite else self.not_finite + 1
         before, self._read_last = self._read_last, time.perf_counter()
         return dispatched, values, self._read_last - max(before, dispatched.begun)
+
+
+def _not_finite(values: dict[str, Any]) -> str:
+    return f"loss {values['loss']}, gradient norm {values['grad_norm']}"
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from jaxpipe.checkpoint import Checkpoints, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
 from jaxpipe.data import Data
 from jaxpipe.runtime import processes
+from jaxpipe.training.guard import Guard
 from jaxpipe.training.trainer import State, Trainer
 
 Say = Callable[[str], None]
@@ -30,7 +31,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
     shapes = trainer.state_shapes
     if found := checkpoints.restore(shapes.parts(), say):
         restored, meta = found
-        return _resumed(trainer.state_of(restored), meta, data, say)
+        return _resumed(trainer, restored, meta, data, say)
     if resume in ("auto", "none"):
         return trainer.init(), 0
     path = newest(Path(resume))
@@ -39,14 +40,15 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         say(f"started with the parameters of {path} (step {meta['step']})")
         return trainer.fresh(restored["params"]), 0
     restored, meta = _read(path, checkpoints, shapes.parts())
-    return _resumed(trainer.state_of(restored), meta, data, say)
+    return _resumed(trainer, restored, meta, data, say)
 
 
-def describe(trainer: Trainer, data: Data, position: int) -> dict[str, Any]:
+def describe(trainer: Trainer, data: Data, position: int, guard: Guard) -> dict[str, Any]:
     """What is stored beside a state: where the data stands, and what it was trained with."""
     parallel = trainer.config.parallel
     return {
         "position": position,
+        "guard": guard.saved(),
         "data": data.train.fingerprint,
         "layout": f"{parallel.mesh} {parallel.schedule}",
         "config": configs.to_toml(trainer.config),
@@ -58,7 +60,9 @@ def on_one_device(config: Config) -> Config:
     return msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
 
 
-def _resumed(state: State, meta: dict[str, Any], data: Data, say: Say) -> tuple[State, int]:
+def _resumed(
+    trainer: Trainer, parts: dict[str, Any], meta: dict[str, Any], data: Data, say: Say
+) -> tuple[State, int]:
     if meta["data"] != data.train.fingerprint:
         raise ConfigError(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
@@ -66,7 +70,7 @@ def _resumed(state: State, meta: dict[str, Any], data: Data, say: Say) -> tuple[
             f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
-    return state, meta["position"]
+    return trainer.state_of(parts, meta.get("guard", {})), meta["position"]
 
 
 def _read(path: Path, checkpoints: Checkpoints, like: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,8 +1,10 @@
 """Everything a run needs, built from its configuration: mesh, model, state and compiled steps."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,31 +34,32 @@ from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory, memory_peak, peak_flops
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
+from jaxpipe.training.guard import Guard
 
 Tree = Any
 _RATES = (  # what else a line of the log may hold
     "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
-    "peak_memory_bytes", "eval_loss",
+    "peak_memory_bytes", "eval_loss", "skipped_steps", "loss_scale",
 )  # fmt: skip
 
 
 class State(NamedTuple):
-    """Parameters and moments in stage form, and the number of updates made so far.
+    """Parameters and moments in stage form, and the number of steps made so far.
 
-    `variables` are the model's state that is no parameter; None: it has none. A state is `stopped`
-    once a step was not finite: no later one changes it.
+    `variables` are the model's state that is no parameter; None: it has none. `guard` knows of the
+    steps that were not finite.
     """
 
     params: Tree
     optimizer: Tree
     step: jax.Array
     variables: Tree
-    stopped: jax.Array
+    guard: Guard
 
     def parts(self) -> dict[str, Tree]:
         """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
         parts = self._asdict()
-        del parts["stopped"]
+        del parts["guard"]
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -169,28 +172,35 @@ class Trainer:
         made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
 
-    def state_of(self, parts: dict[str, Tree]) -> State:
-        """The state that goes on from what a checkpoint holds."""
-        stopped = jax.device_put(False, self.state_shardings.stopped)
-        return State(**{"variables": None, **parts, "stopped": stopped})
+    def state_of(
+        self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
+    ) -> State:
+        """The state that goes on from what a checkpoint holds, `Guard.saved` among it."""
+        guard = Guard.fresh(self.config.train).restored(guarded)
+        guard = jax.device_put(guard, self.state_shardings.guard)
+        return State(**{"variables": None, **parts, "guard": guard})
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
         moments = self.optimizer.init(params)
-        return State(params, moments, jnp.int32(0), variables, jnp.bool_(False))
+        guard = Guard.fresh(self.config.train)
+        return State(params, moments, jnp.int32(0), variables, guard)
 
     @cached_property
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
 
-        A step whose loss or gradient norm is not finite leaves the state as it was, and so do all
-        that follow: who reads a step late finds the state before it. Metrics are the scalars loss
-        and grad_norm, and by their names the sums and maxima that layers make.
+        A step whose loss or gradient norm is not finite makes no update. It counts as a step left
+        out, or stops the run (`Guard`): then all that follow leave the state as it was, and who
+        reads a step late finds the state before it. Metrics are the scalars loss and grad_norm, if
+        steps may be left out their number, and by their names the sums and maxima of layers.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            losses, gradients, side = self.pipeline.step(state.params, batch, state.variables)
+            losses, gradients, side = self.pipeline.step(
+                state.params, batch, state.variables, state.guard.loss_scale
+            )
             return self.update(state, losses.sum(), gradients, side)
 
         return jax.jit(
@@ -209,9 +219,15 @@ class Trainer:
         Pure, for use within compiled functions. Raises `ValueError` where a sum or maximum has the
         name of another metric.
         """
-        norm = optimizers.global_norm(gradients)
+        norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
         metrics = _metrics(loss, norm, side)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & ~state.stopped
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        guard, stops = state.guard.after(finite, limit)
+        if limit:
+            metrics["skipped_steps"] = guard.skipped
+        if guard.loss_scale is not None:
+            metrics["loss_scale"] = state.guard.loss_scale
+        finite &= ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         # The moments come last, from gradients that wait for the parameters: nothing then reads an
         # old moment once its successor is written, and XLA overwrites the state in place. On CPU
@@ -225,7 +241,7 @@ class Trainer:
         if after is not None:
             variables = if_finite(after(variables, side), variables)
         moments = if_finite(moments, state.optimizer)
-        return State(params, moments, state.step + finite, variables, ~finite), metrics
+        return State(params, moments, state.step + ~stops, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:
@@ -257,11 +273,14 @@ class Trainer:
         """Sequences that one step trains on, over all devices."""
         return math.prod(self.config.batch_shape.values())
 
-    def rates(self, step: int, seconds: float) -> dict[str, float]:
-        """What else is logged of a step that took so long: rates, and memory where known."""
+    def rates(self, step: int, seconds: float, skipped: int = 0) -> dict[str, float]:
+        """What else is logged of a step that took so long: rates, and memory where known.
+
+        The learning rate is that of its update, of which so many have been left out.
+        """
         tokens = self.config.tokens_per_step / seconds
         values = {
-            "lr": float(self._learning_rate(step - 1)),
+            "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
             "tokens_per_second": tokens,
             "tokens_per_second_per_device": tokens / self.mesh.size,
             "step_seconds": seconds,

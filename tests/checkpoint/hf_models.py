@@ -2,17 +2,19 @@
 
 import json
 
+import hf_gpt2
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
+from hf_gpt2 import GPT2
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
 from jaxpipe.contract import Context
+from jaxpipe.model import FAMILIES
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
 
 LLAMA = LlamaConfig(
     n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=64, rope_theta=10000.0
@@ -29,15 +31,23 @@ LLAMA31 = msgspec.structs.replace(
     LLAMA, head_dim=16, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
     rope_original_positions=256,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE}
+MISTRAL = msgspec.structs.replace(LLAMA, sliding_window=4)
+MODELS = {
+    "llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE, "mistral": MISTRAL,
+    "gpt2": GPT2,
+}  # fmt: skip
 
 
 def config_json(model):
     """What transformers 4 writes for this model."""
-    kind = ("Qwen3ForCausalLM", "qwen3") if model.qk_norm else ("LlamaForCausalLM", "llama")
+    if model.family == "gpt2":
+        return hf_gpt2.config_json(model)
+    name = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
+    window = {"sliding_window": model.sliding_window} if model.sliding_window else {}
     return {
-        "architectures": [kind[0]],
-        "model_type": kind[1],
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        **window,
         "attention_bias": False,
         "head_dim": model.head_size,
         "hidden_act": "silu",
@@ -90,12 +100,22 @@ def stretched(model, inverse):
 
 
 def random_tensors(model, dtype=np.float32, seed=0):
-    """Every tensor of this model, `[out, in]`, by its name there."""
+    """Every tensor of this model by its name there."""
+    rng = np.random.default_rng(seed)
+    shapes_of = hf_gpt2.shapes if model.family == "gpt2" else shapes
+    return {
+        name: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(dtype)
+        for name, shape in shapes_of(model).items()
+    }
+
+
+def shapes(model):
+    """The shape of every tensor by its name there; of matrices `[out, in]`."""
     d, f, v, k = model.d_model, model.d_ff, model.vocab_size, model.head_size
     q, kv = model.n_heads * k, model.n_kv_heads * k
-    shapes = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    found = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not model.tie_embeddings:
-        shapes["lm_head.weight"] = (v, d)
+        found["lm_head.weight"] = (v, d)
     for i in range(model.n_layers):
         layer = {
             "input_layernorm": (d,),
@@ -110,12 +130,8 @@ def random_tensors(model, dtype=np.float32, seed=0):
         }
         if model.qk_norm:
             layer |= {"self_attn.q_norm": (k,), "self_attn.k_norm": (k,)}
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    rng = np.random.default_rng(seed)
-    return {
-        name: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(dtype)
-        for name, shape in shapes.items()
-    }
+        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return found
 
 
 def write_model(directory, model, tensors, *, shards=1, **changes):
@@ -164,7 +180,9 @@ def assert_same_bytes(found, expected):
 
 
 def reference_logits(model, tensors, tokens_BL):
-    """`[B, L, V]` in float64, after transformers' modeling_llama.py and modeling_qwen3.py."""
+    """`[B, L, V]` in float64, after transformers' modeling_llama.py and its like."""
+    if model.family == "gpt2":
+        return hf_gpt2.reference_logits(model, tensors, tokens_BL)
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     heads, groups, k = model.n_heads, model.n_kv_heads, model.head_size
     batch, length = tokens_BL.shape
@@ -196,7 +214,10 @@ def reference_logits(model, tensors, tokens_BL):
         keys = np.repeat(rotated(split(h, "self_attn.k_proj")), heads // groups, axis=1)
         values = np.repeat(split(h, "self_attn.v_proj"), heads // groups, axis=1)
         scores = queries @ keys.transpose(0, 1, 3, 2) / np.sqrt(k)
-        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        seen = np.tri(length, dtype=bool)
+        if model.sliding_window:
+            seen &= ~np.tri(length, k=-model.sliding_window, dtype=bool)
+        scores = np.where(seen, scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = scores / scores.sum(-1, keepdims=True) @ values
         mixed = mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1)
@@ -217,7 +238,8 @@ def stored_params(step_directory):
 
 def our_logits(model, params, tokens_BL):
     """`[B, L, V]` by the decoder."""
-    decoder, microbatch = Decoder(model), {"inputs": jnp.asarray(tokens_BL)}
+    decoder = FAMILIES[model.family].build(model)
+    microbatch = {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["ends"], microbatch)
     for i in range(model.n_layers):
         x = decoder.layer(params["layers"][str(i)], x, Context(microbatch)).y

@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from hf_models import (
+    GPT2,
     LLAMA,
     MODELS,
     QWEN3,
@@ -50,6 +51,17 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, shards):
     source = write_model(tmp_path / "hf", model, tensors, shards=shards)
     step = import_huggingface(source, model, tmp_path / "c", {})
     assert_same_bytes(all_tensors(export(step, model, tmp_path / "out")), tensors)
+
+
+def test_a_gpt2_may_lack_its_first_name_and_have_masks(tmp_path):
+    """As those published do."""
+    tensors = random_tensors(GPT2)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{i}.attn.bias": np.tri(64, dtype=bool)[None, None] for i in range(2)}
+    old = {"h.0.attn.masked_bias": np.full((), -1e4, np.float32)}
+    source = write_model(tmp_path / "hf", GPT2, bare | masks | old, shards=2)
+    step = import_huggingface(source, GPT2, tmp_path / "c", {})
+    assert_same_bytes(all_tensors(export(step, GPT2, tmp_path / "out")), tensors)
 
 
 def test_bfloat16_stays_what_it_is(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from hf_models import (
+    GPT2,
     LLAMA,
     QWEN3,
     all_tensors,
@@ -22,6 +23,8 @@ from safetensors.numpy import save_file
 from jaxpipe.checkpoint.huggingface import import_huggingface
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
 from jaxpipe.config import ConfigError
+from jaxpipe.model.gpt2 import huggingface as gpt2
+from jaxpipe.model.llama import huggingface as llama
 
 CONFIG_CHANGES = {
     "n_layers is 4 there and 3 here; set model.n_layers=4": {"num_hidden_layers": 4},
@@ -50,6 +53,13 @@ CONFIG_CHANGES = {
     "mlp_bias=True but": {"mlp_bias": True},
     "hidden_act='gelu' but": {"hidden_act": "gelu"},
     "use_sliding_window=True but": {"use_sliding_window": True},
+    "sliding_window is 4096 there and 0 here; set model.sliding_window=4096": {
+        "architectures": ["MistralForCausalLM"]
+    },
+    "has layers of full_attention but all of this model's are of sliding_attention": {
+        "architectures": ["MistralForCausalLM"],
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "layers of sliding_attention": {"layer_types": ["full_attention", "sliding_attention"]},
     "quantization_config=": {"quantization_config": {"bits": 4}},
     "architecture MixtralForCausalLM but only": {"architectures": ["MixtralForCausalLM"]},
@@ -64,6 +74,49 @@ def test_another_model_is_refused_by_its_config(tmp_path, message):
     with pytest.raises(ConfigError, match=message):
         import_huggingface(source, LLAMA, tmp_path / "c", {})
     assert not (tmp_path / "c").exists()
+
+
+def test_a_mistral_without_a_window_is_a_llama(tmp_path):
+    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    source = write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA), **changes)
+    step = import_huggingface(source, LLAMA, tmp_path / "c", {})
+    out = export(step, LLAMA, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    assert_same_bytes(all_tensors(out), random_tensors(LLAMA))
+
+
+GPT2_CHANGES = {
+    "max_seq_len is 128 there and 64 here; set model.max_seq_len=128": {"n_positions": 128},
+    "d_ff is 128 there and 48 here": {"n_inner": None},
+    "activation_function='gelu' but this model has only activation_function='gelu_new'": {
+        "activation_function": "gelu"
+    },
+    "scale_attn_by_inverse_layer_idx=True but": {"scale_attn_by_inverse_layer_idx": True},
+    "tie_word_embeddings=False but": {"tie_word_embeddings": False},
+    "architecture GPTBigCodeForCausalLM but only GPT2LMHeadModel can be imported": {
+        "architectures": ["GPTBigCodeForCausalLM"]
+    },
+}
+
+
+@pytest.mark.parametrize("message", GPT2_CHANGES)
+def test_another_gpt2_is_refused_by_its_config(tmp_path, message):
+    source = write_model(tmp_path / "hf", GPT2, random_tensors(GPT2), **GPT2_CHANGES[message])
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(source, GPT2, tmp_path / "c", {})
+
+
+def test_what_transformers_cannot_describe_is_not_exported(tmp_path):
+    step = imported(tmp_path, GPT2, random_tensors(GPT2))
+    with pytest.raises(ConfigError, match="--max-positions 32 but the model has learned 64"):
+        export(step, GPT2, tmp_path / "out", max_positions=32)
+    wide = replace(GPT2, n_heads=4, head_dim=16)
+    both = replace(QWEN3, sliding_window=4)
+    with pytest.raises(ValueError, match="no plain model with both: it cannot be exported"):
+        llama.written(both, "float32", 64)
+    with pytest.raises(ValueError, match="has no other heads: it cannot be exported"):
+        gpt2.written(wide, "float32", 64)
+    assert not (tmp_path / "out").exists()
 
 
 def test_fields_that_both_versions_of_transformers_leave_out_have_its_defaults(tmp_path):

@@ -6,6 +6,7 @@ from hf_models import our_logits, rope_scaling, stored_params
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
 
 torch = pytest.importorskip("torch")
@@ -19,6 +20,8 @@ MODELS = {
     ),
     "llama_tied": LlamaConfig(**SIZES, rope_theta=5e5, tie_embeddings=True),
     "llama_one_kv_head": LlamaConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
+    "mistral": LlamaConfig(**SIZES, head_dim=10, rope_theta=1e4, sliding_window=5),
+    "gpt2": GPT2Config(n_layers=3, d_model=48, n_heads=6, d_ff=80, vocab_size=96, max_seq_len=64),
     "qwen3": LlamaConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
     "qwen3_tied": LlamaConfig(
         **SIZES, head_dim=10, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True
@@ -28,8 +31,34 @@ MODELS = {
 
 def made_by_transformers(model):
     """A random model of transformers, of these sizes, whose norms are not ones."""
-    kind = "Qwen3" if model.qk_norm else "Llama"
-    config = getattr(transformers, f"{kind}Config")(
+    kind, config = gpt2_of(model) if model.family == "gpt2" else llama_of(model)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name or "ln_" in name or "bias" in name:
+                parameter.uniform_(0.5, 1.5)
+    return theirs
+
+
+def gpt2_of(model):
+    """The class, and its configuration, of these sizes."""
+    return "GPT2LMHeadModel", transformers.GPT2Config(
+        n_layer=model.n_layers,
+        n_embd=model.d_model,
+        n_head=model.n_heads,
+        n_inner=model.d_ff,
+        n_positions=model.max_seq_len,
+        vocab_size=model.vocab_size,
+        initializer_range=0.15,
+    )
+
+
+def llama_of(model):
+    """The class, and its configuration, of these sizes."""
+    kind = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
+    window = {"sliding_window": model.sliding_window} if kind == "Mistral" else {}
+    return f"{kind}ForCausalLM", getattr(transformers, f"{kind}Config")(
         num_hidden_layers=model.n_layers,
         hidden_size=model.d_model,
         num_attention_heads=model.n_heads,
@@ -40,15 +69,9 @@ def made_by_transformers(model):
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
         initializer_range=0.15,
+        **window,
         **_rope(model),
     )
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    return theirs
 
 
 def _rope(model):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.model.attention import causal_attention, grouped_attention
+from jaxpipe.model.attention import Attend, causal_attention, grouped_attention
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
@@ -62,6 +62,42 @@ def test_blocks_of_queries_are_causal_attention(heads, length):
         given = arguments(heads, "float64", length, length)
         found = values_and_gradients(causal_attention, given)
         equal(found, values_and_gradients(twin, given, causal(length)))
+
+
+@pytest.mark.parametrize("length", [10, 256])
+@pytest.mark.parametrize("window", [1, 3, 129, 300])
+def test_a_window_is_of_so_many_last_tokens(length, window):
+    """As the library counts them for its fused kernel too: those to the left, and one's own."""
+
+    def library(q, k, v):
+        left = (window - 1, 0)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=left)
+
+    with jax.enable_x64(True):
+        given = arguments((4, 2), "float64", length, length)
+        mask = causal(length) & ~jnp.tri(length, k=-window, dtype=bool)[None, None]
+        assert mask.sum(-1).max() == min(window, length)
+        wanted = values_and_gradients(twin, given, mask)
+        equal(values_and_gradients(partial(causal_attention, window=window), given), wanted)
+    narrow = [a.astype("float32") for a in given]
+    found, want = (
+        values_and_gradients(way, narrow)[0]
+        for way in (library, partial(causal_attention, window=window))
+    )
+    assert jnp.abs(found - want).max() <= 1e-6
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
+    """Only tracing: the checks for a GPU and its library are put aside."""
+    fused = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
+    shape = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+    attend = Attend(kernel="cudnn", window=window)
+    text = str(jax.make_jaxpr(attend)(shape, shape, shape))
+    assert f"sliding_window_length={window or None}\n" in text
+    assert "mask_type=MaskType.CAUSAL" in text
 
 
 def equal(found, wanted):

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from jaxpipe.contract import Context
-from jaxpipe.model import PRESETS
+from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.llama.layers import rotary
@@ -19,6 +20,7 @@ SMALL = LlamaConfig(
 QK_NORM = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=48, vocab_size=50, qk_norm=True
 )
+WINDOWED = replace(SMALL, sliding_window=3)
 
 
 def logits_of(config, tokens, key=0, **more):
@@ -35,8 +37,8 @@ def tokens_of(batch, length, key=1):
     return jax.random.randint(jax.random.key(key), (batch, length), 0, 50)
 
 
-@pytest.mark.parametrize("config", [SMALL, QK_NORM])
-def test_no_token_sees_the_future(config):
+@pytest.mark.parametrize("config", [SMALL, QK_NORM, WINDOWED])
+def test_no_token_sees_the_future_nor_what_is_before_its_window(config):
     decoder, key = Decoder(config), jax.random.key(0)
     layer = decoder.init_layer(key, 0)
     x = jax.random.normal(jax.random.key(2), (1, 7, 32))
@@ -47,7 +49,9 @@ def test_no_token_sees_the_future(config):
     for t in range(7):
         seen = jnp.abs(jax.grad(one)(x, t)).sum(-1)[0]
         assert not seen[t + 1 :].any()
-        assert seen[: t + 1].all()
+        first = max(0, t + 1 - config.sliding_window) if config.sliding_window else 0
+        assert not seen[:first].any()
+        assert seen[first : t + 1].all()
 
 
 def test_attention_equals_a_plain_twin():
@@ -124,8 +128,9 @@ def test_initial_values_depend_on_layer_and_name():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_counted_by_shape(preset):
-    config = LlamaConfig(**PRESETS[preset])
-    decoder, key = Decoder(config), jax.random.key(0)
+    family, key = FAMILIES[PRESETS[preset]["family"]], jax.random.key(0)
+    config = family.config(**PRESETS[preset])
+    decoder = family.build(config)
     ends = jax.eval_shape(decoder.init_ends, key)
     layer = jax.eval_shape(decoder.init_layer, key, 0)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]

@@ -59,9 +59,9 @@ def layer_flops(
     """FLOPs of the matrix products of one layer, on one device, with what B computes again.
 
     Attention counts the pairs that `xla` computes, the full square where a device has a part of a
-    sequence or `cudnn` computes it; `causal` counts only those that the mask lets through, on the
-    average of `sdp` devices. `cudnn` computes the scores once more in B (Dao et al. 2022, Algorithm
-    4); that is taken from the algorithm, not measured.
+    sequence, or of `cudnn`, whatever it skips; `causal` counts only those that the mask lets
+    through, on the average of `sdp` devices. `cudnn` computes the scores once more in B (Dao et al.
+    2022, Algorithm 4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
     an `sdp` x `slices` that does not divide `seq_len`.
@@ -69,7 +69,8 @@ def layer_flops(
     widths = _Widths(model, tp)
     _check_remat(remat)
     tokens = batch * _stretch(seq_len, sdp, slices)
-    pairs = tokens * ((seq_len + 1) / 2 if causal else _keys(model, seq_len, sdp * slices))
+    keys = _seen(model, seq_len) if causal else _keys(model, seq_len, sdp * slices)
+    pairs = tokens * keys
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
     product = 2.0 * pairs * widths.q  # scores, or scores @ v
@@ -144,7 +145,9 @@ def layer_bytes(
     wide = max(itemsize, 4)
     # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-    keys = _keys(model, seq_len, sdp * slices)
+    blocks, keys = _blocks(model, seq_len, sdp * slices), _keys(model, seq_len, sdp * slices)
+    if blocks[-1] != (0, seq_len):  # no block reads all keys: each stores its own
+        made = int(made * keys * len(blocks) / seq_len)
     softmax = logsumexp or int(tokens * widths.heads * wide * (keys + 1))
     for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax
     return LayerBytes(for_b, q, inputs - q + gradients)
@@ -235,8 +238,22 @@ def _stretch(seq_len: int, sdp: int, slices: int) -> int:
 
 def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
     """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
-    blocks = query_blocks(seq_len) if model.attention == "xla" and parts == 1 else 1
-    return seq_len * (blocks + 1) / (2 * blocks)
+    blocks = _blocks(model, seq_len, parts)
+    return sum(end - first for first, end in blocks) / len(blocks)
+
+
+def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int]]:
+    """The keys that every block of queries reads: the first one's window up to its last one's."""
+    if model.attention == "cudnn" or parts > 1:
+        return [(0, seq_len)]
+    rows, window = seq_len // query_blocks(seq_len), model.sliding_window or seq_len
+    return [(max(i - window + 1, 0), i + rows) for i in range(0, seq_len, rows)]
+
+
+def _seen(model: LlamaConfig, seq_len: int) -> float:
+    """Keys that the mask lets through to a query on average."""
+    window = model.sliding_window or seq_len
+    return sum(min(query + 1, window) for query in range(seq_len)) / seq_len
 
 
 def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> int:

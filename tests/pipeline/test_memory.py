@@ -9,6 +9,8 @@ from programs import LAYERS_EACH, traced
 from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 
 from jaxpipe.pipeline import POLICIES, Context, split_layer
+from jaxpipe.pipeline.rings import sharing
+from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, lower
 
 EXAMPLES = 256  # large enough that activations outweigh parameters and tables
@@ -26,10 +28,11 @@ def ring_bytes(schedule, remat):
     _, (layer,) = toy_params(jax.random.key(0), 1)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, EXAMPLES))
     split = split_layer(KIND.layer, layer, X, Context(microbatch), POLICIES[remat])
-    slots = lower(schedule).slots
-    classes = (split.residuals.for_b, split.residuals.for_w, split.stash)
-    held = sum(n * size(values) for n, values in zip(slots[1:], classes))
-    return (slots.inbox + 1) * size(X) + LAYERS_EACH * held
+    tables = lower(schedule)
+    uses, _ = sharing(split.residuals, split.stash, pairs=False)
+    lengths = ring_lengths(uses, tables.slots_of)
+    held = sum(length * size(value) for value, length in lengths.items())
+    return (tables.slots.inbox + 1) * size(X) + LAYERS_EACH * held
 
 
 @cache

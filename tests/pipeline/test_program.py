@@ -10,6 +10,9 @@ from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import KIND, TOY, toy_batch, toy_params
 
 from jaxpipe.pipeline import Context
+from jaxpipe.pipeline.rings import sharing
+from jaxpipe.pipeline.split import split_layer
+from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, Lockstep, lower
 
 WIDE = 4  # examples per microbatch
@@ -46,9 +49,14 @@ def copies_in_the_loop(compiled_step, sizes, shape):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_ring_is_copied_in_the_loop(name):
     trace, schedule = traced(name, 4, 8)
-    slots = lower(schedule).slots
+    tables = lower(schedule)
     # Every message, residual and stash of the toy layer is [examples, length, ...].
-    sizes = {slots.inbox + 1, *slots[1:]} - {0}
+    _, (layer, *_) = toy_params(jax.random.key(0), 1)
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, WIDE))
+    split = split_layer(KIND.layer, layer, jnp.zeros((WIDE, 6, 8)), Context(microbatch))
+    uses, _ = sharing(split.residuals, split.stash, pairs=False)
+    lengths = ring_lengths(uses, tables.slots_of)
+    sizes = {tables.slots.inbox + 1, *lengths.values()} - {0}
     assert not copies_in_the_loop(trace.lower().compile(), sizes, (WIDE, 6))
 
 

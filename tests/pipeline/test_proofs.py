@@ -63,7 +63,7 @@ class Planted:
         self.tables = pipeline.tables
 
         program = jax.jit(pipeline._program(self.tables, params))
-        self.step = lambda columns: program(params, batch, None, columns)[:2]
+        self.step = lambda columns: program(params, batch, (None, None), columns)[:2]
 
     def seen(self, fault, ranks):
         """Whether the comparison fails."""

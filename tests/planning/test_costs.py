@@ -83,6 +83,28 @@ def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
     assert whole - left_out == traced(model_of(), length=length).kinds["layer"].F
 
 
+@pytest.mark.parametrize(
+    ("window", "keys"), [(16, (128 + 143) / 2), (129, 192), (300, 192), (1, 128)]
+)
+@pytest.mark.parametrize("remat", POLICIES)
+def test_bytes_and_flops_of_a_window(remat, window, keys):
+    """A block of 128 queries makes scores of its own keys, and of those in its first's window."""
+    check(model_of(sliding_window=window), "float32", remat, length=256)
+    layer, whole = (
+        traced(model_of(sliding_window=window, attention=name), length=256).kinds["layer"]
+        for name in ("xla", "cudnn")
+    )
+    left_out = 4 * BATCH * 256 * (256 - keys) * 4 * 8
+    assert whole.F - left_out == layer.F
+    assert whole == traced(model_of(attention="cudnn"), length=256).kinds["layer"]
+
+
+@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}], ids=str)
+def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
+    check(model_of(sliding_window=3), "float32", "none", **how)
+    assert traced(model_of(sliding_window=3), **how) == traced(model_of(), **how)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
 @pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}, {"sdp": 2, "slices": 2}], ids=str)
@@ -149,12 +171,13 @@ def test_flops_of_fused_attention():
         assert (theirs.F, theirs.B + score, theirs.W) == (ours.F, ours.B, ours.W)
 
 
-def test_causal_attention_counts_the_pairs_that_the_mask_lets_through():
-    model = model_of()
+@pytest.mark.parametrize("window", [0, 1, 5])
+def test_causal_attention_counts_the_pairs_that_the_mask_lets_through(window):
+    model = model_of(sliding_window=window)
     full = layer_flops(model, batch=BATCH, seq_len=LENGTH)
     half = layer_flops(model, batch=BATCH, seq_len=LENGTH, causal=True)
-    masked = BATCH * sum(LENGTH - 1 - i for i in range(LENGTH))
-    left_out = 2 * 2 * masked * 4 * 8
+    seen = sum(i - (window or LENGTH) < j <= i for i in range(LENGTH) for j in range(LENGTH))
+    left_out = 2 * 2 * BATCH * (LENGTH**2 - seen) * 4 * 8
     assert half + OpFlops(F=left_out, B=2 * left_out) == full
 
 

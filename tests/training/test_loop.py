@@ -14,6 +14,7 @@ from routed import batches, restored, run, trainer_of
 
 from jaxpipe.config import load
 from jaxpipe.training import loop
+from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.trainer import State
@@ -58,15 +59,18 @@ class Recorder:
     def train_step(self, state, batch):
         self.events.append(("dispatch", batch))
         loss = self.losses.get(batch, 1.0)
-        stopped = state.stopped or not np.isfinite(loss)
+        limit = self.config.train.skip_non_finite
+        guard, stops = state.guard.after(np.isfinite(loss), limit)
         numbers = {"loss": Number(self.events, batch, loss), "grad_norm": np.float32(1)}
-        return State(None, None, state.step + (not stopped), None, stopped), numbers
+        if limit:
+            numbers["skipped_steps"] = guard.skipped
+        return State(None, None, state.step + (not stops), None, guard), numbers
 
     def eval_step(self, state, batch):
         self.events.append(("evaluate", state.step))
         return 2.0
 
-    def rates(self, step, seconds):
+    def rates(self, step, seconds, skipped):
         return {"lr": 0.1, "step_seconds": seconds}
 
     def save(self, step, parts, meta):
@@ -86,7 +90,8 @@ class Recorder:
 
     def run(self):
         with MetricsLog(self.directory, tensorboard=False, last_step=0) as log:
-            return Run(self, self, self, self, log).loop(State(None, None, 0, None, False), 0)
+            fresh = State(None, None, 0, None, Guard.fresh(self.config.train))
+            return Run(self, self, self, self, log).loop(fresh, 0)
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]
@@ -173,6 +178,27 @@ def test_seconds_are_of_steps_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))
     assert recorder.run() == 0
     assert [line["step_seconds"] for line in recorder.lines()] == [1.0] * 6
+
+
+def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):
+    """Two may be, here 3 and 4 and then 6; of 8, 9 and 10 the last stops the run."""
+    losses = dict.fromkeys((3, 4, 6, 8, 9, 10), np.nan)
+    settings = ["train.steps=12", "train.skip_non_finite=2", "checkpoint.every=0"]
+    recorder = Recorder(tmp_path, *settings, losses=losses)
+    assert recorder.run() == 1
+    assert recorder.order("save") == [("save", 9)]
+    assert recorder.position == 9 * SAMPLES
+    said = [message for _, message in recorder.order("say")]
+    assert [message.split(": ")[0].split()[-1] for message in said[:-1]] == [
+        "3",
+        "4",
+        "6",
+        "8",
+        "9",
+    ]
+    assert "at step 4: left out, 2 in a row of at most train.skip_non_finite=2" in said[1]
+    assert "at step 10, samples" in said[-1]
+    assert [line["skipped_steps"] for line in recorder.lines()] == [0, 0, 1, 2, 2, 3, 3, 4, 5, 5]
 
 
 @pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])

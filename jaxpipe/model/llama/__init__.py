@@ -1,1 +1,1 @@
-"""Llama-style decoders: Llama 3 and Qwen3, dense."""
+"""Llama-style decoders: Llama 3, Qwen3 and Mistral, dense."""

@@ -1,37 +1,31 @@
 """Sizes and choices of a Llama-style decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from msgspec import Meta
 from msgspec.structs import replace
 
-from jaxpipe.model.family import ModelConfig, Positive
+from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
+from jaxpipe.model.family import Count, Positive
 
-PositiveFloat = Annotated[float, Meta(gt=0)]
 
-
-class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: a Llama-style decoder, by preset or by size."""
 
-    n_heads: Positive  # query heads
     n_kv_heads: Positive  # key and value heads; divides n_heads
-    head_dim: Annotated[int, Meta(ge=0)] = 0  # width of a head; 0: d_model / n_heads
-    d_ff: Positive  # hidden width of the SwiGLU
     rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
     rope_factor: PositiveFloat = 1.0  # stretches the long ones (Llama 3.1); 1: none
     rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
     rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
     rope_original_positions: Positive = 8192  # ... so many positions
-    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
+    sliding_window: Count = 0  # last tokens that one attends to, itself included; 0: all
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the embedding, transposed
-    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
 
     @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.d_model // self.n_heads
+    def key_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_kv_heads
 
     def parameter_count(self) -> int:
         """Number of parameters, from the sizes alone."""
@@ -42,20 +36,15 @@ class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.n_layers * layer + ends
 
     def flops_per_token(self, seq_len: int) -> int:
-        """6 per matrix parameter and 12 L H K S of attention.
+        """6 per matrix parameter and 12 L H K S of attention, S no longer than the window.
 
-        Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
-        counted, the embedding look-up free.
+        The embedding look-up is free.
         """
         embedding = self.vocab_size * self.d_model
         vectors = (2 * self.n_layers + 1) * self.d_model
         vectors += 2 * self.n_layers * self.head_size * self.qk_norm
         matrices = self.parameter_count() - vectors - (0 if self.tie_embeddings else embedding)
-        return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * seq_len
-
-    def resolved(self) -> Self:
-        """The same with the width of a head."""
-        return replace(self, head_dim=self.head_size)
+        return self.flops_of(matrices, keys=min(seq_len, self.sliding_window or seq_len))
 
     def part(self, tp: int) -> Self:
         """A model that has whole what each of `tp` devices has of this one's layers."""
@@ -67,23 +56,9 @@ class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=
             vocab_size=self.vocab_size // tp,
         )
 
-    def unmet_needs(self, platform: str) -> Iterator[str]:
-        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
-        if self.attention == "cudnn" and platform not in ("gpu", "cuda"):
-            yield (
-                f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
-                f"but the devices are of the platform {platform!r}: set model.attention=xla."
-            )
-
     def broken_rules(self, tp: int) -> Iterator[str]:
         """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
-        divided = {"n_heads": self.n_heads, "d_ff": self.d_ff, "vocab_size": self.vocab_size}
-        for name, size in divided.items():
-            if size % tp:
-                yield (
-                    f"model.{name}={size} must be a multiple of parallel.tp={tp}: devices that "
-                    f"share a layer have equal parts of it; change one of them."
-                )
+        yield from self.unequal_parts(tp)
         if self.n_kv_heads % tp and tp % self.n_kv_heads:
             yield (
                 f"model.n_kv_heads={self.n_kv_heads} and parallel.tp={tp}: one must be a multiple "
@@ -93,11 +68,6 @@ class LlamaConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=
             yield (
                 f"model.n_heads={self.n_heads} must be a multiple of model.n_kv_heads="
                 f"{self.n_kv_heads}: query heads share key/value heads in equal groups."
-            )
-        if not self.head_dim and self.d_model % self.n_heads:
-            yield (
-                f"model.d_model={self.d_model} must be a multiple of model.n_heads={self.n_heads}: "
-                f"change one, or give model.head_dim."
             )
         if self.head_size % 2:
             yield (

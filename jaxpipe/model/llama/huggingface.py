@@ -1,40 +1,42 @@
-"""Llama 3 and Qwen3 as Hugging Face names and describes them.
+"""Llama 3, Qwen3 and Mistral as Hugging Face names and describes them.
 
-What is read are the fields of transformers' `LlamaConfig` and `Qwen3Config`, as version 4 writes
-them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does (`rope_parameters`,
-`dtype`). A field that is absent has transformers' default.
+What is read are the fields of transformers' `LlamaConfig`, `Qwen3Config` and `MistralConfig`, as
+version 4 writes them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does
+(`rope_parameters`, `dtype`). A field that is absent has transformers' default.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.published import Theirs, architecture, check_only, sizes
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-MODELS = "a plain Llama 3 or Qwen3"
+LLAMA, QWEN3, MISTRAL = "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"
+MODELS = "a plain Llama 3, Qwen3 or Mistral"
 
-# Ours, theirs, and whether one is the other transposed.
+BASE, PREFIX = "model.", "model.layers.{}."
 LAYER = {
-    "attn_norm/scale": ("input_layernorm", False),
-    "attn/wq": ("self_attn.q_proj", True),
-    "attn/wk": ("self_attn.k_proj", True),
-    "attn/wv": ("self_attn.v_proj", True),
-    "attn/q_norm/scale": ("self_attn.q_norm", False),
-    "attn/k_norm/scale": ("self_attn.k_norm", False),
-    "attn/wo": ("self_attn.o_proj", True),
-    "mlp_norm/scale": ("post_attention_layernorm", False),
-    "mlp/w_gate": ("mlp.gate_proj", True),
-    "mlp/w_up": ("mlp.up_proj", True),
-    "mlp/w_down": ("mlp.down_proj", True),
-}
-ENDS = {
-    "embed": ("model.embed_tokens", False),
-    "final_norm/scale": ("model.norm", False),
-    "head": ("lm_head", True),
+    "attn_norm/scale": Theirs("input_layernorm.weight"),
+    "attn/wq": Theirs("self_attn.q_proj.weight", transposed=True),
+    "attn/wk": Theirs("self_attn.k_proj.weight", transposed=True),
+    "attn/wv": Theirs("self_attn.v_proj.weight", transposed=True),
+    "attn/q_norm/scale": Theirs("self_attn.q_norm.weight"),
+    "attn/k_norm/scale": Theirs("self_attn.k_norm.weight"),
+    "attn/wo": Theirs("self_attn.o_proj.weight", transposed=True),
+    "mlp_norm/scale": Theirs("post_attention_layernorm.weight"),
+    "mlp/w_gate": Theirs("mlp.gate_proj.weight", transposed=True),
+    "mlp/w_up": Theirs("mlp.up_proj.weight", transposed=True),
+    "mlp/w_down": Theirs("mlp.down_proj.weight", transposed=True),
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENDS = {
+    "embed": Theirs(EMBED),
+    "final_norm/scale": Theirs("model.norm.weight"),
+    "head": Theirs(HEAD, transposed=True),
+}
+BUFFERS = (".rotary_emb.inv_freq",)  # of old versions
 
-# Theirs, ours; sizes have no default that a checkpoint could mean.
+# Theirs, ours.
 _SIZES = {
     "num_hidden_layers": "n_layers",
     "hidden_size": "d_model",
@@ -47,6 +49,12 @@ _ROPE = {
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
+}
+# What a field means that is not there; of others a head's width follows from the stream's.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    LLAMA: {},
+    QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
+    MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
 }
 # What our decoder does not have, and the only values under which theirs has neither.
 _ABSENT: dict[str, tuple[Any, ...]] = {
@@ -70,22 +78,36 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
     model that ours is not.
     """
-    architecture = _architecture(theirs)
-    _check_plain(theirs)
-    return _sizes(theirs) | _choices(theirs, architecture)
+    name = architecture(theirs, tuple(_DEFAULTS))
+    theirs = _DEFAULTS[name] | theirs
+    window = theirs["sliding_window"] or 0 if name == MISTRAL else 0
+    _check_plain(theirs, "sliding_attention" if window else "full_attention")
+    choices = {"qk_norm": name == QWEN3, "sliding_window": window}
+    return sizes(theirs, _SIZES) | _choices(theirs) | choices
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    It is a Qwen3 if the model normalises queries and keys, else a Llama. The number of positions
-    limits nothing in the model; those who serve it take it for the longest context.
+    It is a Qwen3 if the model normalises queries and keys, a Mistral if it has a window, else a
+    Llama, which a Mistral without a window is. The number of positions limits nothing in the model;
+    those who serve it take it for the longest context.
+
+    Raises `ValueError` with a sentence where no architecture has both norms and a window.
     """
-    qwen3 = model.qk_norm
-    own = {"use_sliding_window": False, "sliding_window": None} if qwen3 else {"mlp_bias": False}
+    if model.qk_norm and model.sliding_window:
+        raise ValueError(
+            f"model.qk_norm=true with model.sliding_window={model.sliding_window}: transformers "
+            f"has no plain model with both: it cannot be exported."
+        )
+    name, kind, own = LLAMA, "llama", {"mlp_bias": False}
+    if model.qk_norm:
+        name, kind, own = QWEN3, "qwen3", {"use_sliding_window": False, "sliding_window": None}
+    elif model.sliding_window:
+        name, kind, own = MISTRAL, "mistral", {"sliding_window": model.sliding_window}
     return {
-        "architectures": [QWEN3 if qwen3 else LLAMA],
-        "model_type": "qwen3" if qwen3 else "llama",
+        "architectures": [name],
+        "model_type": kind,
         **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_size,
@@ -111,17 +133,8 @@ def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3"} | factors
 
 
-def _architecture(theirs: Mapping[str, Any]) -> str:
-    names = theirs.get("architectures") or [None]
-    if names[0] not in (LLAMA, QWEN3):
-        raise ValueError(
-            f"names the architecture {names[0]} but only {LLAMA} and {QWEN3} "
-            f"can be imported: take a checkpoint of one of these."
-        )
-    return names[0]
-
-
-def _check_plain(theirs: Mapping[str, Any]) -> None:
+def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
+    """Raise `ValueError` where it has what ours has not; all layers are of this attention."""
     rope = _rope(theirs)
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
@@ -129,39 +142,25 @@ def _check_plain(theirs: Mapping[str, Any]) -> None:
             f"scales its rotary positions (rope_type {kind!r}) but this model "
             f"has only Llama 3.1's way ('llama3') and none: take another checkpoint."
         )
-    given = {"partial_rotary_factor": rope.get("partial_rotary_factor")} | theirs
-    for name, allowed in _ABSENT.items():
-        if given.get(name, allowed[0]) not in allowed:
-            raise ValueError(
-                f"has {name}={given[name]!r} but this model has only "
-                f"{name}={allowed[0]!r}: take another checkpoint."
-            )
-    if "sliding_attention" in (theirs.get("layer_types") or ()):
+    partial = {"partial_rotary_factor": rope.get("partial_rotary_factor")}
+    check_only(partial | theirs, _ABSENT)
+    for other in {*(theirs.get("layer_types") or ())} - {attention}:
         raise ValueError(
-            "has layers of sliding_attention but this model attends to all "
-            "tokens in every layer: take another checkpoint."
+            f"has layers of {other} but all of this model's are of {attention}: take another "
+            f"checkpoint."
         )
 
 
-def _sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    for name in _SIZES:
-        if name not in theirs:
-            raise ValueError(f"has no {name}: download it again.")
-    return {ours: theirs[name] for name, ours in _SIZES.items()}
-
-
-def _choices(theirs: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _choices(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Ours, by our names: what has a default in transformers."""
-    heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
-    llama = architecture == LLAMA
+    heads = theirs["num_attention_heads"]
     theta = _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
     return {
-        "n_kv_heads": theirs.get("num_key_value_heads") or (heads if llama else 32),
-        "head_dim": theirs.get("head_dim") or (width // heads if llama else 128),
+        "n_kv_heads": theirs.get("num_key_value_heads") or heads,
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
         **_rope_choices(_rope(theirs)),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
         "rope_theta": theta or 10000.0,
-        "qk_norm": not llama,
         "tie_embeddings": theirs.get("tie_word_embeddings", False),
     }
 

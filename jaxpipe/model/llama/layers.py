@@ -15,9 +15,7 @@ from flax import nnx
 
 from jaxpipe.model.attention import Past
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.parts import Init, Parts, RMSNorm, own_entries
-from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.leaf import PP, TP, Leaf
+from jaxpipe.model.parts import EndParts, Init, Parts, RMSNorm
 
 
 def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
@@ -145,34 +143,23 @@ class DecoderLayer(nnx.Module):
 class Ends(nnx.Module):
     """What the model has once: the embedding before the layers, norm and head after them.
 
-    Devices that share it have equal parts of the vocabulary. A tied head is the embedding. Where
-    the ranks do not share them, each stage adds to the gradients of what it uses.
+    Devices that share it have equal parts of the vocabulary. A tied head is the embedding.
     """
 
-    def __init__(self, config: LlamaConfig, devices: OneDevice, init: Init):
+    def __init__(self, config: LlamaConfig, parts: EndParts, init: Init):
         d, v = config.d_model, config.vocab_size
-        of_ranks = () if PP in devices.axes else (PP,)
-
-        def cut(dim: int) -> Leaf:
-            return Leaf(cuts=tuple((axis, dim) for axis in devices.axes), summed=of_ranks)
-
-        norm = Leaf(summed=(*of_ranks, TP) if devices.sequence else of_ranks)
-        self.embed = init("embed", (v, d), 0.02, cut(0))
-        self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, norm)
+        self.embed = init("embed", (v, d), 0.02, parts.cut(0))
+        self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, parts.own())
         if not config.tie_embeddings:
-            self.head = init("head", (d, v), 0.02, cut(1))
-        self.tied, self.devices = config.tie_embeddings, devices
+            self.head = init("head", (d, v), 0.02, parts.cut(1))
+        self.tied, self.parts = config.tie_embeddings, parts
 
     def enter(self, tokens_BL: jax.Array) -> jax.Array:
         """Embed tokens: `[B, L] -> [B, L, D]`."""
-        table_VD = self.embed[...]
-        if self.devices.size == 1:
-            return table_VD[tokens_BL]
-        own_BL, index_BL = own_entries(tokens_BL, table_VD.shape[0], self.devices)
-        return self.devices.leave(jnp.where(own_BL[..., None], table_VD[index_BL], 0))
+        return self.parts.devices.leave(self.parts.look_up(self.embed[...], tokens_BL))
 
     def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What the head multiplies, `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
-        x_BLD = self.devices.enter(self.final_norm(x_BLD))
+        x_BLD = self.parts.devices.enter(self.final_norm(x_BLD))
         head_DV = self.embed[...].T if self.tied else self.head[...]
         return x_BLD, head_DV.astype(x_BLD.dtype)

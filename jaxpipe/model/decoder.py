@@ -1,0 +1,168 @@
+"""What decoders of every family have in common, as pure functions of plain parameter trees.
+
+A decoder does not know that it is pipelined.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.decoder_config import DecoderConfig
+from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.parts import EndParts, Init, Parts, init_from
+from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
+from jaxpipe.partition.leaf import Leaf
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class CausalDecoder:
+    """The functions of one model; a family says which modules its layers and ends are.
+
+    A microbatch is a dict of `inputs [B, L]`, `targets [B, L]` (-100: ignored) and optionally
+    `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
+    all functions but those that make parameters work on one device's parts; `end_devices` are those
+    that share the ends, if these are others. The loss may be made in chunks of the sequence, of
+    which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
+    sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
+    [B]`: which of the slices it is, the same for all B.
+    """
+
+    config: DecoderConfig
+    devices: OneDevice = ONE_DEVICE
+    loss_chunks: int = 1
+    end_devices: OneDevice | None = None
+    sequence: WholeSequence = WHOLE_SEQUENCE
+    slices: int = 1
+
+    @property
+    def attend(self) -> Attend:
+        """How tokens of its layers are mixed."""
+        raise NotImplementedError
+
+    def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
+        """A layer as a module."""
+        raise NotImplementedError
+
+    def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
+        """Embedding, final norm and head as a module, whose `leave` says what the head multiplies.
+
+        That is `[B, L, D]` of all tokens, and its matrix `[D, V]`.
+        """
+        raise NotImplementedError
+
+    def embed(self, ends: Tree, rows: Tree) -> jax.Array:
+        """Tokens to `x [B, L, D]`."""
+        raise NotImplementedError
+
+    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        raise NotImplementedError
+
+    def init_ends(self, key: jax.Array) -> Tree:
+        """Embedding, final norm and head, as a nested dict of float32 arrays."""
+        return _values(self._new_ends(init_from(key)))
+
+    def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
+        """Parameters of layer `index`: a function of key, index and parameter names alone."""
+        return _values(self._new_layer(init_from(jax.random.fold_in(key, index))))
+
+    @cached_property
+    def leaves(self) -> dict[str, Tree]:
+        """How devices share each parameter: the trees of `shared` and of a `layer`, of `Leaf`s."""
+
+        def leaf(name: str, shape: tuple[int, ...], std: float | None, leaf: Leaf) -> nnx.Param:
+            matrix = (0, 1) if len(shape) == 2 else None
+            return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
+
+        return {"shared": _values(self._new_ends(leaf)), "layer": _values(self._new_layer(leaf))}
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as pipeline stages see it."""
+        state = self.state if self.slices > 1 else None
+        reads = ("inputs", "targets", "positions", *(("slice",) if self.slices > 1 else ()))
+        return StageFunctions(
+            self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
+            leaves=self.leaves["shared"], reads=reads,
+        )  # fmt: skip
+
+    def state(self, x: jax.Array, rows: Tree) -> Tree:
+        """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
+        heads = max(self.config.key_heads // self.devices.size, 1)
+        tokens = self.slices * self._length(x) * self.sequence.size
+        empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
+        return empty, empty
+
+    def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
+        """Summed cross-entropy of the microbatch, in nats."""
+        x, head = nnx.merge(self._ends, ends).leave(x)
+        targets = rows["targets"]
+        if self.loss_chunks > 1:
+            return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
+        return cross_entropy_sum(x @ head, targets, self._of_ends)
+
+    def count(self, rows: Tree) -> jax.Array:
+        """Number of tokens that the loss counts."""
+        return count_valid(rows["targets"])
+
+    def _length(self, x: jax.Array) -> int:
+        """L, of which the stream may have a part."""
+        return x.shape[1] * (self.devices.size if self.devices.sequence else 1)
+
+    def _positions(self, rows: Tree, batch: int, length: int) -> jax.Array:
+        """Given, or counted along each example from where its slice begins: `[B, L]`."""
+        if (positions := rows.get("positions")) is not None:
+            return positions
+        own = self._begin(rows, length) + self.sequence.start(length) + jnp.arange(length)
+        return jnp.broadcast_to(own, (batch, length))
+
+    def _past(self, x: jax.Array, context: Context) -> Past | None:
+        """Of a slice the keys and values before it."""
+        if self.slices == 1:
+            return None
+        return Past(*context.state, self._begin(context.rows, self._length(x)))
+
+    def _begin(self, rows: Tree, length: int) -> jax.Array | int:
+        """How many of the sequence's tokens come before this slice."""
+        return rows["slice"][0] * length * self.sequence.size if self.slices > 1 else 0
+
+    @property
+    def _of_ends(self) -> OneDevice:
+        return self.end_devices or self.devices
+
+    def _new_layer(self, init: Init) -> nnx.Module:
+        return self.new_layer(Parts(self.devices, self.attend), init)
+
+    def _new_ends(self, init: Init) -> nnx.Module:
+        return self.new_ends(EndParts(self._of_ends), init)
+
+    @cached_property
+    def _layer(self) -> nnx.GraphDef:
+        return _graph(self._new_layer)
+
+    @cached_property
+    def _ends(self) -> nnx.GraphDef:
+        return _graph(self._new_ends)
+
+
+def with_past(y: jax.Array, past: Past | None) -> LayerOutput:
+    """What a layer returns: y, and of a slice the keys and values up to its end."""
+    return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK))
+
+
+def _graph(module: Callable[[Init], nnx.Module]) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: module(init_from(jax.random.key(0)))))
+
+
+def _values(module: nnx.Module) -> Tree:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))

@@ -1,0 +1,65 @@
+"""Sizes and choices that decoders of every family have, and the rules between them."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from jaxpipe.model.family import Count, ModelConfig, Positive
+
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: what every stack of attention and MLP has."""
+
+    n_heads: Positive  # query heads
+    head_dim: Count = 0  # width of a head; 0: d_model / n_heads
+    d_ff: Positive  # hidden width of the MLP
+    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every norm
+    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key and value heads."""
+        raise NotImplementedError
+
+    def resolved(self) -> Self:
+        """The same with the width of a head."""
+        return replace(self, head_dim=self.head_size)
+
+    def unmet_needs(self, platform: str) -> Iterator[str]:
+        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
+        if self.attention == "cudnn" and platform not in ("gpu", "cuda"):
+            yield (
+                f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
+                f"but the devices are of the platform {platform!r}: set model.attention=xla."
+            )
+
+    def flops_of(self, matrices: int, keys: int) -> int:
+        """FLOPs that training is said to take a token: 6 per matrix parameter, 12 L H K a key.
+
+        Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
+        counted.
+        """
+        return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * keys
+
+    def unequal_parts(self, tp: int) -> Iterator[str]:
+        """A sentence for every size that leaves no equal parts for heads or `tp` devices."""
+        for name in ("n_heads", "d_ff", "vocab_size"):
+            if getattr(self, name) % tp:
+                yield (
+                    f"model.{name}={getattr(self, name)} must be a multiple of parallel.tp={tp}: "
+                    f"devices that share a layer have equal parts of it; change one of them."
+                )
+        if not self.head_dim and self.d_model % self.n_heads:
+            yield (
+                f"model.d_model={self.d_model} must be a multiple of model.n_heads={self.n_heads}: "
+                f"change one, or give model.head_dim."
+            )

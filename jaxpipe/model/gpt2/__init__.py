@@ -1,0 +1,1 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, a head that is the embedding."""

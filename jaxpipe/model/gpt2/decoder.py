@@ -1,0 +1,45 @@
+"""A GPT-2 as pure functions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpipe.contract import Context, LayerOutput
+from jaxpipe.model.attention import Attend
+from jaxpipe.model.decoder import CausalDecoder, with_past
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.gpt2.layers import DecoderLayer, Ends
+from jaxpipe.model.parts import EndParts, Init, Parts
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class GPT2(CausalDecoder):
+    """Positions are embedded with the tokens."""
+
+    config: GPT2Config
+
+    @property
+    def attend(self) -> Attend:
+        """Causal attention."""
+        return Attend(self.sequence, self.config.attention)
+
+    def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
+        """A layer as a module."""
+        return DecoderLayer(self.config, parts, init)
+
+    def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
+        """Embedding, positions, final norm and head as a module."""
+        return Ends(self.config, parts, init)
+
+    def embed(self, ends: Tree, rows: Tree) -> jax.Array:
+        """Tokens to `x [B, L, D]`."""
+        tokens = rows["inputs"]
+        return nnx.merge(self._ends, ends).enter(tokens, self._positions(rows, *tokens.shape))
+
+    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        return with_past(*nnx.merge(self._layer, params)(x, self._past(x, context)))

@@ -1,0 +1,113 @@
+"""GPT-2 as Hugging Face names and describes it: the fields of transformers' `GPT2Config`.
+
+Their matrices are those of a `Conv1D`, `[in, out]` like ours, and queries, keys and values are one.
+Dropout is no part of a model here: its rates are not read, and written as 0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.published import Theirs, architecture, check_only, sizes
+
+GPT2 = "GPT2LMHeadModel"
+MODELS = "a GPT-2"
+
+BASE, PREFIX = "transformer.", "transformer.h.{}."
+LAYER = {
+    "attn_norm/scale": Theirs("ln_1.weight"),
+    "attn_norm/bias": Theirs("ln_1.bias"),
+    "attn/wq": Theirs("attn.c_attn.weight", part=0, parts=3),
+    "attn/wk": Theirs("attn.c_attn.weight", part=1, parts=3),
+    "attn/wv": Theirs("attn.c_attn.weight", part=2, parts=3),
+    "attn/bq": Theirs("attn.c_attn.bias", part=0, parts=3),
+    "attn/bk": Theirs("attn.c_attn.bias", part=1, parts=3),
+    "attn/bv": Theirs("attn.c_attn.bias", part=2, parts=3),
+    "attn/wo": Theirs("attn.c_proj.weight"),
+    "attn/bo": Theirs("attn.c_proj.bias"),
+    "mlp_norm/scale": Theirs("ln_2.weight"),
+    "mlp_norm/bias": Theirs("ln_2.bias"),
+    "mlp/w_up": Theirs("mlp.c_fc.weight"),
+    "mlp/b_up": Theirs("mlp.c_fc.bias"),
+    "mlp/w_down": Theirs("mlp.c_proj.weight"),
+    "mlp/b_down": Theirs("mlp.c_proj.bias"),
+}
+EMBED, HEAD = "transformer.wte.weight", "lm_head.weight"
+ENDS = {
+    "embed": Theirs(EMBED),
+    "positions": Theirs("transformer.wpe.weight"),
+    "final_norm/scale": Theirs("transformer.ln_f.weight"),
+    "final_norm/bias": Theirs("transformer.ln_f.bias"),
+}
+BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old versions kept
+
+# Theirs, ours.
+_SIZES = {
+    "n_layer": "n_layers",
+    "n_embd": "d_model",
+    "n_head": "n_heads",
+    "n_positions": "max_seq_len",
+    "vocab_size": "vocab_size",
+}
+# The only values under which theirs is our model, the first of which is transformers' default.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (None,),
+}
+
+
+def tied(model: GPT2Config) -> bool:
+    """Whether the head is the embedding."""
+    return True
+
+
+def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]` that a config.json asks for.
+
+    Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
+    model that ours is not.
+    """
+    architecture(theirs, (GPT2,))
+    check_only(theirs, _ONLY)
+    found = sizes(theirs, _SIZES)
+    return found | {
+        "head_dim": found["d_model"] // found["n_heads"],
+        "d_ff": theirs.get("n_inner") or 4 * found["d_model"],
+        "norm_eps": theirs.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]:
+    """The config.json of a model, in the fields that versions 4 and 5 of transformers read.
+
+    Raises `ValueError` with a sentence where it cannot describe the model.
+    """
+    if max_positions != model.max_seq_len:
+        raise ValueError(
+            f"--max-positions {max_positions} but the model has learned {model.max_seq_len} "
+            f"positions: leave it out."
+        )
+    if model.n_heads * model.head_size != model.d_model:
+        raise ValueError(
+            f"model.n_heads={model.n_heads} of model.head_dim={model.head_size} do not make up "
+            f"model.d_model={model.d_model}, and {GPT2} has no other heads: it cannot be exported."
+        )
+    return {
+        "architectures": [GPT2],
+        "model_type": "gpt2",
+        **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
+        "n_inner": model.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.norm_eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,  # the tokenizer's
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+    }

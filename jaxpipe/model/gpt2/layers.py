@@ -1,0 +1,110 @@
+"""The layers of a GPT-2 in Flax NNX (Radford et al. 2019, in the form of its released code).
+
+Shapes: B examples, L tokens, D model, H heads, K head dim, F mlp hidden, V vocabulary. What L, H, F
+and V are where devices share a layer or a sequence, and in which dtype is computed, is as in
+`jaxpipe.model.llama.layers`.
+"""
+
+import jax
+from flax import nnx
+
+from jaxpipe.model.attention import Past
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.parts import EndParts, Init, LayerNorm, Parts, along_last
+
+
+class Attention(nnx.Module):
+    """Causal attention of heads with keys and values of their own; devices have whole heads."""
+
+    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+        d, heads = config.d_model, config.n_heads * config.head_size
+        out_std = 0.02 / (2 * config.n_layers) ** 0.5
+        self.wq = init("attn/wq", (d, heads), 0.02, parts.cut(1))
+        self.wk = init("attn/wk", (d, heads), 0.02, parts.cut(1))
+        self.wv = init("attn/wv", (d, heads), 0.02, parts.cut(1))
+        self.bq = init("attn/bq", (heads,), 0.0, parts.cut(0))
+        self.bk = init("attn/bk", (heads,), 0.0, parts.cut(0))
+        self.bv = init("attn/bv", (heads,), 0.0, parts.cut(0))
+        self.wo = init("attn/wo", (heads, d), out_std, parts.cut(0))
+        self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
+        self.width, self.parts = config.head_size, parts
+
+    def __call__(self, x_BLD: jax.Array, past: Past | None) -> tuple[jax.Array, Past | None]:
+        """Mix tokens: `[B, L, D] -> [B, L, D]`."""
+        devices, dot = self.parts.devices, self.parts.dot
+        x_BLD = devices.enter(x_BLD)
+
+        def heads(weight: nnx.Param, bias: nnx.Param) -> jax.Array:
+            x_BLX = dot(x_BLD, weight[...])
+            x_BLX = x_BLX + along_last(bias[...], x_BLX)
+            return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
+
+        q_BLHK, k_BLHK = heads(self.wq, self.bq), heads(self.wk, self.bk)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, heads(self.wv, self.bv), past)
+        y_BLD = devices.leave(dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), self.wo[...]))
+        return y_BLD + along_last(self.bo[...], y_BLD), past
+
+
+class MLP(nnx.Module):
+    """down(gelu(up(x))), with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+
+    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+        d, f = config.d_model, config.d_ff
+        out_std = 0.02 / (2 * config.n_layers) ** 0.5
+        self.w_up = init("mlp/w_up", (d, f), 0.02, parts.cut(1))
+        self.b_up = init("mlp/b_up", (f,), 0.0, parts.cut(0))
+        self.w_down = init("mlp/w_down", (f, d), out_std, parts.cut(0))
+        self.b_down = init("mlp/b_down", (d,), 0.0, parts.own(differs=parts.devices.sequence))
+        self.parts = parts
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Transform each token: `[B, L, D] -> [B, L, D]`."""
+        devices, dot = self.parts.devices, self.parts.dot
+        up_BLF = dot(devices.enter(x_BLD), self.w_up[...])
+        hidden_BLF = jax.nn.gelu(up_BLF + along_last(self.b_up[...], up_BLF), approximate=True)
+        y_BLD = devices.leave(dot(hidden_BLF, self.w_down[...]))
+        return y_BLD + along_last(self.b_down[...], y_BLD)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+        d, eps = config.d_model, config.norm_eps
+        norm = parts.own(differs=parts.devices.sequence)
+        self.attn_norm = LayerNorm("attn_norm", d, eps, init, norm)
+        self.attn = Attention(config, parts, init)
+        self.mlp_norm = LayerNorm("mlp_norm", d, eps, init, norm)
+        self.mlp = MLP(config, parts, init)
+
+    def __call__(self, x_BLD: jax.Array, past: Past | None = None) -> tuple[jax.Array, Past | None]:
+        """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past)
+        x_BLD = x_BLD + mixed_BLD
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD)), past
+
+
+class Ends(nnx.Module):
+    """What the model has once: embedding and positions before the layers, norm and head after them.
+
+    Devices that share it have equal parts of the vocabulary and all positions, which the first of
+    them adds. The head is the embedding.
+    """
+
+    def __init__(self, config: GPT2Config, parts: EndParts, init: Init):
+        d = config.d_model
+        self.embed = init("embed", (config.vocab_size, d), 0.02, parts.cut(0))
+        self.positions = init("positions", (config.max_seq_len, d), 0.01, parts.of_first())
+        self.final_norm = LayerNorm("final_norm", d, config.norm_eps, init, parts.own())
+        self.parts = parts
+
+    def enter(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """Embed tokens where they stand: `[B, L] -> [B, L, D]`."""
+        token_BLD = self.parts.look_up(self.embed[...], tokens_BL)
+        place_BLD = self.parts.by_first(self.positions[...][positions_BL])
+        return self.parts.devices.leave(token_BLD + place_BLD)
+
+    def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the head multiplies, `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
+        x_BLD = self.parts.devices.enter(self.final_norm(x_BLD))
+        return x_BLD, self.embed[...].T.astype(x_BLD.dtype)
