@@ -153,6 +153,7 @@ class LogConfig(_Section, kw_only=True):
     every: Positive = 1  # steps between printed lines when the output is not a terminal
     tensorboard: bool = True  # event files beside metrics.jsonl
     progress: bool = True  # a live line on terminals
+    bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
 
 
 class RuntimeConfig(_Section, kw_only=True):

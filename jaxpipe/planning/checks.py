@@ -206,6 +206,11 @@ def _check_rest(config: Config) -> None:
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps="
             f"{config.train.steps}: warm up for fewer steps or train longer."
         )
+    if config.log.bubble_every and config.parallel.pp == 1:
+        raise ConfigError(
+            f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
+            f"there is no bubble; leave it out."
+        )
     if config.data.source == "file" and not config.data.path:
         raise ConfigError("data.source='file' needs data.path: give a .bin or .npy of token ids.")
     if config.data.source != "file" and (config.data.path or config.data.heldout_path):

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data import Data
 from jaxpipe.runtime import processes
+from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.start import describe
@@ -54,12 +55,12 @@ class Run:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
         batches = self.data.train.batches(position, **trainer.config.batch_shape)
-        unread = _Unread()
+        unread, meter = _Unread(), BubbleMeter(trainer, self.progress.say)
         with contextlib.closing(batches), _signals() as received:
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
-                state, metrics = trainer.train_step(state, trainer.put(next(batches)))
+                state, metrics = meter.step(step, state, trainer.put(next(batches)))
                 unread.add(_Dispatched(step, position, metrics, begun, first=step == done + 1))
                 position += trainer.samples_per_step
                 if failed := self._log_all_but(1, unread, state):

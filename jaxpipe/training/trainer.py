@@ -39,7 +39,8 @@ from jaxpipe.training.guard import Guard
 Tree = Any
 _RATES = (  # what else a line of the log may hold
     "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
-    "peak_memory_bytes", "eval_loss", "skipped_steps", "loss_scale",
+    "peak_memory_bytes", "eval_loss", "skipped_steps", "loss_scale", "bubble",
+    "bubble_predicted",
 )  # fmt: skip
 
 
