@@ -15,6 +15,7 @@ import numpy as np
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data import Data
 from jaxpipe.runtime import processes
+from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
@@ -57,6 +58,7 @@ class Run:
             return 0
         batches = self.data.train.batches(position, **trainer.feed.sizes)
         unread, spent = _Unread(), {}
+        meter = BubbleMeter(trainer, self.progress.say)
         window = Window(trainer.config, self.progress.say)
         with contextlib.closing(batches), window, _signals() as received:
             window.turn(done)
@@ -65,7 +67,7 @@ class Run:
                 begun = time.perf_counter()
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(next(batches), position)
-                state, metrics = trainer.train_step(state, batch)
+                state, metrics = meter.step(step, state, batch)
                 first = step == done + 1
                 unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
                 position += trainer.samples_per_step
