@@ -282,8 +282,8 @@ def _check_log(config: Config) -> None:
     if config.log.profile_start and config.log.bubble_every:
         raise ConfigError(
             f"log.profile_start={config.log.profile_start} and log.bubble_every="
-            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave one "
-            f"of them out."
+            f"{config.log.bubble_every} both record steps, but jax records one at a time: leave "
+            f"one of them out."
         )
     if config.log.profile_start > config.train.steps:
         raise ConfigError(

@@ -21,7 +21,7 @@ CONSTANT = ["optimizer.decay=constant", "checkpoint.every=0"]
 FLOAT16 = ["train.compute_dtype=float16", "train.skip_non_finite=50", "train.seq_len=16"]
 
 
-def tokens(position, microbatches, batch_size):
+def tokens(position, microbatches, batch_size, rows=None):
     """Batches of the decoder that differ from step to step."""
     while True:
         random = np.random.default_rng(position)
