@@ -91,7 +91,10 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
+    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.boards import boards
+    from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
@@ -99,7 +102,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
-    directory = Path(config.run.dir)
+    directory, said = Path(config.run.dir), []
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
@@ -112,10 +115,13 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             platform=jax.default_backend(),
             memory=device_memory(jax.devices()[0].device_kind),
         )
+        if config.parallel.costs == "measure":
+            memory = device_memory(jax.devices()[0].device_kind)
+            said.append(measure(config, memory=memory))
         trainer = Trainer(config)
     data = _data(config, directory)
     if config.train.eval_every:
-        data.heldout.batches(0, **trainer.config.batch_shape).close()  # is there enough of it?
+        data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
     with contextlib.ExitStack() as stack:
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
@@ -138,14 +144,15 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             state = trainer.init()
             checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
             return 0
-        progress.say(summary(trainer))
+        for part in (*said, summary(trainer)):
+            progress.say(part)
         state, position = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
-            last_step, tensorboard = int(state.step), config.log.tensorboard
-            log = stack.enter_context(
-                MetricsLog(directory, tensorboard=tensorboard, last_step=last_step)
-            )
+            step = int(state.step)
+            note_start(config, step)
+            shown_on = boards(config, step)
+            log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
         return Run(trainer, data, checkpoints, progress, log).loop(state, position)
 
 

@@ -117,6 +117,26 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "how"),
+    [
+        ("1f1b", (2, 2, 2), {"sequence": True, "loss_chunks": 2}),
+        ("zb_h1", (2, 1, 4), {"lockstep": Lockstep(defer_ends=True)}),
+        ("dualpipe", (2, 2, 2), {"lockstep": SHARED, "loss_chunks": 4}),
+        ("interleaved_1f1b", (2, 2, 1), {"slices": 2}),
+    ],
+    ids=str,
+)
+def test_a_second_loss_of_the_head(schedule, mesh, how):
+    """log(Z)^2 by its formula's own twin on one device, which tests/model compares with jax's."""
+    with jax.enable_x64(True):
+        (losses, got), (want_losses, want) = run(
+            "deep", schedule, *mesh, z_loss=0.1, dtype=jnp.float64, poison_bubbles=True, **how
+        )
+        assert losses.shape == (8, 2)
+        assert_same((losses[:, 0], losses[:, 1], got), (want_losses[:, 0], want_losses[:, 1], want))
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
     """Of a head that is not the embedding."""

@@ -81,7 +81,7 @@ class Worker:
             trainer = trainer_of(config)
             layers = trainer.config.model.n_layers // trainer.mesh.size
             self.timers = (
-                OpTimer.of(trainer, layers=layers),
+                OpTimer(trainer, layers=layers),
                 TransferTimer(trainer),
                 UpdateTimer(trainer, layers),
             )
@@ -112,7 +112,7 @@ def accumulated(trainer: Trainer) -> Any:
             for slot in params["layers"]:
                 layer = jax.tree.map(lambda leaf: leaf[0], slot)
                 x = trainer.model.layer(layer, x, Context(microbatch)).y
-            return functions.head(params["shared"], x, microbatch) / count
+            return functions.head(params["shared"], x, microbatch).sum() / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
             loss, gradients = jax.value_and_grad(share)(state.params, microbatch)

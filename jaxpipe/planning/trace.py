@@ -55,13 +55,14 @@ def trace(config: Config) -> ModelCosts:
             run = RunKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
             kinds[name] = _layer_costs(run, params, x, context, of_layers[name])
-        head = _flops(jax.grad(functions.head, argnums=(0, 1), allow_int=True), ends, x, rows)
+        total = lambda *given: functions.head(*given).sum()  # noqa: E731
+        head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
 
     arguments = (
         _parts(ends, end_leaves, sizes, dtype),
         {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
-        _rows(config, functions),
+        rows_of(config, functions),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 4)
     run = jax.shard_map(
@@ -117,12 +118,14 @@ def _layer_costs(
     )
 
 
-def _rows(config: Config, functions: StageFunctions) -> Tree:
+def rows_of(config: Config, functions: StageFunctions) -> Tree:
     """Shapes of the rows of one microbatch or slice that one device reads."""
     parallel, train = config.parallel, config.train
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
+    if "samples" in (functions.reads or ()):
+        rows["samples"] = ids
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

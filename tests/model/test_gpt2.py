@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from meshes import MODELS, problem, run
+from meshes import MODELS, problem, run, without_key_biases
 from msgspec.structs import replace
 from oracles.flops import OpFlops
 from oracles.vanilla import VanillaSizes, vanilla_flops
@@ -81,17 +81,6 @@ def test_schedules_on_meshes(schedule, mesh, how):
     with jax.enable_x64(True):
         got, want = (without_key_biases(made) for made in run("gpt2", schedule, *mesh, **how))
         assert_same(got, want)
-
-
-def without_key_biases(made):
-    """They add as much to all scores of a query, so their gradients are nothing but rounding."""
-    losses, gradients = made
-    layers = []
-    for layer in gradients["layers"]:
-        attn = dict(layer["attn"])
-        assert jnp.abs(attn.pop("bk")).max() < 1e-15 * jnp.linalg.norm(attn["bv"])
-        layers.append({**layer, "attn": attn})
-    return losses, {**gradients, "layers": tuple(layers)}
 
 
 RUN = """
