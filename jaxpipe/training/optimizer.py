@@ -21,7 +21,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     Linear warm-up reaches `lr` with update `warmup_steps - 1`; the first update is
     `lr / warmup_steps`, not 0. The decay ends at `lr * min_lr_ratio` with the last update. `wsd`
     holds `lr` and decays linearly in the last `wsd_decay_fraction` of the run, `wsd_sqrt` there as
-    1 - sqrt(p) of the share p that is over (Hägele et al. 2024, section 3). `rex` falls as
+    1 - sqrt(p) of the share p that is over (Hägele et al. 2024, "1-sqrt"). `rex` falls as
     (1 - p) / (1 - p / 2) (Chen et al. 2021, "REX"). `inverse_sqrt` falls as sqrt(w / (w + t)), t
     updates after w of warm-up or else one (Vaswani et al. 2017, equation 3), not below that end.
     """
