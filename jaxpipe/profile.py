@@ -8,13 +8,10 @@ rank did, and its bubble: the share of the loop in which it worked on nothing. E
 """
 
 import argparse
-import gzip
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -26,19 +23,7 @@ from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
-from jaxpipe.schedule.cells import place
-from jaxpipe.schedule.recorded import (
-    Event,
-    ProfileError,
-    Ranks,
-    bubbles,
-    op_seconds,
-    ticks_of,
-    write_trace,
-)
-
-if TYPE_CHECKING:
-    from jaxpipe.training.trainer import Trainer
+from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +58,7 @@ def profile(config: Config, out: Path) -> Ranks:
     use_gpu_memory()
     import jax
 
-    from jaxpipe.training.recording import recording
+    from jaxpipe.training.bubble import recorded, ticks
     from jaxpipe.training.trainer import Trainer
 
     config = filled(config, jax.device_count())
@@ -88,17 +73,10 @@ def profile(config: Config, out: Path) -> Ranks:
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.train_step(state, batch))
     try:
-        with recording(out):
-            jax.block_until_ready(trainer.train_step(state, batch))
+        _, events = recorded(lambda: trainer.train_step(state, batch), out)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error
-    newest = max(out.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    ranks = ticks_of(
-        events_of(newest),
-        place(trainer.schedule, trainer.execution.lockstep),
-        _ranks(trainer),
-        stages=trainer.schedule.labels_stages,
-    )
+    ranks = ticks(trainer, events)
     write_trace(ranks, out / "ticks.json")
     return ranks
 
@@ -110,31 +88,6 @@ def _random_batch(config: Config) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     draw = partial(rng.integers, 0, config.model.vocab_size, shape, np.int32)
     return {"inputs": draw(), "targets": draw()}
-
-
-def events_of(recording: Path) -> Iterator[Event]:
-    """The operations of compiled programs, by device, in what the profiler wrote for viewers."""
-    with gzip.open(recording) as file:
-        found = json.load(file)["traceEvents"]
-    named = [event for event in found if event.get("name") == "process_name"]
-    devices = {event["pid"]: _device(event["args"]["name"]) for event in named}
-    for event in found:
-        about = event.get("args", {})
-        where = about.get("device_ordinal", devices.get(event.get("pid")))
-        if event.get("ph") == "X" and "hlo_op" in about and where is not None:
-            begin = event["ts"] / 1e6
-            yield Event(int(where), about["hlo_op"], begin, begin + event["dur"] / 1e6)
-
-
-def _device(process: str) -> int | None:
-    """The device that a process of the recording stands for, named as `/device:GPU:0`."""
-    kind, _, number = process.rpartition(":")
-    return int(number) if "/device:" in kind and number.isdecimal() else None
-
-
-def _ranks(trainer: "Trainer") -> dict[int, int]:
-    """Pipeline ranks of the first replica's first devices, by the number of the device."""
-    return {device.id: rank for rank, device in enumerate(trainer.mesh.devices[:, 0, 0, 0])}
 
 
 def _print(ranks: Ranks) -> None:

@@ -91,6 +91,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
+    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
@@ -101,7 +102,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
-    directory = Path(config.run.dir)
+    directory, said = Path(config.run.dir), []
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
@@ -114,10 +115,13 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             platform=jax.default_backend(),
             memory=device_memory(jax.devices()[0].device_kind),
         )
+        if config.parallel.costs == "measure":
+            memory = device_memory(jax.devices()[0].device_kind)
+            said.append(measure(config, memory=memory))
         trainer = Trainer(config)
     data = _data(config, directory)
     if config.train.eval_every:
-        data.heldout.batches(0, **trainer.config.batch_shape).close()  # is there enough of it?
+        data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
     with contextlib.ExitStack() as stack:
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
@@ -140,7 +144,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             state = trainer.init()
             checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
             return 0
-        progress.say(summary(trainer))
+        for part in (*said, summary(trainer)):
+            progress.say(part)
         state, position = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():

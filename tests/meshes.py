@@ -34,6 +34,8 @@ MODELS = {
     "windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
     "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
     "gpt2": GPT2Config(**SIZES, max_seq_len=11),
+    "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
+    "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 
@@ -54,7 +56,11 @@ def problem(model, dtype, examples=EXAMPLES):
     )
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
-    return decoder, shared, layers, {"inputs": inputs, "targets": targets}
+    batch = {"inputs": inputs, "targets": targets}
+    if "samples" in decoder.functions.reads:
+        numbers = 5 + jnp.arange(MICROBATCHES * examples).reshape(MICROBATCHES, examples, 1)
+        batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
+    return decoder, shared, layers, batch
 
 
 @cache
@@ -101,3 +107,14 @@ def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
         losses,
         pipeline.sharding.padded(gradients),
     )
+
+
+def without_key_biases(made):
+    """They add as much to all scores of a query, so their gradients are nothing but rounding."""
+    losses, gradients = made
+    layers = []
+    for layer in gradients["layers"]:
+        attn = dict(layer["attn"])
+        assert jnp.abs(attn.pop("bk")).max() < 1e-15 * jnp.linalg.norm(attn["bv"])
+        layers.append({**layer, "attn": attn})
+    return losses, {**gradients, "layers": tuple(layers)}

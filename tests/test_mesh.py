@@ -1,7 +1,5 @@
 """The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ from meshes import (
 )
 from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import executed_flops
+from recorded import recording
 
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
@@ -30,12 +29,10 @@ from jaxpipe.parallel import (
     TensorParallel,
     make_mesh,
 )
-from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import (
     POLICIES,
     Context,
     Execution,
-    LayerKind,
     Pipeline,
     losses_and_gradients_ref,
     split_layer,
@@ -183,39 +180,6 @@ def test_forward_only_with_a_shared_vocabulary():
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
-@jax.custom_vjp
-def record(y, _):
-    """y; the second argument's "gradients" are y itself and the gradient at y."""
-    return y
-
-
-record.defvjp(lambda y, _: (y, y), lambda y, dy: (dy, {"y": y, "dy": dy}))
-
-
-def recording(decoder):
-    """The model with, of every layer, tables of its outputs and of the gradients at them."""
-    devices = decoder.devices
-    table = Leaf(summed=("tp",) if devices.sequence else ())
-
-    def layer(params, x, context):
-        output = decoder.layer(params["layer"], x, context)
-        example = context.rows["example"]
-        place = jax.tree.map(lambda table: table[example], params["tables"])
-        if devices.sequence:
-            length = output.y.shape[1]
-            place = jax.tree.map(
-                lambda table: jax.lax.dynamic_slice_in_dim(
-                    table, devices.index() * length, length, 1
-                ),
-                place,
-            )
-        return output._replace(y=record(output.y, place))
-
-    functions = decoder.functions
-    leaves = {"layer": decoder.leaves["layer"], "tables": {"y": table, "dy": table}}
-    return replace(functions, kinds=LayerKind(layer, leaves), reads=(*functions.reads, "example"))
-
-
 @pytest.mark.parametrize(
     ("schedule", "sequence"),
     [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", True),
@@ -227,8 +191,8 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         decoder, shared, layers, batch = problem("normed", jnp.float64)
         tables = jnp.zeros((MICROBATCHES * EXAMPLES, LENGTH, SIZES["d_model"]))
         layers = [{"layer": layer, "tables": {"y": tables, "dy": tables}} for layer in layers]
-        ids = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES)
-        batch = batch | {"example": ids}
+        ids = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES, 1)
+        batch = batch | {"example": jnp.broadcast_to(ids, batch["inputs"].shape)}
         built = build(schedule, pp=2, microbatches=MICROBATCHES)
         layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
         shared_by_two = Decoder(MODELS["normed"], TensorParallel(2, sequence))

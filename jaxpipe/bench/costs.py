@@ -1,10 +1,11 @@
-"""`bench ops`: seconds of every op of a configuration on the present device, each alone in a loop.
+"""`bench ops`: seconds of every op of a configuration on the present devices, each in a loop.
 
-F, B, W and BW are of one layer and one microbatch, in the compute dtype and with the remat of
-`[train]`; `head` is the loss with its gradients. Beside each stand its matrix products' FLOPs by
-the planner's account, the rate they ran at, and that rate as a share of the device's peak. With
-`parallel.tp` the sizes are those of one device; its collectives are not in the times. The file
-is what `plan --costs` and `parallel.costs` read.
+F, B, W and BW are of one layer and one microbatch or slice, in the compute dtype and with the remat
+of `[train]`; `head` is the loss with its gradients. They run on all devices that share a sequence
+(`parallel.tp` x `parallel.sdp`) at once, with their collectives; with fewer devices than tp on one,
+at the sizes of its part and without them. Beside each stand its matrix products' FLOPs by the
+planner's account, the rate they ran at, and that rate as a share of the device's peak. The file is
+what `plan --costs` and `parallel.costs` read.
 """
 
 import argparse
@@ -52,41 +53,29 @@ def run(arguments: argparse.Namespace) -> None:
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
     """Seconds and FLOPs by op, with the device and versions."""
-    if config.parallel.slices > 1:
-        raise ConfigError(
-            f"parallel.slices={config.parallel.slices}: ops are timed on whole sequences; time "
-            f"them with parallel.slices=1."
-        )
-    if config.parallel.sdp > 1:
-        raise ConfigError(
-            f"parallel.sdp={config.parallel.sdp}: ops are timed on one device, which cannot gather "
-            f"the keys of shared sequences; time them with parallel.sdp=1."
-        )
     import jax
 
-    from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
+    from jaxpipe.bench.ops import TransferTimer, UpdateTimer, op_seconds
     from jaxpipe.runtime.devices import peak_flops
     from jaxpipe.training.trainer import Trainer
 
-    device = jax.devices()[0]
-    part = of_one_device(config)
-    one = Trainer(part, (device,))
+    devices = tuple(jax.devices())
+    device = devices[0]
+    part = of_one_rank(config, len(devices))
+    sharing = part.parallel.dp * part.parallel.tp
+    one = Trainer(part, devices[:sharing])
     turns = 2 if device.platform == "cpu" else 8
-    ops = OpTimer.of(one, layers=layers, turns=turns)
-    rounds = [ops.seconds() for _ in range(repeats)]
-    seconds = {name: median(each[name] for each in rounds) for name in rounds[0] if name != "layer"}
-    seconds["layer"] = {
-        name: median(each["layer"][name] for each in rounds) for name in rounds[0]["layer"]
-    }
+    seconds = op_seconds(one, layers=layers, turns=turns, repeats=repeats)
     costs = costs_of(part)
-    if len(jax.devices()) > 1:
+    pairs = len(devices) >= 2 * sharing
+    if pairs:
         parallel = msgspec.structs.replace(part.parallel, pp=2)
-        pair = Trainer(msgspec.structs.replace(part, parallel=parallel), tuple(jax.devices()[:2]))
-        transfer = TransferTimer(pair)
+        two = Trainer(msgspec.structs.replace(part, parallel=parallel), devices[: 2 * sharing])
+        transfer = TransferTimer(two)
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
     else:
         seconds["transfer"] = costs.message / link
-    update = UpdateTimer(one, layers)
+    update = UpdateTimer(Trainer(of_one_device(config), devices[:1]), layers)
     layer = costs.kinds[costs.order[0]]
     return {
         "date": date.today().isoformat(),
@@ -99,8 +88,29 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
             "head": costs.head,
         },
-        "transfer_measured": len(jax.devices()) > 1,
+        "transfer_measured": pairs,
     }  # fmt: skip
+
+
+def of_one_rank(config: Config, devices: int) -> Config:
+    """The configuration on the devices that share a sequence; on one if there are too few for tp.
+
+    Raises `ConfigError` where there are too few for `parallel.sdp`.
+    """
+    given = config.parallel
+    if given.tp * given.sdp > devices:
+        if given.sdp > 1:
+            raise ConfigError(
+                f"parallel.tp={given.tp} x parallel.sdp={given.sdp} devices share a sequence, but "
+                f"there are {devices}: time ops on as many, or with parallel.sdp=1."
+            )
+        config = of_one_device(config)
+    parallel = configs.ParallelConfig(
+        dp=given.sdp, sdp=given.sdp, tp=config.parallel.tp, slices=given.slices,
+        sequence_parallel=given.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
+    )  # fmt: skip
+    train = msgspec.structs.replace(config.train, grad_accum_steps=1)
+    return msgspec.structs.replace(config, parallel=parallel, train=train)
 
 
 def of_one_device(config: Config) -> Config:

@@ -1,13 +1,16 @@
-"""Seconds of the ops of one microbatch, each alone in a loop, as the executor runs them.
+"""Seconds of the ops of one microbatch or slice, each alone in a loop, as the executor runs them.
 
-F leaves its residuals in a ring, gradients read them there and add to sums. The loops read and
-write another slot every turn, so that nothing of a turn can be moved out of its loop.
+All devices of a mesh run an op at once, with the collectives that it has over them. F leaves its
+residuals in a ring, gradients read them there and add to sums. The loops read and write another
+slot every turn, so that nothing of a turn can be moved out of its loop.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from functools import partial
+from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +19,17 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.contract import Context, Side, StageFunctions
 from jaxpipe.parallel import PP
+from jaxpipe.parallel.sharding import declared
+from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
 from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.kind import RunKind, empty_side
 from jaxpipe.pipeline.rings import RingPlan, Rings
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, Row
 from jaxpipe.training.trainer import State, Trainer
 
@@ -30,49 +37,71 @@ Tree = Any
 _SLOTS = 2
 _EVERY = Buffers(*[_SLOTS] * len(Buffers._fields))
 _OF_LAYER = ("F", "B", "W", "BW")
+_OF_ENDS = ("head", "embed", "embed_gradient")
+
+
+def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: int = 5) -> Tree:
+    """Median seconds of each op as `OpSeconds` has them, but for the transfer.
+
+    Those of `layer` are the mean of the model's layers, each kind timed over so many of them in a
+    loop's turn. Of ends that all ranks share they are `pp` times a rank's.
+    """
+    kinds = trainer.model.functions.kinds_of(trainer.config.model.n_layers)
+    of_kinds = []
+    for kind in dict.fromkeys(kinds):
+        timer = OpTimer(trainer, layers=layers, turns=turns, kind=kind)
+        rounds = [timer.seconds() for _ in range(repeats)]
+        of_kinds.append((kinds.count(kind) / len(kinds), rounds))
+        del timer  # and what it holds on the devices
+    found: dict[str, Any] = {
+        name: median(each[name] for _, rounds in of_kinds for each in rounds)
+        * max(1, trainer.config.parallel.ends_shared_by)
+        for name in _OF_ENDS
+    }
+    found["layer"] = {
+        name: sum(
+            share * median(each["layer"][name] for each in rounds) for share, rounds in of_kinds
+        )
+        for name in _OF_LAYER
+    }
+    return found
 
 
 class OpTimer:
-    """Compiled loops of every op over `layers`, at the shapes of one microbatch."""
+    """Compiled loops of every op over `layers` of a kind, at a device's shapes of one microbatch.
 
-    def __init__(
-        self,
-        functions: StageFunctions,
-        shared: Tree,
-        layers: tuple[Tree, ...],
-        microbatch: Tree,
-        *,
-        policy: Policy = POLICIES["none"],
-        turns: int = 2,
-    ):
-        self._layers, self._turns = len(layers), turns
-        self._loops = {
-            name: (jax.jit(loop, donate_argnums=0), state, constants)
-            for name, (loop, state, constants) in _loops(
-                functions, shared, layers, microbatch, policy, turns
-            ).items()
-        }
+    All devices of the trainer's mesh run them; `kind` None is that of the first layer.
+    """
+
+    def __init__(self, trainer: Trainer, *, layers: int, turns: int = 2, kind: str | None = None):
+        functions, config = trainer.model.functions, trainer.config
+        kind = kind or functions.kinds_of(config.model.n_layers)[0]
+        alone = replace(functions, kinds={kind: functions.by_name[kind]}, order=None)
+        rows, policy = rows_of(config, functions), POLICIES[config.train.remat]
+        self._layers, self._turns = layers, turns
+        every = PartitionSpec()
+
+        def on_mesh(function: Callable[..., Tree], arguments: int) -> Callable[..., Tree]:
+            specs = (every,) * arguments
+            return jax.shard_map(
+                function, mesh=trainer.mesh, in_specs=specs, out_specs=every, check_vma=False
+            )
+
+        def loops(parts: Tree) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
+            microbatch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
+            return _loops(alone, parts["shared"], parts["layers"], microbatch, policy, turns)
+
+        def repeated(name: str) -> Callable[..., Tree]:
+            def run(state: Tree, given: Tree) -> Tree:
+                return loops(given)[0][name](state, given)
+
+            return jax.jit(on_mesh(run, 2), donate_argnums=0)
+
+        parts = jax.jit(on_mesh(partial(_parts, trainer, kind, layers), 0))()
+        states, self._given = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)
+        self._loops = {name: (repeated(name), _copied(state)) for name, state in states.items()}
         for name in self._loops:
             self._run(name)
-
-    @classmethod
-    def of(cls, trainer: Trainer, *, layers: int, turns: int = 2) -> Self:
-        """The ops of a run on one device: its microbatch, compute dtype and remat."""
-        key, functions = jax.random.key(0), trainer.pipeline.functions
-        dtype = trainer.execution.compute_dtype
-        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-        kind = trainer.layout.kinds[0]
-        layer = jax.jit(lambda index: cast(trainer.model.init_layer(key, index, kind)))
-        train = trainer.config.train
-        tokens = jnp.zeros((train.microbatch_size, train.seq_len), jnp.int32)
-        return cls(
-            functions,
-            jax.jit(lambda: cast(trainer.model.init_ends(key)))(),
-            tuple(layer(index) for index in range(layers)),
-            {"inputs": tokens, "targets": tokens},
-            policy=POLICIES[train.remat],
-            turns=turns,
-        )
 
     def seconds(self) -> dict[str, Any]:
         """Seconds of each op as `OpSeconds` has them: those of `layer` are of one layer."""
@@ -88,8 +117,30 @@ class OpTimer:
         return found
 
     def _run(self, name: str) -> None:
-        loop, state, constants = self._loops[name]
-        self._loops[name] = loop, jax.block_until_ready(loop(state, constants)), constants
+        loop, state = self._loops[name]
+        self._loops[name] = loop, jax.block_until_ready(loop(state, self._given))
+
+
+def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
+    """A device's parts of the ends and of so many layers, as ops read them."""
+    key, model = jax.random.key(0), trainer.model
+    dtype = jnp.dtype(trainer.config.train.compute_dtype)
+
+    def part(whole: jax.Array, leaf: Leaf) -> jax.Array:
+        for axis, dim in leaf.cuts:
+            size = whole.shape[dim] // trainer.mesh.shape[axis]
+            whole = lax.slice_in_dim(whole, 0, size, axis=dim)
+        return whole.astype(dtype)
+
+    def parts(tree: Tree, leaves: Tree, *, of_layer: bool) -> Tree:
+        return jax.tree.map(part, tree, declared(leaves, tree, of_layer=of_layer))
+
+    of_kind = model.functions.by_name[kind].leaves
+    every = (model.init_layer(key, jnp.int32(index), kind) for index in range(layers))
+    return {
+        "shared": parts(model.init_ends(key), model.functions.leaves, of_layer=False),
+        "layers": tuple(parts(layer, of_kind, of_layer=True) for layer in every),
+    }
 
 
 def _loops(
@@ -99,48 +150,64 @@ def _loops(
     microbatch: Tree,
     policy: Policy,
     turns: int,
-) -> dict[str, tuple[Callable[..., Tree], Tree, Tree]]:
-    """For each op `(state, constants) -> state` that runs it `turns` times, and its arguments."""
+) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
+    """For each op `(state, given) -> state` that runs it `turns` times, its state, and `given`."""
     x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.by_name.values()
-    context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+    context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
     kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
-    embed = SharedPart.trace(functions.embed, shared, microbatch)
-    head = SharedPart.trace(functions.head, shared, x, microbatch)
-    head_split = head.split(shared, x, microbatch)
-    plan = RingPlan.of(kind.split, None, [_EVERY], pairs=False)
+    plan = RingPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty()) for _ in layers)
-    zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {"shared": shared, "layers": layers}
-    )
+    zeros = _zeros(layers)
     inputs = jnp.stack([x] * _SLOTS)
 
     def chunk(given: Tree) -> Chunk:
-        return Chunk(
-            tuple(
-                LayerSlot(kind, layer, jnp.int32(place), None, place)
-                for place, layer in enumerate(given["layers"])
-            )
-        )
+        every = enumerate(given["layers"])
+        return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
+
+    def of_microbatch(given: Tree, row: Row) -> Given:
+        return Given(row, given["microbatch"], functions.variables, jnp.float32(1))
 
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
         x, rings = state
-        before = Made(x, tuple(plan.part(own, Op.F) for own in rings), Side(), None)
-        made = chunk(given).forward(_of_microbatch(given, row), before)
-        return made.y, made.rings
+        parts = tuple(plan.part(own, Op.F) for own in rings)
+        before = Made(x, parts, empty_side([kind]), jnp.float32(0))
+        made = chunk(given).forward(of_microbatch(given, row), before)
+        after = (plan.after(own, Op.F, part) for own, part in zip(rings, made.rings))
+        return made.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
             dy, rings, totals = state
             before = Gradients(dy, tuple(plan.part(own, op) for own in rings), totals)
             made = chunk(given).gradient(
-                op, _of_microbatch(given, row), before,
+                op, of_microbatch(given, row), before,
                 lambda ring, part: plan.read(plan.after(rings[ring], op, part), row, op),
             )  # fmt: skip
             after = (plan.after(own, op, part) for own, part in zip(rings, made.rings))
             return made.dx, tuple(after), made.totals
 
         return run
+
+    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "inputs": inputs}
+    states = {
+        "F": (forward, (x, rings)),
+        "B": (gradient(Op.B), (x, rings, zeros)),
+        "W": (gradient(Op.W), (x, rings, zeros)),
+        "BW": (gradient(Op.BW), (x, rings, zeros)),
+    }
+    states |= _ends(functions, shared, x, microbatch)
+    runs = {name: _repeated(run, turns) for name, (run, _) in states.items()}
+    return runs, {name: state for name, (_, state) in states.items()}, given
+
+
+def _ends(
+    functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
+) -> dict[str, tuple[Callable[..., Tree], Tree]]:
+    """For the ops of the ends `(state, given, row) -> state`, and their states."""
+    embed = SharedPart.trace(functions.embed, shared, microbatch)
+    head = SharedPart.trace(functions.head, shared, x, microbatch)
+    head_split = head.split(shared, x, microbatch)
 
     def leave(state: Tree, given: Tree, row: Row) -> Tree:
         params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row.for_b_read)
@@ -151,33 +218,24 @@ def _loops(
         return output.y, dy.value, head.add(state[2], used)
 
     def enter(state: Tree, given: Tree, row: Row) -> Tree:
-        tokens = jax.tree.map(lambda leaf: leaf.at[0, 0].set(row.for_b_read), given["microbatch"])
+        other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
+        tokens = jax.tree.map(other, given["microbatch"])
         return functions.embed(given["shared"], tokens)
 
     def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
 
-    given = {
-        "layers": layers, "shared": shared, "microbatch": microbatch, "inputs": inputs
-    }  # fmt: skip
-    states = {
-        "F": (forward, (x, rings)),
-        "B": (gradient(Op.B), (x, rings, zeros["layers"])),
-        "W": (gradient(Op.W), (x, rings, zeros["layers"])),
-        "BW": (gradient(Op.BW), (x, rings, zeros["layers"])),
-        "head": (leave, (jnp.float32(0), x, zeros["shared"])),
-        "embed": (enter, x),
-        "embed_gradient": (enter_gradient, zeros["shared"]),
-    }
     return {
-        name: (_repeated(run, turns), _copied(state), given)
-        for name, (run, state) in states.items()
+        "head": (leave, (jnp.float32(0), x, _zeros(shared))),
+        "embed": (enter, x),
+        "embed_gradient": (enter_gradient, _zeros(shared)),
     }
 
 
-def _of_microbatch(given: Tree, row: Row) -> Given:
-    return Given(row, given["microbatch"], None, jnp.float32(1))
+def _zeros(tree: Tree) -> Tree:
+    """Empty sums of gradients."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
 @jax.jit
@@ -207,12 +265,9 @@ class TransferTimer:
     """Ticks that only exchange a message with each neighbour on the ring."""
 
     def __init__(self, trainer: Trainer, ticks: int = 30):
-        mesh, train = trainer.mesh, trainer.config.train
-        size = mesh.shape[PP]
-        message = jax.ShapeDtypeStruct(
-            (train.microbatch_size, train.seq_len, trainer.config.model.d_model),
-            trainer.execution.compute_dtype,
-        )
+        mesh, config = trainer.mesh, trainer.config
+        size, dtype = mesh.shape[PP], jnp.dtype(config.train.compute_dtype)
+        message = jax.ShapeDtypeStruct((costs_of(config).message // dtype.itemsize,), dtype)
 
         def exchange(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[Tree, None]:
             moved = tuple(

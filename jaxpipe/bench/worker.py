@@ -81,7 +81,7 @@ class Worker:
             trainer = trainer_of(config)
             layers = trainer.config.model.n_layers // trainer.mesh.size
             self.timers = (
-                OpTimer.of(trainer, layers=layers),
+                OpTimer(trainer, layers=layers),
                 TransferTimer(trainer),
                 UpdateTimer(trainer, layers),
             )

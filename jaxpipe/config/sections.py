@@ -50,7 +50,9 @@ class ParallelConfig(_Section, kw_only=True):
     # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
     memory_limit: str | float = ""
     objective: Literal["span", "makespan", "lockstep"] = "span"  # what searches make least
-    costs: str = ""  # a file of measured op seconds, for searches and plans; empty: of an H100
+    # for searches and plans, a file of measured op seconds; "measure": the run times its own before
+    # its first step, and keeps them in run.dir; empty: of an H100
+    costs: str = ""
     layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
     input_weight: Count = 1  # weighted: layers that the embedding counts for
     output_weight: Count = 1  # weighted: layers that the head counts for
@@ -164,6 +166,7 @@ class LogConfig(_Section, kw_only=True):
     progress: bool = True  # a live line on terminals
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
     profile_steps: Positive = 3  # how many it records
+    bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
 
 
 class RuntimeConfig(_Section, kw_only=True):

@@ -4,7 +4,16 @@ from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
 from jaxpipe.planning.chosen import Choice, chosen, layers_of, lockstep_of, op_seconds
 from jaxpipe.planning.estimate import Estimate, estimate
-from jaxpipe.planning.hardware import ITEMSIZE, Hardware, LayerSeconds, OpSeconds, analytic
+from jaxpipe.planning.hardware import (
+    ITEMSIZE,
+    Hardware,
+    LayerSeconds,
+    OpSeconds,
+    analytic,
+    own_costs,
+    read_own,
+    write_own,
+)
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
 
 __all__ = [
@@ -28,6 +37,9 @@ __all__ = [
     "layout_of",
     "lockstep_of",
     "op_seconds",
+    "own_costs",
     "rank_bytes",
+    "read_own",
     "sizes_of",
+    "write_own",
 ]

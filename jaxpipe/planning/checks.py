@@ -243,6 +243,11 @@ def _check_rest(config: Config) -> None:
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
             f"parallel.defer_ends=true lets it wait: use one of them."
         )
+    if config.log.bubble_every and config.parallel.pp == 1:
+        raise ConfigError(
+            f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
+            f"there is no bubble; leave it out."
+        )
     if config.data.source == "file" and not config.data.path:
         raise ConfigError("data.source='file' needs data.path: give a .bin or .npy of token ids.")
     if config.data.source != "file" and (config.data.path or config.data.heldout_path):
@@ -289,6 +294,12 @@ def _check_log(config: Config) -> None:
         raise ConfigError(
             f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
             f"pip install wandb, or leave log.wandb out."
+        )
+    if config.log.profile_start and config.log.bubble_every:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} and log.bubble_every="
+            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
+            f"one of them out."
         )
     if config.log.profile_start > config.train.steps:
         raise ConfigError(

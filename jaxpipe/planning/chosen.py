@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import Config
-from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured
+from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured, read_own
 from jaxpipe.planning.limits import room_of
 from jaxpipe.planning.memory import layout_of
 from jaxpipe.schedule import (
@@ -118,7 +118,12 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
 
 
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
-    """Measured seconds where the configuration names a file of them, else from the data sheet."""
+    """Measured seconds where the configuration names a file of them, else from the data sheet.
+
+    With `parallel.costs = "measure"` they are those that the run has measured, if it has by now.
+    """
+    if config.parallel.costs == "measure":
+        return read_own(config) or analytic(config, hardware or Hardware())
     if config.parallel.costs:
         return read_measured(Path(config.parallel.costs))
     return analytic(config, hardware or Hardware())

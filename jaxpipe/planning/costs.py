@@ -86,29 +86,32 @@ def costs_of(config: Config) -> ModelCosts:
 
     This imports jax, but touches no device.
     """
+    return _traced(essentials(config))
+
+
+def essentials(config: Config) -> Config:
+    """What the ops of a device depend on, and nothing else."""
     parallel, train = config.parallel, config.train
-    return _traced(
-        Config(
-            model=config.model,
-            parallel=ParallelConfig(
-                pp=parallel.pp if parallel.vocab_parallel_pp else 1,
-                dp=parallel.sdp,
-                sdp=parallel.sdp,
-                tp=parallel.tp,
-                slices=parallel.slices,
-                sequence_parallel=parallel.sequence_parallel,
-                vocab_parallel_pp=parallel.vocab_parallel_pp,
-            ),
-            train=TrainConfig(
-                steps=1,
-                grad_accum_steps=1,
-                microbatch_size=train.microbatch_size,
-                seq_len=train.seq_len,
-                compute_dtype=train.compute_dtype,
-                remat=train.remat,
-                loss_chunks=train.loss_chunks,
-            ),
-        )
+    return Config(
+        model=config.model,
+        parallel=ParallelConfig(
+            pp=parallel.pp if parallel.vocab_parallel_pp else 1,
+            dp=parallel.sdp,
+            sdp=parallel.sdp,
+            tp=parallel.tp,
+            slices=parallel.slices,
+            sequence_parallel=parallel.sequence_parallel,
+            vocab_parallel_pp=parallel.vocab_parallel_pp,
+        ),
+        train=TrainConfig(
+            steps=1,
+            grad_accum_steps=1,
+            microbatch_size=train.microbatch_size,
+            seq_len=train.seq_len,
+            compute_dtype=train.compute_dtype,
+            remat=train.remat,
+            loss_chunks=train.loss_chunks,
+        ),
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.config import Config, ConfigError, to_toml
+from jaxpipe.planning.costs import costs_of, essentials
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import Costs
 
@@ -34,7 +34,7 @@ class Hardware:
 
 
 class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch on one device: of one layer, of both ends, of one message.
+    """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
 
     A message goes to each of the two neighbours at once, as every tick sends them.
     """
@@ -91,13 +91,16 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
-    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers."""
+    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers.
+
+    The head is the whole one, also where ranks share it.
+    """
     costs = costs_of(config)
     layers = [costs.kinds[kind] for kind in costs.order]
     mean = lambda op: sum(getattr(kind, op) for kind in layers) / len(layers)  # noqa: E731
     return OpSeconds(
         layer=LayerSeconds(*(mean(op) / hardware.flops for op in ("F", "B", "W"))),
-        head=costs.head / hardware.flops,
+        head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
     )
 
@@ -117,3 +120,32 @@ def read_measured(path: Path) -> OpSeconds:
             '{"seconds": {"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": '
             "1e-4}}."
         ) from error
+
+
+def own_costs(config: Config) -> Path:
+    """Where a run keeps what it has measured: beside its checkpoints."""
+    return Path(config.run.dir) / "costs.json"
+
+
+def read_own(config: Config) -> OpSeconds | None:
+    """What the run has measured; None: nothing yet, or for ops of other sizes.
+
+    Raises `ConfigError` where the file is not what `write_own` wrote.
+    """
+    path = own_costs(config)
+    if not path.exists():
+        return None
+    seconds = read_measured(path)
+    return seconds if json.loads(path.read_text()).get("of") == _sizes(config) else None
+
+
+def write_own(config: Config, seconds: OpSeconds) -> None:
+    """Keep measured seconds with the run, for every later start; may raise `OSError`."""
+    path = own_costs(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"of": _sizes(config), "seconds": msgspec.to_builtins(seconds)}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _sizes(config: Config) -> str:
+    return to_toml(essentials(config))

@@ -62,7 +62,7 @@ def trace(config: Config) -> ModelCosts:
     arguments = (
         _parts(ends, end_leaves, sizes, dtype),
         {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
-        _rows(config, functions),
+        rows_of(config, functions),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 4)
     run = jax.shard_map(
@@ -118,12 +118,14 @@ def _layer_costs(
     )
 
 
-def _rows(config: Config, functions: StageFunctions) -> Tree:
+def rows_of(config: Config, functions: StageFunctions) -> Tree:
     """Shapes of the rows of one microbatch or slice that one device reads."""
     parallel, train = config.parallel, config.train
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
+    if "samples" in (functions.reads or ()):
+        rows["samples"] = ids
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

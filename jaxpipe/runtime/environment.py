@@ -32,4 +32,5 @@ def use_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
     import jax
 
+    jax.config.update("jax_platforms", "cpu")  # jax may be there: plans trace with it
     jax.config.update("jax_num_cpu_devices", count)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data import Data
 from jaxpipe.runtime import processes
+from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
@@ -55,8 +56,9 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(position, **trainer.config.batch_shape)
+        batches = self.data.train.batches(position, **trainer.feed.sizes)
         unread, spent = _Unread(), {}
+        meter = BubbleMeter(trainer, self.progress.say)
         window = Window(trainer.config, self.progress.say)
         with contextlib.closing(batches), window, _signals() as received:
             window.turn(done)
@@ -64,8 +66,8 @@ class Run:
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
                 with _timed(spent, "data_seconds"):
-                    batch = trainer.put(next(batches))
-                state, metrics = trainer.train_step(state, batch)
+                    batch = trainer.put(next(batches), position)
+                state, metrics = meter.step(step, state, batch)
                 first = step == done + 1
                 unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
                 position += trainer.samples_per_step
@@ -133,7 +135,7 @@ class Run:
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
         trainer = self.trainer
-        batches = self.data.heldout.batches(0, **trainer.config.batch_shape)
+        batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
             losses = [
                 float(trainer.eval_step(state, trainer.put(batch)))

@@ -18,7 +18,7 @@ NAMES = (
     "step", "loss", "z_loss", "loss_max", "grad_norm", "lr", "skipped_steps", "loss_scale",
     "tokens_seen", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
     "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
-    "eval_loss", "smoothed_loss",
+    "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from jaxpipe.planning import (
     op_seconds,
     scale,
 )
+from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import Variant
 from jaxpipe.training.trainer import Trainer
 
@@ -76,7 +77,7 @@ def test_every_schedule_can_be_built(variant):
 
 def test_timers_give_every_op_a_positive_time():
     trainer = Trainer(small(), tuple(jax.devices()[:1]))
-    seconds = OpTimer.of(trainer, layers=2).seconds()
+    seconds = OpTimer(trainer, layers=2).seconds()
     complete = msgspec.convert(seconds | {"transfer": 1.0}, OpSeconds)
     assert min(seconds["layer"].values()) > 0
     assert min(complete.head, complete.embed, complete.embed_gradient, complete.layer.BW) > 0
@@ -147,9 +148,23 @@ def test_ops_write_what_plans_and_the_readme_read(tmp_path, monkeypatch, capsys)
     assert "of the peak" not in filled  # nobody knows that of a processor
 
 
-def test_ops_of_shared_sequences_are_refused():
-    with pytest.raises(configs.ConfigError, match="time them with parallel.sdp=1"):
-        costs.measure(small("parallel.dp=2", "parallel.sdp=2"), 1, 1, 1.0)
+def test_ops_of_devices_that_share_layers_and_sequences_in_slices():
+    """On four devices at once, with a message to four others."""
+    how = ("parallel.dp=2", "parallel.sdp=2", "parallel.tp=2", "parallel.slices=2")
+    config = small(*how, "parallel.sequence_parallel=true")
+    found = costs.measure(config, 1, 1, 1.0)
+    complete = msgspec.convert(found["seconds"], OpSeconds)
+    assert min(complete.layer.F, complete.layer.B, complete.layer.W, complete.layer.BW) > 0
+    assert min(complete.head, complete.embed, complete.embed_gradient, complete.transfer) > 0
+    assert found["transfer_measured"]
+    assert found["flops"]["F"] == costs_of(config).kinds["layer"].F
+
+
+def test_ops_without_the_devices_that_they_need():
+    part = costs.of_one_rank(small("parallel.tp=2"), 1)
+    assert (part.parallel.tp, part.model.n_heads) == (1, 2)
+    with pytest.raises(configs.ConfigError, match="there are 2: time ops on as many, or with"):
+        costs.of_one_rank(small("parallel.dp=2", "parallel.sdp=2", "parallel.tp=2"), 2)
 
 
 def test_steps_on_the_present_devices(tmp_path, capsys):

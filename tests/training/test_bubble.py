@@ -1,0 +1,39 @@
+"""A bubble measured while a run goes on, beside the one that is predicted."""
+
+from commands import SMALL, metrics
+
+from jaxpipe import config as configs
+from jaxpipe import train
+from jaxpipe.planning import Hardware, analytic, configured, estimate
+from jaxpipe.schedule.recorded import ProfileError
+from jaxpipe.training import bubble
+
+HOW = ["parallel.schedule=zb_h1", "parallel.pp=2", "parallel.dp=4", "train.eval_every=0"]
+
+
+def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):
+    steps = ["train.steps=4", "log.bubble_every=2"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path / 'a'}", *HOW, *steps]) == 0
+    lines = metrics(tmp_path / "a")
+    measured = {step: line["bubble"] for step, line in lines.items() if "bubble" in line}
+    assert sorted(measured) == [2, 4]
+    assert all(0 < each < 1 for each in measured.values())
+    config = configs.load(SMALL, HOW)
+    own = estimate(config, configured(config, platform="cpu"), analytic(config, Hardware()))
+    assert lines[2]["bubble_predicted"] == own.report.bubble_lockstep
+    every = ["train.steps=2", "log.bubble_every=1"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path / 'b'}", *HOW, *every]) == 0
+    again = metrics(tmp_path / "b")
+    assert "bubble" not in again[1]
+    assert [again[step]["loss"] for step in (1, 2)] == [lines[step]["loss"] for step in (1, 2)]
+
+
+def test_a_recording_without_ticks_is_said_once(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise ProfileError("the recording has no exchange.")
+
+    monkeypatch.setattr(bubble, "ticks", none)
+    steps = ["train.steps=4", "log.bubble_every=1"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *HOW, *steps]) == 0
+    assert capsys.readouterr().out.count("log.bubble_every: the recording has no exchange.") == 1
+    assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
