@@ -116,7 +116,7 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["model.rope_theta=-1"], "model.rope_theta: expected `float` > 0.0, got -1"),
         (
             ["optimizer.decay=step"],
-            "unknown optimizer.decay='step': use one of 'cosine', 'wsd', 'linear', 'constant'",
+            "unknown optimizer.decay='step': use one of 'cosine', 'wsd', 'wsd_sqrt', 'linear', ",
         ),
         (
             ["parallel.layer_split=odd"],
@@ -209,6 +209,12 @@ def test_load_rejects(path, overrides, message):
             "parallel.schedule='interleaved_1f1b' with parallel.virtual_stages=1: .* use 2 or more",
         ),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
+        (["optimizer.muon_lr=0.1"], "is read only with optimizer.name='muon', but it is 'adamw'"),
+        (["optimizer.name=schedule_free"], "but optimizer.decay='cosine' and .*decay=constant"),
+        (
+            ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.beta1=0"],
+            "optimizer.beta1=0.0: set decay=constant, and a beta1 above 0",
+        ),
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
         (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),

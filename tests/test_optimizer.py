@@ -5,16 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from commands import SMALL
 
-from jaxpipe.config import OptimizerConfig
+from jaxpipe.config import OptimizerConfig, load
 from jaxpipe.parallel import Sharding, make_mesh
 from jaxpipe.training.optimizer import (
+    averaged,
     build,
     clip_by_global_norm,
     global_norm,
     groups,
     learning_rate,
 )
+from jaxpipe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,9 @@ from jaxpipe.training.optimizer import (
         ("linear", {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 23: 0.1}),
         ("cosine", {0: 0.25, 3: 1.0, 4: 1.0, 23: 0.1}),
         ("wsd", {0: 0.25, 3: 1.0, 10: 1.0, 18: 1.0, 23: 0.1}),
+        ("wsd_sqrt", {0: 0.25, 10: 1.0, 18: 1.0, 19: 1 - 0.9 * 0.2**0.5, 23: 0.1}),
+        ("rex", {0: 0.25, 3: 1.0, 4: 1.0, 23: 0.1}),
+        ("inverse_sqrt", {0: 0.25, 3: 1.0, 4: 1.0, 16: 0.5, 23: (4 / 23) ** 0.5}),
     ],
 )
 def test_learning_rate(decay, rates):
@@ -38,6 +44,14 @@ def test_cosine_and_wsd_in_the_middle():
     assert float(cosine(10)) == pytest.approx(0.55)
     wsd = learning_rate(OptimizerConfig(lr=1.0, decay="wsd", min_lr_ratio=0.0), steps=21)
     assert float(wsd(18)) == pytest.approx(0.5)
+
+
+def test_rex_in_the_middle_and_the_least_of_inverse_sqrt():
+    rex = learning_rate(OptimizerConfig(lr=1.0, decay="rex", min_lr_ratio=0.0), steps=21)
+    assert float(rex(10)) == pytest.approx(2 / 3)
+    root = learning_rate(OptimizerConfig(lr=1.0, decay="inverse_sqrt"), steps=1000)
+    assert float(root(3)) == pytest.approx(0.5)
+    assert float(root(999)) == pytest.approx(0.1)
 
 
 def test_warm_up_can_be_the_whole_run():
@@ -66,7 +80,7 @@ def test_groups():
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
 def test_every_group_decays_at_its_own_rate(name):
     """With gradients of zero an update is decay alone."""
     config = OptimizerConfig(
@@ -77,9 +91,10 @@ def test_every_group_decays_at_its_own_rate(name):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = optimizer.update(zeros, optimizer.init(PARAMS), PARAMS)
     rates = {"matrix": 0.05, "end": 0.01, "vector": 0.02}
+    rounding = 1e-7 if name == "schedule_free" else 0  # its updates are differences of parameters
     jax.tree.map(
         lambda update, leaf, group: np.testing.assert_allclose(
-            update, -rates[group] * leaf, rtol=1e-6
+            update, -rates[group] * leaf, rtol=1e-6, atol=rounding
         ),
         updates, PARAMS, groups(PARAMS, STORED),
     )  # fmt: skip
@@ -107,6 +122,72 @@ def test_muon_makes_each_ranks_matrix_orthogonal():
     assert (singular > 0.6).all()
     assert (singular < 1.3).all()
     np.testing.assert_allclose(updates["shared"]["norm"], -1.0, rtol=1e-5)
+
+
+def test_muons_own_learning_rate():
+    """Of its group alone, decay included."""
+    how = {"name": "muon", "lr": 0.1, "decay": "constant", "weight_decay": 0.5}
+    gradients = jax.tree.map(lambda leaf: jnp.cos(7 * leaf) + leaf, PARAMS)
+    found = []
+    for muon_lr in (0.0, 0.3):
+        optimizer = build(OptimizerConfig(**how, muon_lr=muon_lr), 10, STORED)
+        updates, _ = optimizer.update(gradients, optimizer.init(PARAMS), PARAMS)
+        found.append(updates)
+    jax.tree.map(
+        lambda one, other, group: np.testing.assert_allclose(
+            other, one * (3 if group == "matrix" else 1), rtol=1e-6
+        ),
+        *found, groups(PARAMS, STORED),
+    )  # fmt: skip
+
+
+def test_schedule_free_is_that_of_optax():
+    """Of one rate of decay, which ours has by group, warm-up included; and its average."""
+    config = OptimizerConfig(
+        name="schedule_free", lr=0.01, decay="constant", warmup_steps=3, beta1=0.8, beta2=0.9,
+        weight_decay=0.3, decay_of_vectors=1.0,
+    )  # fmt: skip
+    ours, rate = build(config, 10, STORED), learning_rate(config, 10)
+    theirs = optax.contrib.schedule_free(
+        optax.chain(
+            optax.scale_by_rms(0.9, 1e-8, eps_in_sqrt=False, bias_correction=True),
+            optax.add_decayed_weights(0.3),
+            optax.scale_by_learning_rate(rate),
+        ),
+        lambda count: rate(count - 1),
+        0.8,
+    )
+    got = want = PARAMS
+    states = [optimizer.init(PARAMS) for optimizer in (ours, theirs)]
+    for step in range(1, 6):
+        gradients = [jax.tree.map(lambda leaf, s=step: jnp.cos(leaf * s), p) for p in (got, want)]
+        more, states[0] = ours.update(gradients[0], states[0], got)
+        other, states[1] = theirs.update(gradients[1], states[1], want)
+        got, want = optax.apply_updates(got, more), optax.apply_updates(want, other)
+    mean = averaged(config, states[0], got)
+    wanted = optax.contrib.schedule_free_eval_params(states[1], want)
+    for one, other in ((got, want), (mean, wanted)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
+    assert not np.allclose(mean["shared"]["embed"], got["shared"]["embed"], rtol=1e-4)
+    assert averaged(OptimizerConfig(), states[0], got) is got
+
+
+def test_a_held_out_loss_is_that_of_the_average():
+    """Of parameters in parts: two ranks of two replicas."""
+    how = ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.lr=0.1"]
+    config = load(SMALL, ["parallel.pp=2", "parallel.dp=2", *how])
+    trainer = Trainer(config, tuple(jax.devices()[:4]))
+    ids = np.random.default_rng(0).integers(0, 256, (4, 2, 32), np.int32)
+    batch, state = trainer.put({"inputs": ids, "targets": ids}), trainer.init()
+    for _ in range(3):
+        state, _ = trainer.train_step(state, batch)
+    mean = averaged(config.optimizer, state.optimizer, state.params)
+    of_mean, trained = (
+        float(jax.jit(trainer.pipeline.losses)(params, batch).sum())
+        for params in (mean, state.params)
+    )
+    assert float(trainer.eval_step(state, batch)) == pytest.approx(of_mean, rel=1e-6)
+    assert abs(of_mean - trained) > 1e-3
 
 
 def test_adamw_equals_a_plain_twin():

@@ -248,14 +248,14 @@ def test_print_config_is_a_configuration(tmp_path, capsys):
     assert load(printed) == load(SMALL, ["parallel.pp=2"])
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "schedule_free"])
 def test_other_optimizers_resume_elsewhere(tmp_path, optimizer, capsys):
     """Cut back to the middle, it goes on alike on another mesh.
 
     Within 1e-5: signs of vanishing gradients (Lion) and Muon's iteration magnify rounding.
     """
     how = [f"optimizer.name={optimizer}", "optimizer.lr=3e-3", "train.eval_every=0",
-           "train.steps=6", "checkpoint.every=3"]  # fmt: skip
+           "train.steps=6", "checkpoint.every=3", "optimizer.decay=constant"]  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train.main([str(SMALL), f"run.dir={whole}", *how]) == 0
     shutil.copytree(whole, cut)

@@ -112,20 +112,25 @@ class TrainConfig(_Section, kw_only=True):
 class OptimizerConfig(_Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
-    name: Literal["adamw", "lion", "muon"] = "adamw"  # muon: on layers' matrices, else AdamW
+    # muon: on layers' matrices, else AdamW; schedule_free: AdamW that averages, for decay=constant
+    name: Literal["adamw", "lion", "muon", "schedule_free"] = "adamw"
     lr: PositiveFloat = 3e-4  # peak
     beta1: DecayRate = 0.9  # of the mean gradient
     beta2: DecayRate = 0.95  # of the mean squared gradient
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
     muon_momentum: DecayRate = 0.95  # of muon's mean gradient
+    muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak, of muon's matrices; 0: lr
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # of the layers' matrices
     decay_of_ends: Annotated[float, Meta(ge=0)] = 1.0  # times that: embedding and head
     decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # times that: norm gains
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # of the global gradient norm; 0: off
-    decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    # wsd: linear at the end, wsd_sqrt: as 1 - sqrt; inverse_sqrt: of the update's number
+    decay: Literal["cosine", "wsd", "wsd_sqrt", "linear", "rex", "inverse_sqrt", "constant"] = (
+        "cosine"
+    )
     warmup_steps: Count = 0  # linear, from 0
-    min_lr_ratio: Fraction = 0.1  # of lr, at the last step
-    wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd decays in
+    min_lr_ratio: Fraction = 0.1  # of lr, at the last step; of inverse_sqrt the least
+    wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd and wsd_sqrt decay in
 
 
 class DataConfig(_Section, kw_only=True):

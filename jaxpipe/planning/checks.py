@@ -30,7 +30,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    for check in (_check_rest, _check_start, _check_log):
+    for check in (_check_rest, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -243,11 +243,6 @@ def _check_rest(config: Config) -> None:
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
             f"parallel.defer_ends=true lets it wait: use one of them."
         )
-    if config.optimizer.warmup_steps > config.train.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds train.steps="
-            f"{config.train.steps}: warm up for fewer steps or train longer."
-        )
     if config.log.bubble_every and config.parallel.pp == 1:
         raise ConfigError(
             f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
@@ -259,6 +254,27 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps="
+            f"{config.train.steps}: warm up for fewer steps or train longer."
+        )
+    if optimizer.muon_lr and optimizer.name != "muon":
+        raise ConfigError(
+            f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
+            f"it is {optimizer.name!r}: leave muon_lr out."
+        )
+    free = optimizer.name == "schedule_free"
+    if free and (optimizer.decay != "constant" or not optimizer.beta1):
+        raise ConfigError(
+            f"optimizer.name='schedule_free' averages in place of a decay, with the weight beta1, "
+            f"but optimizer.decay={optimizer.decay!r} and optimizer.beta1={optimizer.beta1}: set "
+            f"decay=constant, and a beta1 above 0."
         )
 
 
@@ -282,7 +298,7 @@ def _check_log(config: Config) -> None:
     if config.log.profile_start and config.log.bubble_every:
         raise ConfigError(
             f"log.profile_start={config.log.profile_start} and log.bubble_every="
-            f"{config.log.bubble_every} both record steps, but jax records one at a time: leave "
+            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
             f"one of them out."
         )
     if config.log.profile_start > config.train.steps:

@@ -20,10 +20,20 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     Linear warm-up reaches `lr` with update `warmup_steps - 1`; the first update is
     `lr / warmup_steps`, not 0. The decay ends at `lr * min_lr_ratio` with the last update. `wsd`
-    holds `lr` and decays linearly in the last `wsd_decay_fraction` of the run.
+    holds `lr` and decays linearly in the last `wsd_decay_fraction` of the run, `wsd_sqrt` there as
+    1 - sqrt(p) of the share p that is over (Hägele et al. 2024, "1-sqrt"). `rex` falls as
+    (1 - p) / (1 - p / 2) (Chen et al. 2021, "REX"). `inverse_sqrt` falls as sqrt(w / (w + t)), t
+    updates after w of warm-up or else one (Vaswani et al. 2017, equation 3), not below that end.
     """
     peak, floor, warmup = config.lr, config.lr * config.min_lr_ratio, config.warmup_steps
     rest = max(steps - 1 - warmup, 1)
+    last = min(max(round(config.wsd_decay_fraction * steps), 1), rest)
+
+    def falling(shape: Callable[[jax.Array], jax.Array], length: int) -> optax.Schedule:
+        """From the peak to the floor by a shape from 1 to 0, in the last `length` updates."""
+        share = lambda count: jnp.clip((count - rest + length) / length, 0, 1)  # noqa: E731
+        return lambda count: floor + (peak - floor) * shape(share(count))
+
     match config.decay:
         case "constant":
             after = optax.constant_schedule(peak)
@@ -32,12 +42,22 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         case "cosine":
             after = optax.cosine_decay_schedule(peak, rest, alpha=config.min_lr_ratio)
         case "wsd":
-            decay = min(max(round(config.wsd_decay_fraction * steps), 1), rest)
-            after = optax.linear_schedule(peak, floor, decay, rest - decay)
+            after = optax.linear_schedule(peak, floor, last, rest - last)
+        case "wsd_sqrt":
+            after = falling(lambda share: 1 - jnp.sqrt(share), last)
+        case "rex":
+            after = falling(lambda share: (1 - share) / (1 - share / 2), rest)
+        case "inverse_sqrt":
+            after = partial(_inverse_sqrt, peak, floor, max(warmup, 1))
     if not warmup:
         return after
     rising = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rising, after], [warmup])
+
+
+def _inverse_sqrt(peak: float, floor: float, first: int, count: jax.Array) -> jax.Array:
+    share = first / (first + jnp.maximum(count, 0))  # it is also asked for updates of warm-up
+    return jnp.maximum(peak * jnp.sqrt(share), floor)
 
 
 def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.GradientTransformation:
@@ -45,10 +65,13 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
 
     AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), or Muon (Jordan et al. 2024) on the
     layers' matrices, its updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable",
-    equation 4), and Adam on all else. `stored` says of a tree in stage form how its leaves are
-    stored (`Sharding.stored`): which are matrices, and along which dims.
+    equation 4), and Adam on all else; or schedule-free AdamW (Defazio et al. 2024), whose beta1
+    weighs an average of what its updates make. `stored` says of a tree in stage form how its leaves
+    are stored (`Sharding.stored`): which are matrices, and along which dims.
     """
     betas = {"b1": config.beta1, "b2": config.beta2}
+    rate, decay = learning_rate(config, steps), _decay(config, stored)
+    scaled = optax.scale_by_learning_rate(rate)
     match config.name:
         case "adamw":
             core = optax.scale_by_adam(**betas, eps=config.eps)
@@ -60,9 +83,27 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
                 {"muon": _muon(config, stored), "adam": adam},
                 lambda params: jax.tree.map(_muon_or_adam, groups(params, stored)),
             )
-    return optax.chain(
-        core, _decay(config, stored), optax.scale_by_learning_rate(learning_rate(config, steps))
-    )
+            if config.muon_lr:
+                decay = optax.chain(decay, _muons_rate(config, stored))
+        case "schedule_free":
+            square = optax.scale_by_rms(
+                config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True
+            )
+            # It counts updates from 1.
+            return optax.contrib.schedule_free(
+                optax.chain(square, decay, scaled), lambda count: rate(count - 1), config.beta1
+            )
+    return optax.chain(core, decay, scaled)
+
+
+def averaged(config: OptimizerConfig, moments: Tree, params: Tree) -> Tree:
+    """The parameters to evaluate: those that are trained, but the average of schedule-free AdamW's.
+
+    `moments` are the state of what `build` makes.
+    """
+    if config.name != "schedule_free":
+        return params
+    return optax.contrib.schedule_free_eval_params(moments, params)
 
 
 def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
@@ -116,6 +157,19 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
     return optax.chain(orthogonal, sized)
+
+
+def _muons_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
+    """Muon's updates, decay included, times what makes `muon_lr` of the learning rate `lr`."""
+    ratio = config.muon_lr / config.lr
+
+    def scale(updates: Tree, _: Tree) -> Tree:
+        return jax.tree.map(
+            lambda update, group: update * ratio if group == "matrix" else update,
+            updates, groups(updates, stored),
+        )  # fmt: skip
+
+    return optax.stateless(scale)
 
 
 def _muon_or_adam(group: str) -> str:

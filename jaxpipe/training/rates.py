@@ -1,4 +1,4 @@
-"""What is logged of a step beside the numbers that it computes: tokens, speed, memory."""
+"""The names of what is logged of a step, and what of it is not computed in the step: its rates."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.config import Config
+from jaxpipe.pipeline import Side
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training import optimizer as optimizers
 
@@ -58,3 +59,19 @@ class Rates:
     @cached_property
     def _learning_rate(self) -> optax.Schedule:
         return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
+
+
+def step_metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Array]:
+    """What is logged of a step and computed in it, by name.
+
+    Raises `ValueError` where a layer's sum or maximum has a name that is taken.
+    """
+    metrics = {"loss": loss, "grad_norm": norm}
+    for name, value in (*side.sums.items(), *side.maxima.items()):
+        if name in NAMES:
+            raise ValueError(
+                f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
+                f"name: rename it; {', '.join(NAMES)} are taken."
+            )
+        metrics[name] = value
+    return metrics

@@ -34,7 +34,7 @@ from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
-from jaxpipe.training.rates import NAMES, Rates
+from jaxpipe.training.rates import Rates, step_metrics
 
 Tree = Any
 
@@ -221,7 +221,7 @@ class Trainer:
         name of another metric.
         """
         norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
-        metrics = _metrics(loss, norm, side)
+        metrics = step_metrics(loss, norm, side)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         guard, stops = state.guard.after(finite, limit)
         if limit:
@@ -249,7 +249,8 @@ class Trainer:
         """Compiled `(state, batch) -> loss` by the forward-only pass."""
 
         def loss(state: State, batch: Tree) -> jax.Array:
-            shares = self.pipeline.losses(state.params, batch, state.variables)
+            params = optimizers.averaged(self.config.optimizer, state.optimizer, state.params)
+            shares = self.pipeline.losses(params, batch, state.variables)
             return self._by_loss(shares)[0].sum()
 
         return jax.jit(
@@ -324,16 +325,3 @@ class Trainer:
                 map(slot, zip(*self.layout.table), self.layout.slot_kinds, stored["layers"])
             ),
         }
-
-
-def _metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Array]:
-    """All that is logged of a step and computed in it, by name."""
-    metrics = {"loss": loss, "grad_norm": norm}
-    for name, value in (*side.sums.items(), *side.maxima.items()):
-        if name in NAMES:
-            raise ValueError(
-                f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
-                f"name: rename it; {', '.join(NAMES)} are taken."
-            )
-        metrics[name] = value
-    return metrics

@@ -158,7 +158,7 @@ def test_a_shared_vocabulary_makes_stages_equal():
         assert all_of_them.bytes.total < one.bytes.total
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "schedule_free"])
 def test_bytes_of_moments(optimizer):
     sizes = ("parallel.pp=2", "parallel.tp=2", "train.grad_accum_steps=8")
     config, estimated = estimate_of(*sizes, f"optimizer.name={optimizer}")

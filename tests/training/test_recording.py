@@ -7,8 +7,9 @@ import pytest
 from commands import SMALL, complete, metrics
 from test_loop import Recorder
 
-from jaxpipe import profile, train
+from jaxpipe import train
 from jaxpipe.training import recording
+from jaxpipe.training.bubble import events_of
 
 QUIET = ("train.eval_every=0", "checkpoint.every=0")
 
@@ -51,12 +52,19 @@ def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
     assert str(where) in "".join(capsys.readouterr().out.split())
     assert len(list(where.rglob("*.xplane.pb"))) == 1
     (viewed,) = where.rglob("*.trace.json.gz")
-    loops = Counter(event.device for event in profile.events_of(viewed) if "while" in event.name)
+    loops = Counter(event.device for event in events_of(viewed) if "while" in event.name)
     assert set(loops.values()) == {2}  # of the step, each once
     assert list(metrics(tmp_path)) == [1, 2, 3, 4]
     assert complete(tmp_path) == [4]
 
 
-def test_a_window_past_the_end_is_refused(tmp_path, capsys):
-    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", "log.profile_start=13"]) == 2
-    assert "log.profile_start=13 is past train.steps=12" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["log.profile_start=13"], "log.profile_start=13 is past train.steps=12"),
+        (["log.profile_start=1", "log.bubble_every=4"], "both record steps, and jax records one"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(tmp_path, capsys, more, sentence):
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", *more]) == 2
+    assert sentence in capsys.readouterr().err
