@@ -93,6 +93,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
 
     from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.boards import boards
+    from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
@@ -105,16 +107,15 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
         config = filled(config, jax.device_count())
-        hosts_devices = processes.devices_of_host()
+        memory = device_memory(jax.devices()[0].device_kind)
         validate(
             config,
             devices=jax.device_count(),
-            devices_of_host=hosts_devices,
+            devices_of_host=processes.devices_of_host(),
             platform=jax.default_backend(),
-            memory=device_memory(jax.devices()[0].device_kind),
+            memory=memory,
         )
         if config.parallel.costs == "measure":
-            memory = device_memory(jax.devices()[0].device_kind)
             said.append(measure(config, memory=memory))
         trainer = Trainer(config)
     data = _data(config, directory)
@@ -147,10 +148,10 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         state, position = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
-            last_step, tensorboard = int(state.step), config.log.tensorboard
-            log = stack.enter_context(
-                MetricsLog(directory, tensorboard=tensorboard, last_step=last_step)
-            )
+            step = int(state.step)
+            note_start(config, step)
+            shown_on = boards(config, step)
+            log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
         return Run(trainer, data, checkpoints, progress, log).loop(state, position)
 
 

@@ -1,5 +1,6 @@
 """A small decoder on whole meshes, and what one device makes of the same parameters and batch."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -33,6 +34,8 @@ MODELS = {
     "windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
     "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
     "gpt2": GPT2Config(**SIZES, max_seq_len=11),
+    "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
+    "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 
@@ -53,18 +56,23 @@ def problem(model, dtype, examples=EXAMPLES):
     )
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
-    return decoder, shared, layers, {"inputs": inputs, "targets": targets}
+    batch = {"inputs": inputs, "targets": targets}
+    if "samples" in decoder.functions.reads:
+        numbers = 5 + jnp.arange(MICROBATCHES * examples).reshape(MICROBATCHES, examples, 1)
+        batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
+    return decoder, shared, layers, batch
 
 
 @cache
-def wanted(model, dtype, examples=EXAMPLES):
+def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
+    decoder = replace(decoder, z_loss=z_loss)
     return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
-    dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
+    z_loss=0.0, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters as they are stored, and batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
@@ -77,7 +85,7 @@ def pipeline_of(
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
         config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
-        loss_chunks=loss_chunks,
+        loss_chunks=loss_chunks, z_loss=z_loss,
     )  # fmt: skip
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     execution = Execution(lockstep, **execution)
@@ -86,15 +94,27 @@ def pipeline_of(
     return pipeline, layout, params, batch
 
 
-def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, **how):
+def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
     """`(got, want)` of a whole step on a mesh and on one device."""
     pipeline, layout, params, batch = pipeline_of(
-        model, *args, dtype=dtype, examples=examples, **how
+        model, *args, dtype=dtype, examples=examples, z_loss=z_loss, **how
     )
     of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
-    losses, gradients = wanted(model, dtype, examples)
+    losses, gradients = wanted(model, dtype, examples, z_loss)
     gradients = gradients | {"layers": layout.stack(gradients["layers"])}
-    return (of_slices.reshape(MICROBATCHES, -1).sum(1), got), (
+    of_microbatches = of_slices.reshape(MICROBATCHES, -1, *losses.shape[1:]).sum(1)
+    return (of_microbatches, got), (
         losses,
         pipeline.sharding.padded(gradients),
     )
+
+
+def without_key_biases(made):
+    """They add as much to all scores of a query, so their gradients are nothing but rounding."""
+    losses, gradients = made
+    layers = []
+    for layer in gradients["layers"]:
+        attn = dict(layer["attn"])
+        assert jnp.abs(attn.pop("bk")).max() < 1e-15 * jnp.linalg.norm(attn["bv"])
+        layers.append({**layer, "attn": attn})
+    return losses, {**gradients, "layers": tuple(layers)}

@@ -23,7 +23,7 @@ ROWS = [
     {"training"},
     {"gpu"},
     {"bench"},
-    {"train", "plan", "profile"},
+    {"train", "plan", "profile", "compare"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # `pipeline` takes stage functions as arguments: it must not know the model.

@@ -1,7 +1,5 @@
 """The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ from meshes import (
 )
 from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import executed_flops
+from recorded import recording
 
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
@@ -30,12 +29,10 @@ from jaxpipe.parallel import (
     TensorParallel,
     make_mesh,
 )
-from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import (
     POLICIES,
     Context,
     Execution,
-    LayerKind,
     Pipeline,
     losses_and_gradients_ref,
     split_layer,
@@ -120,6 +117,26 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "how"),
+    [
+        ("1f1b", (2, 2, 2), {"sequence": True, "loss_chunks": 2}),
+        ("zb_h1", (2, 1, 4), {"lockstep": Lockstep(defer_ends=True)}),
+        ("dualpipe", (2, 2, 2), {"lockstep": SHARED, "loss_chunks": 4}),
+        ("interleaved_1f1b", (2, 2, 1), {"slices": 2}),
+    ],
+    ids=str,
+)
+def test_a_second_loss_of_the_head(schedule, mesh, how):
+    """log(Z)^2 by its formula's own twin on one device, which tests/model compares with jax's."""
+    with jax.enable_x64(True):
+        (losses, got), (want_losses, want) = run(
+            "deep", schedule, *mesh, z_loss=0.1, dtype=jnp.float64, poison_bubbles=True, **how
+        )
+        assert losses.shape == (8, 2)
+        assert_same((losses[:, 0], losses[:, 1], got), (want_losses[:, 0], want_losses[:, 1], want))
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
     """Of a head that is not the embedding."""
@@ -163,39 +180,6 @@ def test_forward_only_with_a_shared_vocabulary():
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
-@jax.custom_vjp
-def record(y, _):
-    """y; the second argument's "gradients" are y itself and the gradient at y."""
-    return y
-
-
-record.defvjp(lambda y, _: (y, y), lambda y, dy: (dy, {"y": y, "dy": dy}))
-
-
-def recording(decoder):
-    """The model with, of every layer, tables of its outputs and of the gradients at them."""
-    devices = decoder.devices
-    table = Leaf(summed=("tp",) if devices.sequence else ())
-
-    def layer(params, x, context):
-        output = decoder.layer(params["layer"], x, context)
-        example = context.rows["example"]
-        place = jax.tree.map(lambda table: table[example], params["tables"])
-        if devices.sequence:
-            length = output.y.shape[1]
-            place = jax.tree.map(
-                lambda table: jax.lax.dynamic_slice_in_dim(
-                    table, devices.index() * length, length, 1
-                ),
-                place,
-            )
-        return output._replace(y=record(output.y, place))
-
-    functions = decoder.functions
-    leaves = {"layer": decoder.leaves["layer"], "tables": {"y": table, "dy": table}}
-    return replace(functions, kinds=LayerKind(layer, leaves), reads=(*functions.reads, "example"))
-
-
 @pytest.mark.parametrize(
     ("schedule", "sequence"),
     [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", True),
@@ -207,8 +191,8 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         decoder, shared, layers, batch = problem("normed", jnp.float64)
         tables = jnp.zeros((MICROBATCHES * EXAMPLES, LENGTH, SIZES["d_model"]))
         layers = [{"layer": layer, "tables": {"y": tables, "dy": tables}} for layer in layers]
-        ids = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES)
-        batch = batch | {"example": ids}
+        ids = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES, 1)
+        batch = batch | {"example": jnp.broadcast_to(ids, batch["inputs"].shape)}
         built = build(schedule, pp=2, microbatches=MICROBATCHES)
         layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
         shared_by_two = Decoder(MODELS["normed"], TensorParallel(2, sequence))

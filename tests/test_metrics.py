@@ -3,15 +3,20 @@
 import io
 import json
 
+import jax
+import numpy as np
 import pytest
+from commands import SMALL
 from rich.console import Console
 
-from jaxpipe.config import LogConfig
+from jaxpipe.config import LogConfig, load
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training.boards import boards
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
+from jaxpipe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,56 @@ def test_flops_of_llama3_8b():
     assert config.flops_per_token(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
+def test_rates_of_a_step():
+    """Of the third step, after 8 sequences of another batch size, on eight devices."""
+    config = load(SMALL)
+    rates = Trainer(config).rates(3, 8 + 8, seconds=0.5)
+    per_second = 8 * 32 / 0.5
+    assert rates == {
+        "lr": pytest.approx(1e-2),
+        "tokens_seen": 16 * 32,
+        "tokens_per_second": per_second,
+        "tokens_per_second_per_device": per_second / 8,
+        "tflops_per_device": per_second / 8 * config.model.flops_per_token(32) / 1e12,
+        "step_seconds": 0.5,
+    }
+
+
+def test_the_largest_loss_of_a_microbatch():
+    """Of four: that with the text which the model likes least, as a mean over its tokens."""
+    trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    state = trainer.init()
+    shares = trainer.pipeline.losses(state.params, trainer.put(batch))
+    _, metrics = trainer.train_step(state, trainer.put(batch))
+    assert float(metrics["loss_max"]) == pytest.approx(4 * float(shares.max()), rel=1e-6)
+    assert metrics["loss_max"] > metrics["loss"]
+
+
+def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
+    """Trained on, but in neither the loss nor the held-out one: those are the cross-entropy."""
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
+    batch, alone = {"inputs": tokens, "targets": tokens}, ["parallel.pp=1", "parallel.dp=1"]
+    trainers = [
+        Trainer(load(SMALL, [*alone, f"train.z_loss={z}"]), jax.devices()[:1]) for z in (0, 0.5)
+    ]
+    (_, plain), (state, both) = (t.train_step(t.init(), t.put(batch)) for t in trainers)
+    assert "z_loss" not in plain
+    np.testing.assert_allclose(both["loss"], plain["loss"], rtol=1e-6)
+    np.testing.assert_allclose(both["loss_max"], plain["loss_max"], rtol=1e-6)
+    assert both["z_loss"] == pytest.approx(0.5 * np.log(256) ** 2, rel=0.02)  # of equal logits
+    assert both["grad_norm"] > 1.1 * plain["grad_norm"]
+    evaluated = [float(t.eval_step(state, t.put(batch))) for t in trainers]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+
+
+def logging(directory, last_step=0):
+    """A log with TensorBoard beside it."""
+    config = load(SMALL, [f"run.dir={directory}", "log.tensorboard=true"])
+    return MetricsLog(directory, last_step=last_step, boards=boards(config, last_step))
+
+
 def test_flops_of_a_window_are_those_of_its_keys():
     config = LlamaConfig(**PRESETS["mistral_7b_v0_1"])
     matrices = 7_241_732_096 - 32000 * 4096 - 65 * 4096
@@ -42,7 +97,7 @@ def test_flops_of_a_window_are_those_of_its_keys():
 
 
 def write(directory, steps, last_step):
-    with MetricsLog(directory, tensorboard=True, last_step=last_step) as log:
+    with logging(directory, last_step) as log:
         for step in steps:
             log.write(step, {"loss": float(step)})
 
@@ -61,7 +116,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path):
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False, last_step=0) as log:
+    with MetricsLog(tmp_path, last_step=0) as log:
         log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
     assert not (tmp_path / "tensorboard").exists()
@@ -70,7 +125,7 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
 def test_lists_are_lists_and_their_numbers_exact(tmp_path):
     many = list(range(100))
     values = {"counts": [[1, 2**31 - 1], [3, 4]], "share": [0.1, float("nan")], "many": many}
-    with MetricsLog(tmp_path, tensorboard=True, last_step=0) as log:
+    with logging(tmp_path) as log:
         log.write(1, values | {"empty": [float("nan")] * 100})
     (line,) = lines(tmp_path)
     assert line["counts"] == values["counts"]
@@ -111,6 +166,19 @@ def test_plain_lines_where_there_is_no_terminal():
 def test_a_line_has_the_numbers_that_layers_make_and_no_lists():
     line = describe(1, 2, VALUES | {"score": 0.25, "tokens": 96, "counts": [1, 2]}, None)
     assert line.endswith("2.000 s/step  score 0.25  tokens 96")
+
+
+def test_the_line_has_a_smoothed_loss_and_not_all_that_is_logged():
+    out = io.StringIO()
+    logged_only = {"tokens_seen": 64, "data_seconds": 0.5, "loss_max": 3.0}
+    with Progress(4, LogConfig(), Console(file=out, width=200)) as progress:
+        for step, loss in enumerate([float("inf"), 2.0, 1.0, float("nan")], start=1):
+            progress.update(step, VALUES | logged_only | {"loss": loss}, first=step == 1)
+    lines = out.getvalue().splitlines()
+    assert "smoothed" not in lines[0]
+    assert "loss 1.0000  smoothed 1.9000  grad_norm" in lines[2]
+    assert "smoothed 1.9000" in lines[3]
+    assert not any(name in out.getvalue() for name in logged_only)
 
 
 def test_a_live_line_on_a_terminal():

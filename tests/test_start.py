@@ -1,5 +1,6 @@
 """What a run may begin with: a seed, another run's checkpoint, or its parameters alone."""
 
+import fnmatch
 import json
 import shutil
 from pathlib import Path
@@ -8,8 +9,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import flatten_dict
 
 from jaxpipe import train
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import load
+from jaxpipe.training.start import start
+from jaxpipe.training.trainer import Trainer
 
 SMALL = str(Path(__file__).parent / "data" / "small.toml")
 
@@ -21,6 +27,11 @@ def losses(directory):
 
 def stored(directory, step):
     return ocp.StandardCheckpointer().restore(Path(directory) / "checkpoints" / str(step) / "state")
+
+
+def flat(tree):
+    """Leaves as numpy by their names on disk."""
+    return flatten_dict(jax.tree.map(np.asarray, tree), sep="/")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +83,49 @@ def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
     state = stored(tmp_path, 1)
     jax.tree.map(np.testing.assert_array_equal, state["params"], stored(run, 12)["params"])
     assert int(state["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [["parallel.pp=2", "parallel.tp=2"], ["parallel.pp=2", "parallel.layer_split=[1,3]"],
+     ["parallel.pp=2", "parallel.dp=3"]],
+)  # fmt: skip
+def test_leaves_that_are_excluded_are_new(tmp_path, run, mesh):
+    """Another vocabulary, so other ends; and one layer's products, which would have fitted."""
+    patterns = ["ends/embed", "ends/head", "layers/2/mlp/*"]
+    how = [f"checkpoint.resume={run}", "checkpoint.parameters_only=true",
+           f"checkpoint.exclude={json.dumps(patterns)}"]  # fmt: skip
+    config = load(SMALL, [*mesh, *how, "train.seed=7", "model.vocab_size=320"])
+    size = config.parallel.pp * config.parallel.dp * config.parallel.tp
+    trainer, said = Trainer(config, tuple(jax.devices()[:size])), []
+    keying = Keying(trainer.layout, trainer.sharding)
+    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        state, _ = start(trainer, None, checkpoints, said.append)
+    assert said[0].endswith("(step 12), but ends/embed, ends/head, layers/2/mlp/* new")
+    got, new = (flat(keying.keyed(params)) for params in (state.params, trainer.init_parameters()))
+    old = flat(stored(run, 12)["params"])
+    for name, leaf in got.items():
+        fresh = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        np.testing.assert_array_equal(leaf, new[name] if fresh else old[name], name)
+    assert got["ends/head"].shape == (32, 320)
+
+
+@pytest.mark.parametrize(
+    ("exclude", "more", "sentence"),
+    [
+        ('["ends/haed"]', [], "has 'ends/haed', but no parameter is named so: names are ends/"),
+        ('["ends/head"]', ["model.vocab_size=320"], "params/ends/embed has shape (256, 32) there"),
+        ('["ends/head"]', ["checkpoint.parameters_only=false"], "needs checkpoint.parameters_on"),
+        ("ends/head", [], "unknown checkpoint.exclude='ends/head': use one of a list of strings"),
+    ],
+)
+def test_what_cannot_be_excluded_is_one_sentence(tmp_path, run, exclude, more, sentence, capsys):
+    start = [f"checkpoint.resume={run}", "checkpoint.parameters_only=true"]
+    command = [SMALL, f"run.dir={tmp_path}", "train.seed=7", *start]
+    assert train.main([*command, f"checkpoint.exclude={exclude}", *more]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,17 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+def test_a_deterministic_run_is_bitwise_the_same_again(tmp_path, uninterrupted):
+    """On CPU every run is; tests/gpu/test_compiler.py has what GPUs are told."""
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", "train.deterministic=true"]) == 0
+    runs = [metrics(directory) for directory in (tmp_path, uninterrupted)]
+    for name in ("loss", "grad_norm", "eval_loss"):
+        got, want = ([line.get(name) for line in run.values()] for run in runs)
+        assert got == want
+    (got, _), (want, _) = restored(tmp_path), restored(uninterrupted)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def trainer_of(*overrides):
     return Trainer(load(SMALL, overrides), devices=tuple(jax.devices()[: devices_of(overrides)]))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 
@@ -39,7 +39,7 @@ def at_least_one(**counts: int) -> None:
 
 def load_for_devices(arguments: argparse.Namespace) -> Config:
     """The checked configuration, with jax told which devices to use; before its first use."""
-    config = configs.load(arguments.config, arguments.overrides)
+    config = filled(configs.load(arguments.config, arguments.overrides), None)
     validate(config)
     check_out(arguments.out)
     if config.runtime.cpu_devices:

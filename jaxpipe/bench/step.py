@@ -47,7 +47,7 @@ from jaxpipe.bench.variants import (
 )
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import OpSeconds
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning.checks import filled, validate
 
 _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
 _OPS = "ops after "  # in names of turns
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = configs.load(arguments.config, arguments.overrides)
+    config = filled(configs.load(arguments.config, arguments.overrides), None)
     _check(arguments, config)
     with tempfile.TemporaryDirectory() as directory:
         for result in _Bench(arguments, config, Path(directory)).results():

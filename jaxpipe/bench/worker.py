@@ -112,7 +112,7 @@ def accumulated(trainer: Trainer) -> Any:
             for slot in params["layers"]:
                 layer = jax.tree.map(lambda leaf: leaf[0], slot)
                 x = trainer.model.layer(layer, x, Context(microbatch)).y
-            return functions.head(params["shared"], x, microbatch) / count
+            return functions.head(params["shared"], x, microbatch).sum() / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
             loss, gradients = jax.value_and_grad(share)(state.params, microbatch)

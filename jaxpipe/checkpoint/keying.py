@@ -48,6 +48,10 @@ class Keying:
 
     def keyed(self, state: Tree) -> Tree:
         """The state with every stage-form tree inside it layer-keyed, and without padding."""
+        return self._map(state, self._written, lambda leaf: leaf)
+
+    def rows(self, state: Tree) -> Tree:
+        """The same with this layout's padding, as `restore_args` would have it read."""
         return self._map(state, self._take, lambda leaf: leaf)
 
     def keyed_shapes(self, state: Tree) -> Tree:
@@ -147,15 +151,20 @@ class Keying:
         devices = self.mesh.devices if rank is None else self.mesh.devices[rank : rank + 1]
         return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.spec)
 
-    def _take(self, leaf: jax.Array, stored: Stored, rank: int | None) -> Any:
-        """A leaf as it is written: of a layer's row `rank`, an array of that rank's devices."""
-        if rank is not None:
-            sharding = self._place(stored, rank)
-            devices = sharding.device_set
-            rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
-            leaf = jax.make_array_from_single_device_arrays(
-                leaf.shape[1:], sharding, rows, dtype=leaf.dtype
-            )
+    def _take(self, leaf: jax.Array, stored: Stored, rank: int | None) -> jax.Array:
+        """A leaf, or of a layer's its row `rank`: an array of that rank's devices."""
+        if rank is None:
+            return leaf
+        sharding = self._place(stored, rank)
+        devices = sharding.device_set
+        rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape[1:], sharding, rows, dtype=leaf.dtype
+        )
+
+    def _written(self, leaf: jax.Array, stored: Stored, rank: int | None) -> Any:
+        """A leaf, or a layer's row of it, as it is written."""
+        leaf = self._take(leaf, stored, rank)
         return Unpadded(leaf, stored.true_shape(leaf.shape)) if stored.padding else leaf
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:

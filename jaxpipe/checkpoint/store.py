@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jaxpipe.checkpoint.exclusion import Exclusion, completed, leaves_by_name, without
 from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.checkpoint.memory import freed_at_once
@@ -27,7 +27,7 @@ class Checkpoints:
     step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
     written.
 
-    >>> import tempfile
+    >>> import jax, tempfile
     >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
@@ -197,12 +197,14 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
-def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, Any]]:
+def read_state(
+    path: Path, keying: Keying, like: Tree, exclusion: Exclusion | None = None
+) -> tuple[Tree, dict[str, Any]]:
     """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
 
-    Of a `like` that has only some of a state's parts, only these are read. Each process reads what
-    its own devices hold. Raises `ConfigError` for a checkpoint of another model or of a newer
-    format, and much else where files are damaged.
+    Of a `like` that has only some of a state's parts, only these are read; of parameters alone some
+    may be excluded. Each process reads what its own devices hold. Raises `ConfigError` for a
+    checkpoint of another model or of a newer format, and much else where files are damaged.
     """
     meta = ocp.JsonCheckpointHandler().restore(path / "meta")
     if meta["format"] > FORMAT:
@@ -216,16 +218,19 @@ def read_state(path: Path, keying: Keying, like: Tree) -> tuple[Tree, dict[str, 
             f"start from them."
         )
     handler, shapes = state_handler(), keying.keyed_shapes(like)  # those on disk
-    _check_same_model(shapes, handler.metadata(path / "state").tree, path)
+    left_out = exclusion.names(shapes) if exclusion else frozenset()
+    _check_same_model(shapes, handler.metadata(path / "state").tree, path, left_out)
     with freed_at_once():
         state = handler.restore(
             path / "state",
             args=ocp.args.PyTreeRestore(
-                shapes,
-                restore_args=keying.restore_args(like),
+                without(shapes, left_out),
+                restore_args=without(keying.restore_args(like), left_out),
                 partial_restore=True,
             ),
         )
+        if exclusion:
+            state = completed(state, keying.rows(exclusion.fresh()))
         return keying.staged(state, like), meta
 
 
@@ -247,12 +252,11 @@ def _touch(directory: Path) -> None:
     probe.unlink(missing_ok=True)
 
 
-def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:
-    def leaves_of(tree: Tree) -> dict[str, Any]:
-        leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
-        return {_name(path): leaf for path, leaf in leaves}
-
-    wanted, held = leaves_of(expected), leaves_of(stored)
+def _check_same_model(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
+    wanted, held = (
+        {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
+        for tree in (expected, stored)
+    )
     want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
     have = {name: tuple(leaf.shape) for name, leaf in held.items()}
     have = {name: shape for name, shape in have.items() if name.split("/")[0] in expected}
@@ -269,8 +273,3 @@ def _check_same_model(expected: Tree, stored: Tree, where: Path) -> None:
                 f"checkpoint {where} is of another model: {name} has dtype {held[name].dtype} "
                 f"there and {wanted[name].dtype} in this configuration; use another run.dir."
             )
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """A tree path as `params/layers/17/attn/wq`."""
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

@@ -19,6 +19,8 @@ from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
+_LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply overrides `section.key=value`, and check names, types and ranges.
@@ -168,7 +170,7 @@ def _is_required(section: str) -> bool:
 def _check_value(key: str, value: Any, hint: Any) -> None:
     kinds = (hint, *get_args(hint))
     choices = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
-    choices += ["a list of integers" for kind in kinds if get_origin(kind) is tuple]
+    choices += [f"a list of {_LISTED[kind]}" for kind in kinds if kind in _LISTED]
     choices += ["true", "false"] if choices and bool in kinds else []
     try:
         msgspec.convert(value, hint)

@@ -91,17 +91,20 @@ class TrainConfig(_Section, kw_only=True):
     """`[train]`: the size of a step and the number of steps."""
 
     steps: Positive  # updates in the whole run
-    grad_accum_steps: Positive  # microbatches of a step (M)
+    grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
+    batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
     seq_len: Positive  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
+    deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
     # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
     # With float16 the loss is then scaled by what has not overflowed
     skip_non_finite: Count = 0
     loss_chunks: Positive = 1  # of the sequence: only one's logits are held
+    z_loss: Annotated[float, Meta(ge=0)] = 0.0  # times the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches of one held-out loss
 
@@ -144,6 +147,7 @@ class CheckpointConfig(_Section, kw_only=True):
     # auto: from the newest, if there is one; a path: else from there; none: there must be none
     resume: str = "auto"
     parameters_only: bool = False  # of a path take no more: step 0, fresh moments
+    exclude: tuple[str, ...] = ()  # of those not these, by names such as "ends/head": new values
     asynchronous: bool = True  # write while training goes on
 
 
@@ -152,8 +156,12 @@ class LogConfig(_Section, kw_only=True):
 
     every: Positive = 1  # steps between printed lines when the output is not a terminal
     tensorboard: bool = True  # event files beside metrics.jsonl
+    wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
+    wandb_project: str = "jaxpipe"  # its group is named as the last folder of run.dir
     progress: bool = True  # a live line on terminals
     bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
+    profile_start: Count = 0  # first step that jax's profiler records; 0: none
+    profile_steps: Positive = 3  # how many it records
 
 
 class RuntimeConfig(_Section, kw_only=True):

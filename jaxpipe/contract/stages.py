@@ -25,9 +25,10 @@ class StageFunctions:
     Attributes:
       embed: `(shared, rows) -> x`.
       kinds: the kinds of layers by name; one kind may be given as it is.
-      head: `(shared, x, rows) -> summed loss`.
+      head: `(shared, x, rows) -> summed loss`, or an array of several, which are all trained on.
       count: `rows -> how many terms the summed loss has`.
       order: the kind of every layer; None: all are of the only kind.
+      losses: a name for each of the head's losses; what layers make is added to the first.
       leaves: a `Leaf` for every leaf of `shared`; None: nothing is cut.
       reads: names of the batch's leaves; others are refused. None: any.
       variables: the first value of the model's state that is no parameter, a tree of arrays that
@@ -55,6 +56,7 @@ class StageFunctions:
     head: Callable[[Tree, "jax.Array", Tree], "jax.Array"]
     count: Callable[[Tree], "jax.Array"]
     order: tuple[str, ...] | None = None
+    losses: tuple[str, ...] = ("loss",)
     leaves: Tree = None
     reads: tuple[str, ...] | None = None
     variables: Tree = None

@@ -81,6 +81,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     parallel = config.parallel
     topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
     trainer = Trainer(config, _devices(card, usable, topology), memory)
+    own = compiler.wanted("gpu", deterministic=config.train.deterministic)
     options, _ = compiler.accepted(_DEVICELESS)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -98,7 +99,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         program=Program(compiled.as_text()),
         graphs=graphed,
         seconds=seconds,
-        dropped=tuple(compiler.accepted(compiler.wanted("gpu"))[1]),
+        dropped=tuple(compiler.accepted(own)[1]),
     )
 
 
@@ -123,7 +124,7 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
     ids = jax.ShapeDtypeStruct(shape, "int32")
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.batch_sharding),
-        jax.eval_shape(trainer.deal, {"inputs": ids, "targets": ids}),
+        jax.eval_shape(trainer.deal, {name: ids for name in trainer.leaves_of_a_batch}),
     )
     try:
         traced = trainer.train_step.trace(state, batch)

@@ -4,12 +4,15 @@ Shapes: B examples, L queries, S keys, H query heads, G key/value heads, R = H /
 R * L rows, the queries of all heads that read the same keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import fused_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
@@ -40,12 +43,13 @@ class Attend:
     window: int = 0
 
     def __call__(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None
-    ) -> tuple[jax.Array, Past | None]:
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
+        masks: Masks = NO_MASKS,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         """Every query mixes values up to its own, `[B, L, H, K]`; of a slice also the past.
 
         L is this device's stretch of the sequence, or of a slice of it, whose keys and values come
-        after those of the past.
+        after those of the past. The plain kernel drops shares as the masks say.
         """
         length = q_BLHK.shape[1]
         k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
@@ -60,9 +64,10 @@ class Attend:
         if self.kernel == "cudnn":
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS, self.window)
         elif mask_11LS is None:
-            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window)
+            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks)
         else:
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS)
+            kept = masks.shares if masks.dropout.shares else None
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS, kept)
         return mixed_BLHK, past
 
     def _causal(self, length: int, past: Past | None) -> jax.Array | None:
@@ -84,8 +89,9 @@ def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.
 
 
 def causal_attention(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0
-) -> jax.Array:
+    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0,
+    masks: Masks = NO_MASKS,
+) -> jax.Array:  # fmt: skip
     """Attention of every token to itself and all before it, `[B, L, H, K]`.
 
     With a window, to so many last ones, itself included, as in transformers' `masking_utils.py`
@@ -103,16 +109,20 @@ def causal_attention(
             mask_LS &= ~jnp.tri(rows, end - first, begin - first - window, dtype=bool)
         keys = slice(first, end)
         return grouped_attention(
-            q_BLHK[:, begin:end], k_BLGK[:, keys], v_BLGK[:, keys], mask_LS[None, None]
-        )
+            q_BLHK[:, begin:end], k_BLGK[:, keys], v_BLGK[:, keys], mask_LS[None, None],
+            partial(masks.shares, query=begin, key=first) if masks.dropout.shares else None,
+        )  # fmt: skip
 
     return jnp.concatenate([block(i, i + rows) for i in range(0, length, rows)], axis=1)
 
 
 def grouped_attention(
-    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array
-) -> jax.Array:
+    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array,
+    kept: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
+
+    `kept` says what is kept of the shares that the softmax makes, `[B, H, L, S]`; None: all.
 
     Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` has scores of float64 in
     float32, and makes XLA on CPU copy scores or probabilities into another order six times a layer.
@@ -132,6 +142,8 @@ def grouped_attention(
     score_BGRLS = score_BGMS.reshape(b, g, -1, length, keys) * k**-0.5
     score_BGRLS = jnp.where(mask_11LS[:, :, None], score_BGRLS, jnp.finfo(wide).min)
     share_BGMS = jax.nn.softmax(score_BGRLS.reshape(score_BGMS.shape), axis=-1)
+    if kept is not None:
+        share_BGMS = kept(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
     mixed_BGMK = jnp.einsum("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK)
     mixed_BLGRK = mixed_BGMK.reshape(q_BGRLK.shape).transpose(0, 3, 1, 2, 4)
     return mixed_BLGRK.reshape(q_BLHK.shape).astype(dtype)

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
+from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.model.parts import EndParts, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
@@ -34,7 +35,9 @@ class CausalDecoder:
     that share the ends, if these are others. The loss may be made in chunks of the sequence, of
     which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
     sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
-    [B]`: which of the slices it is, the same for all B.
+    [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
+    of its examples in the run, values are dropped as the configuration and the `seed` say. With
+    `z_loss` the head has two losses.
     """
 
     config: DecoderConfig
@@ -43,6 +46,8 @@ class CausalDecoder:
     end_devices: OneDevice | None = None
     sequence: WholeSequence = WHOLE_SEQUENCE
     slices: int = 1
+    seed: int = 0
+    z_loss: float = 0.0
 
     @property
     def attend(self) -> Attend:
@@ -86,14 +91,21 @@ class CausalDecoder:
 
         return {"shared": _values(self._new_ends(leaf)), "layer": _values(self._new_layer(leaf))}
 
+    @property
+    def dropout(self) -> Dropout:
+        """What is dropped in training."""
+        return Dropout(self.config.dropout, self.config.attention_dropout, self.seed)
+
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
         state = self.state if self.slices > 1 else None
-        reads = ("inputs", "targets", "positions", *(("slice",) if self.slices > 1 else ()))
+        reads = ["inputs", "targets", "positions"]
+        reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
         return StageFunctions(
             self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
-            leaves=self.leaves["shared"], reads=reads,
+            losses=("loss", "z_loss") if self.z_loss else ("loss",),
+            leaves=self.leaves["shared"], reads=tuple(reads),
         )  # fmt: skip
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
@@ -104,12 +116,12 @@ class CausalDecoder:
         return empty, empty
 
     def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Summed cross-entropy of the microbatch, in nats."""
+        """Summed cross-entropy of the microbatch, in nats; with `z_loss` an array of both."""
         x, head = nnx.merge(self._ends, ends).leave(x)
-        targets = rows["targets"]
+        targets, devices, z_loss = rows["targets"], self._of_ends, self.z_loss
         if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, self._of_ends, self.loss_chunks)
-        return cross_entropy_sum(x @ head, targets, self._of_ends)
+            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, z_loss)
+        return cross_entropy_sum(x @ head, targets, devices, z_loss)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""
@@ -125,6 +137,13 @@ class CausalDecoder:
             return positions
         own = self._begin(rows, length) + self.sequence.start(length) + jnp.arange(length)
         return jnp.broadcast_to(own, (batch, length))
+
+    def _masks(self, rows: Tree, layer: Any, length: int) -> Masks:
+        """What is dropped in a layer, or with -1 in the embedding, of L tokens."""
+        if not self.dropout or "samples" not in rows:
+            return NO_MASKS
+        begin = self._begin(rows, length) + self.sequence.start(length)
+        return Masks.of(self.dropout, rows["samples"][:, 0], layer, begin, self.devices)
 
     def _past(self, x: jax.Array, context: Context) -> Past | None:
         """Of a slice the keys and values before it."""

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from jaxpipe.model.family import Count, ModelConfig, Positive
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
+Chance = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -19,6 +20,8 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     d_ff: Positive  # hidden width of the MLP
     norm_eps: PositiveFloat = 1e-5  # added to the mean square in every norm
     attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
+    dropout: Chance = 0.0  # in training: of the embedding, and of what a layer adds to the stream
+    attention_dropout: Chance = 0.0  # in training: of a query's share in a key
 
     @property
     def head_size(self) -> int:
@@ -58,6 +61,12 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                     f"model.{name}={getattr(self, name)} must be a multiple of parallel.tp={tp}: "
                     f"devices that share a layer have equal parts of it; change one of them."
                 )
+        if self.attention_dropout and self.attention == "cudnn":
+            yield (
+                f"model.attention_dropout={self.attention_dropout} drops shares that the kernel of "
+                f"model.attention='cudnn' keeps to itself: set model.attention=xla, or "
+                f"model.attention_dropout=0."
+            )
         if not self.head_dim and self.d_model % self.n_heads:
             yield (
                 f"model.d_model={self.d_model} must be a multiple of model.n_heads={self.n_heads}: "

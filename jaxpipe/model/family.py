@@ -100,7 +100,9 @@ class Family:
 
         `sharing` has any of: `devices` that share the layers and `end_devices` that share the ends,
         if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
-        `slices` of it in time; `loss_chunks`, of which the loss is made one by one.
+        `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
+        what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
+        name.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

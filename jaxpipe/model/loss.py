@@ -15,12 +15,19 @@ IGNORE = -100  # a target that counts for nothing
 
 
 def cross_entropy_sum(
-    logits_BLV: jax.Array, targets_BL: jax.Array, devices: OneDevice = ONE_DEVICE
+    logits_BLV: jax.Array,
+    targets_BL: jax.Array,
+    devices: OneDevice = ONE_DEVICE,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """Sum over the tokens that are not ignored of -log softmax(logits)[target], in nats.
 
     Computed in float32, or in the logits' own dtype if that is wider. Of devices that share the
     vocabulary each has the whole sum; only maxima, sums and the targets' logits are exchanged.
+
+    With `z_loss` the result is `[2]`: that sum, and over the same tokens that of z_loss * log(Z)^2,
+    Z being the sum of the exponentials of a token's logits. Trained on, it keeps Z near 1
+    (Chowdhery et al. 2022, PaLM, section 5).
     """
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
     valid_BL = targets_BL != IGNORE
@@ -32,44 +39,55 @@ def cross_entropy_sum(
     most_BL = devices.largest(jax.lax.stop_gradient(logits_BLV.max(-1)))
     exponentials_BL = jnp.exp(logits_BLV - most_BL[..., None]).sum(-1)
     logsumexp_BL = jnp.log(devices.total(exponentials_BL)) + most_BL
-    return jnp.sum(jnp.where(valid_BL, logsumexp_BL - at_target_BL, 0))
+    loss = jnp.sum(jnp.where(valid_BL, logsumexp_BL - at_target_BL, 0))
+    if not z_loss:
+        return loss
+    return jnp.stack([loss, z_loss * jnp.sum(jnp.where(valid_BL, logsumexp_BL, 0) ** 2)])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def chunked_cross_entropy_sum(
     x_BLD: jax.Array,
     head_DV: jax.Array,
     targets_BL: jax.Array,
     devices: OneDevice,
     chunks: int,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """`cross_entropy_sum(x @ head, targets)`, never holding more than L / `chunks` rows of logits.
 
     The gradients are made together with the loss, chunk by chunk, since the loss is only ever
-    scaled: each chunk's logits are computed once and dropped. Those of the head are summed in
-    float32 or wider.
+    scaled, and a second one alike: each chunk's logits are computed once and dropped. Those of the
+    head are summed in float32 or wider.
     """
 
     def one(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, targets = part
-        return total + cross_entropy_sum(x @ head_DV, targets, devices), None
+        return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss), None
 
     parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
-    return jax.lax.scan(one, jnp.zeros((), _wide(x_BLD)), parts)[0]
+    return jax.lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
 
 
 def _forward(
-    x_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, devices: OneDevice, chunks: int
+    x_BLD: jax.Array,
+    head_DV: jax.Array,
+    targets_BL: jax.Array,
+    devices: OneDevice,
+    chunks: int,
+    z_loss: float,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    def loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy_sum(x @ head, targets, devices)
+    def loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses = cross_entropy_sum(x @ head, targets, devices, z_loss)
+        return losses.sum(), losses
 
     def one(totals: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple:
         total, dhead = totals
-        more, (dx, dmore) = jax.value_and_grad(loss, (0, 1))(part[0], head_DV, part[1])
+        gradient = jax.grad(loss, (0, 1), has_aux=True)
+        (dx, dmore), more = gradient(part[0], head_DV, part[1])
         return (total + more, dhead + dmore), dx
 
-    zeros = jnp.zeros((), _wide(x_BLD)), jnp.zeros(head_DV.shape, _wide(head_DV))
+    zeros = _no_loss(x_BLD, z_loss), jnp.zeros(head_DV.shape, _wide(head_DV))
     parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
     (total, dhead), dx = jax.lax.scan(one, zeros, parts)
     dx_BLD = jnp.moveaxis(dx, 0, 1).reshape(x_BLD.shape)
@@ -77,9 +95,10 @@ def _forward(
 
 
 def _backward(
-    _: OneDevice, __: int, made: tuple[jax.Array, jax.Array], scale: jax.Array
+    _: OneDevice, __: int, z_loss: float, made: tuple[jax.Array, jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, dhead = made
+    scale = scale[0] if z_loss else scale
     return dx * scale.astype(dx.dtype), dhead * scale.astype(dhead.dtype), None
 
 
@@ -90,6 +109,11 @@ def _cut(values_BL: jax.Array, chunks: int) -> jax.Array:
     """`[B, L, ...]` to `[chunks, B, L / chunks, ...]`."""
     b, length, *rest = values_BL.shape
     return jnp.moveaxis(values_BL.reshape(b, chunks, length // chunks, *rest), 1, 0)
+
+
+def _no_loss(x_BLD: jax.Array, z_loss: float) -> jax.Array:
+    """What sums of losses begin with."""
+    return jnp.zeros((2,) if z_loss else (), _wide(x_BLD))
 
 
 def _wide(values: jax.Array) -> jnp.dtype:

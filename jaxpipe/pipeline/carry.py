@@ -17,8 +17,9 @@ class Carry(NamedTuple):
     the last tick brought. `inbox` is a ring of messages; `rings` are those of each ring slot,
     which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
     gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
-    layer slot. `losses`: each microbatch's share of the loss, `[M]`; `side`: the sums and maxima of
-    what layers make beside. A forward-only pass has no `dx`, residuals, stash or gradients.
+    layer slot. `losses`: each microbatch's share of the loss, `[M]`, or `[M, K]` of the head's K;
+    `side`: the sums and maxima of what layers make beside. A forward-only pass has no `dx`,
+    residuals, stash or gradients.
     """
 
     y: jax.Array

@@ -28,6 +28,7 @@ class StepData:
       shared: the leaves that no layer has, as ops read them.
       batch: leaves `[M, B, ...]`.
       variables: the model's state that is no parameter.
+      loss: shape and dtype of what the head returns.
       share: one over the number of terms in the whole batch.
       seed: the gradient at the summed loss.
       unscale: what the sums of gradients are multiplied with at the end; None: nothing.
@@ -38,6 +39,7 @@ class StepData:
     shared: Tree
     batch: Tree
     variables: Tree
+    loss: jax.ShapeDtypeStruct
     share: jax.Array
     seed: jax.Array
     unscale: jax.Array | None
@@ -48,8 +50,9 @@ class StepData:
         return buffers.read(self.batch, m)
 
     def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        """Losses with a microbatch's share of this one added."""
-        return losses.at[m].add((loss * self.share).astype(losses.dtype))
+        """Losses with a microbatch's share of this added: of a layer's to the head's first."""
+        place = (m, 0) if loss.ndim < self.loss.ndim else m
+        return losses.at[place].add((loss * self.share).astype(losses.dtype))
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Ends(ABC):
         return output.y, dy.value, self.head.add(totals, used)
 
     def _seed(self, loss: jax.Array) -> Cotangent:
-        return Cotangent(self.step.seed.astype(loss.dtype))
+        return Cotangent(jnp.broadcast_to(self.step.seed.astype(loss.dtype), loss.shape))
 
     def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """The totals with the embedding's gradients added."""

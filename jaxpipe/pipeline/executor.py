@@ -117,11 +117,11 @@ class Pipeline:
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None
     ) -> tuple[jax.Array, Tree]:
-        """Each microbatch's share of the loss, `[M]`, and the gradients of their sum."""
+        """Each microbatch's share of the loss, `[M]` or `[M, K]`, and gradients of their sum."""
         return self.step(params, batch, variables)[:2]
 
     def losses(self, params: Tree, batch: Tree, variables: Tree = None) -> jax.Array:
-        """Each microbatch's share of the loss, `[M]`, by a forward-only pass."""
+        """Each microbatch's share of the loss, `[M]` or `[M, K]`, by a forward-only pass."""
         return self._run(self.forward_tables, params, batch, variables).losses
 
     def _run(
@@ -299,6 +299,12 @@ class _RankProgram:
     ) -> StepData:  # fmt: skip
         terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
         loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
+        names = self.functions.losses
+        if loss.shape != (() if len(names) == 1 else (len(names),)):
+            raise ValueError(
+                f"the head returns losses of shape {loss.shape}, but `losses` names "
+                f"{', '.join(names)}: return a scalar for one name, else an array of as many."
+            )
         share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
         seed, unscale = share, None
         if loss_scale is not None:
@@ -310,6 +316,7 @@ class _RankProgram:
             shared=own.shared,
             batch=batch,
             variables=variables,
+            loss=loss,
             share=share,
             seed=seed,
             unscale=unscale,

@@ -15,7 +15,8 @@ class StepOutput(NamedTuple):
     """What a step computes.
 
     Attributes:
-      losses: each microbatch's share of the loss, `[M]`; their sum is the loss.
+      losses: each microbatch's share of the loss, `[M]`, or of each of the head's K losses,
+        `[M, K]`; their sum is what is trained on.
       gradients: of that sum, a tree like the parameters'; None: forward only.
       side: sums and maxima over all layers, microbatches and replicas; its loss is in `losses`.
     """
@@ -73,9 +74,10 @@ def step_ref(
                 x, states[index], side = kind.layer(layer, x, context)
                 more = more if side.loss is None else more + side.loss
                 sides.append(side)
-            loss = functions.head(params["shared"], x, rows) + more
+            loss = functions.head(params["shared"], x, rows)
+            loss = loss + more if loss.ndim == 0 else loss.at[0].add(more)
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
-        return sum(losses), (losses, reduce(_joined, sides, Side()))
+        return sum(losses).sum(), (losses, reduce(_joined, sides, Side()))
 
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, has_aux=True))
     params = {"shared": shared, "layers": layers}

@@ -54,7 +54,7 @@ class RankWork:
             for_embed=(),
             layer_gradients=(),
             shared_gradients=None,
-            losses=jnp.zeros(microbatches, step.share.dtype),
+            losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
             side=empty_side(self.kinds.values()),
         )
         if not step.tables.trains:

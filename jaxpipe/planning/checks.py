@@ -1,5 +1,6 @@
 """What no single field of a configuration shows: the rules across fields."""
 
+from importlib.util import find_spec
 from math import prod
 
 from msgspec.structs import replace
@@ -23,13 +24,14 @@ def validate(
     """
     if config.runtime.cpu_devices:
         platform = "cpu"
-    for sentence in config.model.unmet_needs(platform) if platform else ():
-        raise ConfigError(sentence)
+    if platform:
+        _check_platform(config, platform)
     check_sizes(config)
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    _check_rest(config)
+    for check in (_check_rest, _check_start, _check_log):
+        check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
         raise ConfigError(
@@ -45,22 +47,51 @@ def validate(
         )
 
 
-def filled(config: Config, devices: int | None) -> Config:
-    """The configuration with the replicas that so many devices hold, where `parallel.dp` is -1.
+def _check_platform(config: Config, platform: str) -> None:
+    for sentence in config.model.unmet_needs(platform):
+        raise ConfigError(sentence)
+    if config.train.deterministic and platform != "cpu":
+        from jaxpipe.runtime.compiler import check_deterministic  # needs jax
 
-    Without a number it is returned as it is. Raises `ConfigError` where devices would be left over.
+        check_deterministic(platform)
+
+
+def filled(config: Config, devices: int | None) -> Config:
+    """The configuration with what follows from other settings filled in.
+
+    That is the replicas that so many devices hold, where `parallel.dp` is -1, which without a
+    number stays so; and the microbatches that `train.batch_tokens` makes of a step.
+
+    Raises `ConfigError` where devices or tokens would be left over.
     """
     parallel = config.parallel
-    if parallel.dp != -1 or devices is None:
+    if parallel.dp == -1 and devices is not None:
+        each = parallel.pp * parallel.tp
+        if devices < each or devices % each:
+            raise ConfigError(
+                f"parallel.dp=-1 takes all {devices} devices, which are not a multiple of "
+                f"parallel.pp={parallel.pp} x parallel.tp={parallel.tp} = {each}: change one of "
+                f"them, or give parallel.dp."
+            )
+        config = replace(config, parallel=replace(parallel, dp=devices // each))
+    return _with_microbatches(config)
+
+
+def _with_microbatches(config: Config) -> Config:
+    parallel, train = config.parallel, config.train
+    if train.grad_accum_steps or not train.batch_tokens or parallel.dp < 1:
         return config
-    each = parallel.pp * parallel.tp
-    if devices < each or devices % each:
+    one = replace(config, train=replace(train, grad_accum_steps=1, batch_tokens=0))
+    microbatches, rest = divmod(train.batch_tokens, one.tokens_per_step)
+    if rest or not microbatches:
+        near = max(microbatches, 1) * one.tokens_per_step
         raise ConfigError(
-            f"parallel.dp=-1 takes all {devices} devices, which are not a multiple of parallel.pp="
-            f"{parallel.pp} x parallel.tp={parallel.tp} = {each}: change one of them, or give "
-            f"parallel.dp."
+            f"train.batch_tokens={train.batch_tokens} is no multiple of the {one.tokens_per_step} "
+            f"tokens of a microbatch (train.microbatch_size={train.microbatch_size} x "
+            f"train.seq_len={train.seq_len} on each of {parallel.dp // parallel.sdp} replicas): "
+            f"give {near}, or change one of them."
         )
-    return replace(config, parallel=replace(parallel, dp=devices // each))
+    return replace(one, train=replace(one.train, grad_accum_steps=microbatches))
 
 
 def _check_replicas(config: Config) -> None:
@@ -76,6 +107,7 @@ def check_sizes(config: Config) -> None:
     """Raise `ConfigError` where sizes of model, mesh and batch break a rule between them."""
     parallel, tp = config.parallel, config.parallel.tp
     _check_replicas(config)
+    _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
     if parallel.vocab_parallel_pp:
@@ -91,6 +123,16 @@ def check_sizes(config: Config) -> None:
         raise ConfigError(
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
             f"{parallel.zero_stage}: below 3 parameters are whole within a step."
+        )
+
+
+def _check_batch(config: Config) -> None:
+    """A step has a number of microbatches, which was given or has been filled in."""
+    train = config.train
+    if bool(train.grad_accum_steps) == bool(train.batch_tokens):
+        raise ConfigError(
+            f"train.grad_accum_steps={train.grad_accum_steps} with train.batch_tokens="
+            f"{train.batch_tokens}: give one of them, and leave the other out or 0."
         )
 
 
@@ -217,4 +259,28 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_start(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.exclude and not checkpoint.parameters_only:
+        raise ConfigError(
+            f"checkpoint.exclude={list(checkpoint.exclude)} needs checkpoint.parameters_only=true: "
+            f"a whole state has the moments of all its parameters."
+        )
+
+
+def _check_log(config: Config) -> None:
+    # A folder named wandb, as wandb leaves them, is found too, but without an origin.
+    found = find_spec("wandb") if config.log.wandb else None
+    if config.log.wandb and (found is None or found.origin is None):
+        raise ConfigError(
+            f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
+            f"pip install wandb, or leave log.wandb out."
+        )
+    if config.log.profile_start > config.train.steps:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} is past train.steps="
+            f"{config.train.steps}: record an earlier step, or train longer."
         )

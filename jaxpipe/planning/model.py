@@ -22,4 +22,6 @@ def model_of(config: Config) -> Model:
         sequence=SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
+        seed=config.train.seed,
+        z_loss=config.train.z_loss,
     )

@@ -34,7 +34,7 @@ from jaxpipe.planning import (
     rank_bytes,
     sizes_of,
 )
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, Variant
 
@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate and print."""
-    config = configs.load(arguments.config, arguments.overrides)
+    config = filled(configs.load(arguments.config, arguments.overrides), None)
     validate(config)
     if not 0 < arguments.efficiency <= 1 or min(arguments.link, arguments.network) <= 0:
         raise ConfigError(

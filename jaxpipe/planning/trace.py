@@ -55,7 +55,8 @@ def trace(config: Config) -> ModelCosts:
             run = RunKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
             kinds[name] = _layer_costs(run, params, x, context, of_layers[name])
-        head = _flops(jax.grad(functions.head, argnums=(0, 1), allow_int=True), ends, x, rows)
+        total = lambda *given: functions.head(*given).sum()  # noqa: E731
+        head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
 
     arguments = (
@@ -123,6 +124,8 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
+    if "samples" in (functions.reads or ()):
+        rows["samples"] = ids
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

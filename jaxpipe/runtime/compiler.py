@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 import jax
 
+from jaxpipe.config import ConfigError
+
 Value = bool | int | str
 
+_GPUS = ("gpu", "cuda")
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,DYNAMIC_SLICE_FUSION"
 
 
@@ -52,25 +55,63 @@ GPU = (
     ),
 )
 
+# With `train.deterministic`. XLA (its docs/determinism.md, and the code that hands attention to
+# cuDNN): sums of scattered values, the embedding's gradient here, and the gradient of cuDNN's
+# attention are otherwise added in the order in which threads come.
+DETERMINISTIC = (
+    Option(
+        "xla_gpu_deterministic_ops",
+        (True,),
+        "No operation adds in an order that changes from run to run. Scattered values are sorted "
+        "first, and cuDNN is asked for its deterministic kernels.",
+    ),
+    Option(
+        "xla_gpu_autotune_level",
+        (0,),
+        "No kernel is chosen by a measured time: two compilations would choose differently.",
+    ),
+)
 
-def options(platform: str) -> dict[str, Value]:
+
+def options(platform: str, *, deterministic: bool = False) -> dict[str, Value]:
     """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
 
     An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
     that the installed XLA does not know.
     """
-    kept, dropped = accepted(wanted(platform))
+    kept, dropped = accepted(wanted(platform, deterministic=deterministic))
     for sentence in dropped:
         warnings.warn(sentence, stacklevel=2)
     return kept
 
 
-def wanted(platform: str) -> tuple[Option, ...]:
+def wanted(platform: str, *, deterministic: bool = False) -> tuple[Option, ...]:
     """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
-    if platform not in ("gpu", "cuda"):
+    if platform not in _GPUS:
         return ()
-    users = os.environ.get("XLA_FLAGS", "")
-    return tuple(option for option in GPU if f"--{option.name}" not in users)
+    own = GPU + DETERMINISTIC * deterministic
+    return tuple(option for option in own if not _is_the_users(option.name))
+
+
+def check_deterministic(platform: str) -> None:
+    """Raise `ConfigError` where devices of this platform cannot be told to be deterministic."""
+    if platform not in _GPUS:
+        return
+    for name, values, _ in DETERMINISTIC:
+        if _is_the_users(name):
+            raise ConfigError(
+                f"train.deterministic=true gives {name} its value, but XLA_FLAGS names it too: "
+                f"take it out of XLA_FLAGS, or leave train.deterministic out."
+            )
+        if refusal := _refusal(name, values[0]):
+            raise ConfigError(
+                f"train.deterministic=true needs {name}={values[0]}, but this XLA says "
+                f"{refusal!r}: use another jax, or leave train.deterministic out."
+            )
+
+
+def _is_the_users(name: str) -> bool:
+    return f"--{name}" in os.environ.get("XLA_FLAGS", "")
 
 
 def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:

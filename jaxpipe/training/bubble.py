@@ -15,6 +15,7 @@ from jaxpipe.planning import Candidate, estimate, op_seconds
 from jaxpipe.planning.candidates import variant_of
 from jaxpipe.schedule.cells import place
 from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
+from jaxpipe.training.recording import recording
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
@@ -29,12 +30,17 @@ class BubbleMeter:
 
     def __init__(self, trainer: Trainer, say: Callable[[str], None]):
         self._trainer, self._say = trainer, say
-        self._every = trainer.config.log.bubble_every
+        log = trainer.config.log
+        self._every = log.bubble_every
+        # There is one profiler: in these steps it records for `log.profile_start`.
+        steps = log.profile_steps if log.profile_start else 0
+        self._taken = range(log.profile_start, log.profile_start + steps)
         self._compiled = False
 
     def step(self, number: int, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """The state and the metrics of this step."""
         due = self._compiled and self._every and number % self._every == 0
+        due = due and number not in self._taken
         self._compiled = True
         if not due:
             return self._trainer.train_step(state, batch)
@@ -64,10 +70,7 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
 
     The profiler's own recording is left in the folder. Raises `OSError` where it cannot be written.
     """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the step is one call
-    folder.mkdir(parents=True, exist_ok=True)
-    with jax.profiler.trace(str(folder), profiler_options=options):
+    with recording(folder):
         made = jax.block_until_ready(run())
     newest = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     return made, events_of(newest)

@@ -18,6 +18,7 @@ from jaxpipe.runtime import processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
+from jaxpipe.training.recording import Window
 from jaxpipe.training.start import describe
 from jaxpipe.training.trainer import State, Trainer
 
@@ -30,6 +31,7 @@ class _Dispatched:
     position: int  # of its first sample
     metrics: dict[str, Any]
     begun: float  # seconds, of the host's clock
+    spent: dict[str, float]  # seconds of the host since the step before it, by what they went to
     first: bool  # of this run: it waited for its compiler
 
 
@@ -55,23 +57,32 @@ class Run:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
         batches = self.data.train.batches(position, **trainer.config.batch_shape)
-        unread, meter = _Unread(), BubbleMeter(trainer, self.progress.say)
-        with contextlib.closing(batches), _signals() as received:
+        unread, spent = _Unread(), {}
+        window = Window(trainer.config, self.progress.say)
+        meter = BubbleMeter(trainer, self.progress.say)
+        with contextlib.closing(batches), window, _signals() as received:
+            window.turn(done)
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
-                state, metrics = meter.step(step, state, trainer.put(next(batches)))
-                unread.add(_Dispatched(step, position, metrics, begun, first=step == done + 1))
+                with _timed(spent, "data_seconds"):
+                    batch = trainer.put(next(batches), position)
+                state, metrics = meter.step(step, state, batch)
+                first = step == done + 1
+                unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
                 position += trainer.samples_per_step
-                if failed := self._log_all_but(1, unread, state):
+                spent = {}
+                if failed := self._log_all_but(0 if window.turns_at(step) else 1, unread, state):
                     return self._stop_at_non_finite(state, *failed)
+                window.turn(step)
                 number = agreed()
                 if not (number or self._evaluates_at(step) or self._saves_at(step)):
                     continue
                 if failed := self._log_all_but(0, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 if number or self._saves_at(step):
-                    self._save(step, state, position)
+                    with _timed(spent, "save_seconds"):
+                        self._save(step, state, position)
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
@@ -93,11 +104,14 @@ class Run:
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
+            samples = dispatched.position + self.trainer.samples_per_step
             skipped = values.get("skipped_steps", 0)
-            values |= self.trainer.rates(dispatched.step, seconds, skipped)
+            values |= dispatched.spent
+            values |= self.trainer.rates(dispatched.step, samples, seconds, skipped)
             stops = unread.not_finite > limit
             if self._evaluates_at(dispatched.step) and not stops:
-                values["eval_loss"] = self._heldout_loss(state)
+                with _timed(values, "eval_seconds"):
+                    values["eval_loss"] = self._heldout_loss(state)
             if self.log:
                 self.log.write(dispatched.step, values)
             self.progress.update(dispatched.step, values, first=dispatched.first)
@@ -175,6 +189,14 @@ class _Unread:
 
 def _not_finite(values: dict[str, Any]) -> str:
     return f"loss {values['loss']}, gradient norm {values['grad_norm']}"
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long the body takes."""
+    begun = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - begun
 
 
 @contextlib.contextmanager

@@ -2,58 +2,59 @@
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxpipe.training.boards import Board
+
 Value = float | list[Any]  # a number, or nested lists of numbers
-_SCALARS = 64  # numbers of a list that TensorBoard still shows one by one
+_SCALARS = 64  # numbers of a list that boards still show one by one
 
 
 class MetricsLog:
-    """`<directory>/metrics.jsonl`, one object a step, and TensorBoard event files beside it.
+    """`<directory>/metrics.jsonl`, one object a step, and the boards that show the same.
 
     A run resumed after `last_step` first drops what was logged past it, so every step stands once.
     Values are numbers or nested lists of them. Numbers that JSON cannot write (NaN, infinity) are
-    null. TensorBoard has a scalar for every number of a small list, `counts/3/1`, and a histogram
-    of a large one. A context manager.
+    null. A board has a scalar for every number of a small list, `counts/3/1`, and a histogram of a
+    large one. A context manager, which closes the boards.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool, last_step: int):
+    def __init__(self, directory: Path, *, last_step: int, boards: Sequence[Board] = ()):
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
         _keep_until(path, last_step)
         self._file = path.open("a", buffering=1)
-        self._writer = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
+        self._boards = boards
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if self._writer:
-            self._writer.close()
+        for board in self._boards:
+            board.close()
 
     def write(self, step: int, values: dict[str, Value]) -> None:
         """Log one step's values."""
         finite = {name: _for_json(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": step} | finite) + "\n")
-        if self._writer:
-            for name, value in values.items():
-                self._show(name, np.asarray(value), step)
+        for board in self._boards:
+            board.show(step, dict(_for_boards(values)))
 
-    def _show(self, name: str, value: np.ndarray, step: int) -> None:
-        """One value in TensorBoard, whose histograms take finite numbers only."""
-        if value.size <= _SCALARS:
-            for index, number in np.ndenumerate(value):
-                self._writer.add_scalar("/".join((name, *map(str, index))), number, step)
-        elif np.isfinite(value).any():
-            self._writer.add_histogram(name, value[np.isfinite(value)], step)
+
+def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
+    """Scalars, and the finite numbers of what is a histogram, by name."""
+    for name, value in values.items():
+        array = np.asarray(value)
+        if array.size <= _SCALARS:
+            for index, number in np.ndenumerate(array):
+                yield "/".join((name, *map(str, index))), number.item()
+        elif np.isfinite(array).any():
+            yield name, array[np.isfinite(array)]
 
 
 def _for_json(value: Value) -> Any:

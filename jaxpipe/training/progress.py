@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import math
 from datetime import timedelta
 
 from rich.console import Console, RenderableType
@@ -32,6 +33,7 @@ class Progress:
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
         self._seconds: float | None = None  # smoothed time of a step, without the first
+        self._loss: float | None = None  # smoothed
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -52,9 +54,11 @@ class Progress:
         `first` is the step that was compiled and says nothing of the others.
         """
         if not first:
-            seconds = values["step_seconds"]
-            self._seconds = 0.9 * (self._seconds or seconds) + 0.1 * seconds
-        line = describe(step, self._steps, values, self._seconds)
+            self._seconds = _smoothed(self._seconds, values["step_seconds"])
+        if math.isfinite(values["loss"]):
+            self._loss = _smoothed(self._loss, values["loss"])
+        shown = values if self._loss is None else values | {"smoothed_loss": self._loss}
+        line = describe(step, self._steps, shown, self._seconds)
         if self._live:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
         elif step % self._every == 0 or step == self._steps or "eval_loss" in values:
@@ -63,8 +67,14 @@ class Progress:
             self._console.print(Text(line))
 
 
+def _smoothed(before: float | None, value: float) -> float:
+    """The mean of the values so far, each of which weighs 0.9 of the next."""
+    return value if before is None else 0.9 * before + 0.1 * value
+
+
 _FORMS = {  # of the numbers of a step, in the order of its line
     "loss": "loss {:.4f}",
+    "smoothed_loss": "smoothed {:.4f}",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -74,6 +84,10 @@ _FORMS = {  # of the numbers of a step, in the order of its line
     "eval_loss": "eval_loss {:.4f}",
 }
 _MEMORY = "peak_memory_bytes"
+_LOGGED_ONLY = {  # the line is long enough
+    "loss_max", "z_loss", "tokens_seen", "tflops_per_device", "data_seconds", "save_seconds",
+    "eval_seconds",
+}  # fmt: skip
 
 
 def describe(step: int, steps: int, values: dict[str, Value], seconds: float | None) -> str:
@@ -91,7 +105,7 @@ def describe(step: int, steps: int, values: dict[str, Value], seconds: float | N
     parts += [
         f"{name} {value:.4g}"
         for name, value in values.items()
-        if name not in {*_FORMS, _MEMORY} and not isinstance(value, list)
+        if name not in {*_FORMS, _MEMORY, *_LOGGED_ONLY} and not isinstance(value, list)
     ]
     if seconds is not None:
         parts.append(f"ETA {timedelta(seconds=round(seconds * (steps - step)))}")

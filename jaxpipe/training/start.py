@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, newest, read_state
+from jaxpipe.checkpoint import Checkpoints, Exclusion, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
 from jaxpipe.data import Data
+from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.trainer import State, Trainer
@@ -36,8 +37,12 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         return trainer.init(), 0
     path = newest(Path(resume))
     if trainer.config.checkpoint.parameters_only:
-        restored, meta = _read(path, checkpoints, {"params": shapes.params})
-        say(f"started with the parameters of {path} (step {meta['step']})")
+        patterns, exclusion, but = trainer.config.checkpoint.exclude, None, ""
+        if patterns:
+            exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
+            but = f", but {', '.join(patterns)} new"
+        restored, meta = _read(path, checkpoints, {"params": shapes.params}, exclusion)
+        say(f"started with the parameters of {path} (step {meta['step']}){but}")
         return trainer.fresh(restored["params"]), 0
     restored, meta = _read(path, checkpoints, shapes.parts())
     return _resumed(trainer, restored, meta, data, say)
@@ -57,7 +62,8 @@ def describe(trainer: Trainer, data: Data, position: int, guard: Guard) -> dict[
 
 def on_one_device(config: Config) -> Config:
     """The same run on a single device: its initial state is that of every other mesh."""
-    return msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
+    alone = msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
+    return filled(alone, 1)
 
 
 def _resumed(
@@ -73,11 +79,13 @@ def _resumed(
     return trainer.state_of(parts, meta.get("guard", {})), meta["position"]
 
 
-def _read(path: Path, checkpoints: Checkpoints, like: Any) -> tuple[Any, dict[str, Any]]:
+def _read(
+    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion | None = None
+) -> tuple[Any, dict[str, Any]]:
     """A checkpoint that is not this run's own, on all processes or on none."""
     reason = ""
     try:
-        read = read_state(path, checkpoints.keying, like)
+        read = read_state(path, checkpoints.keying, like, exclusion)
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,17 +32,13 @@ from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import Choice, chosen
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import device_memory, memory_peak, peak_flops
+from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.guard import Guard
+from jaxpipe.training.rates import NAMES, Rates
 
 Tree = Any
-_RATES = (  # what else a line of the log may hold
-    "step", "lr", "tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu",
-    "peak_memory_bytes", "eval_loss", "skipped_steps", "loss_scale", "bubble",
-    "bubble_predicted",
-)  # fmt: skip
 
 
 class State(NamedTuple):
@@ -161,12 +158,16 @@ class Trainer:
 
     def init(self) -> State:
         """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
+        return self.fresh(self.init_parameters())
+
+    def init_parameters(self) -> Tree:
+        """The parameters of a fresh state."""
         params_specs = self.sharding.specs(self.state_shapes.params)
         born = jax.shard_map(
             self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
             check_vma=False,
         )  # fmt: skip
-        return self.fresh(jax.jit(born)())
+        return jax.jit(born)()
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these parameters, in stage form; they are given up to it."""
@@ -194,15 +195,21 @@ class Trainer:
 
         A step whose loss or gradient norm is not finite makes no update. It counts as a step left
         out, or stops the run (`Guard`): then all that follow leave the state as it was, and who
-        reads a step late finds the state before it. Metrics are the scalars loss and grad_norm, if
-        steps may be left out their number, and by their names the sums and maxima of layers.
+        reads a step late finds the state before it. Metrics are the scalars loss, grad_norm and
+        loss_max (of the microbatch with the largest share in the loss, as if all had it), if steps
+        may be left out their number, and by their names other losses of the head and the sums and
+        maxima of layers.
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            losses, gradients, side = self.pipeline.step(
+            shares, gradients, side = self.pipeline.step(
                 state.params, batch, state.variables, state.guard.loss_scale
             )
-            return self.update(state, losses.sum(), gradients, side)
+            first, *others = self._by_loss(shares)
+            state, metrics = self.update(state, first.sum(), gradients, side)
+            names = self.model.functions.losses[1:]
+            more = {name: losses.sum() for name, losses in zip(names, others)}
+            return state, metrics | more | {"loss_max": first.max() * first.size}
 
         return jax.jit(
             step,
@@ -249,7 +256,8 @@ class Trainer:
         """Compiled `(state, batch) -> loss` by the forward-only pass."""
 
         def loss(state: State, batch: Tree) -> jax.Array:
-            return self.pipeline.losses(state.params, batch, state.variables).sum()
+            shares = self.pipeline.losses(state.params, batch, state.variables)
+            return self._by_loss(shares)[0].sum()
 
         return jax.jit(
             loss,
@@ -257,12 +265,31 @@ class Trainer:
             compiler_options=self._compiler_options,
         )
 
-    def put(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
-        """A host batch, which every process has whole, on the devices."""
+    def _by_loss(self, shares: jax.Array) -> list[jax.Array]:
+        """Each microbatch's share, `[M]`, of each of the head's losses."""
+        return [shares] if shares.ndim == 1 else list(shares.T)
+
+    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
+        """A host batch, which every process has whole, on the devices.
+
+        One to train on begins with the sample of that number in the run, which a model that drops
+        values is told: in others nothing is dropped.
+        """
+        if position is not None and "samples" in self.leaves_of_a_batch:
+            shape = batch["inputs"].shape
+            numbers = position + np.arange(shape[0] * shape[1])
+            numbers = (numbers % 2**31).astype(np.int32).reshape(*shape[:2], 1)
+            batch = batch | {"samples": np.broadcast_to(numbers, shape)}
         return {
             name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
             for name, ids in self.deal(batch).items()
         }
+
+    @property
+    def leaves_of_a_batch(self) -> tuple[str, ...]:
+        """Names of what a model that trains on tokens is given of a batch `[M, B, L]`."""
+        numbered = "samples" in (self.model.functions.reads or ())
+        return ("inputs", "targets", *(("samples",) if numbered else ()))
 
     def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
@@ -274,32 +301,15 @@ class Trainer:
         """Sequences that one step trains on, over all devices."""
         return math.prod(self.config.batch_shape.values())
 
-    def rates(self, step: int, seconds: float, skipped: int = 0) -> dict[str, float]:
-        """What else is logged of a step that took so long: rates, and memory where known.
-
-        The learning rate is that of its update, of which so many have been left out.
-        """
-        tokens = self.config.tokens_per_step / seconds
-        values = {
-            "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
-            "tokens_per_second": tokens,
-            "tokens_per_second_per_device": tokens / self.mesh.size,
-            "step_seconds": seconds,
-        }
-        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
-        if peak is not None:
-            flops = self.config.model.flops_per_token(self.config.train.seq_len)
-            values["mfu"] = values["tokens_per_second_per_device"] * flops / peak
-        memory = memory_peak()
-        return values if memory is None else values | {"peak_memory_bytes": memory}
+    @cached_property
+    def rates(self) -> Rates:
+        """What else is logged of a step."""
+        return Rates(self.config, self.mesh)
 
     @cached_property
     def _compiler_options(self) -> dict[str, Any]:
-        return compiler.options(self.mesh.devices.flat[0].platform)
-
-    @cached_property
-    def _learning_rate(self) -> optax.Schedule:
-        return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
+        platform = self.mesh.devices.flat[0].platform
+        return compiler.options(platform, deterministic=self.config.train.deterministic)
 
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""
@@ -344,10 +354,10 @@ def _metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Arra
     """All that is logged of a step and computed in it, by name."""
     metrics = {"loss": loss, "grad_norm": norm}
     for name, value in (*side.sums.items(), *side.maxima.items()):
-        if name in metrics or name in _RATES:
+        if name in NAMES:
             raise ValueError(
                 f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
-                f"name: rename it; {', '.join((*metrics, *_RATES))} are taken."
+                f"name: rename it; {', '.join(NAMES)} are taken."
             )
         metrics[name] = value
     return metrics

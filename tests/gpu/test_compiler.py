@@ -2,9 +2,13 @@
 
 import jax
 import pytest
+from commands import SMALL
 
+from jaxpipe.config import ConfigError, load
+from jaxpipe.planning.checks import validate
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import GPU, Option
+from jaxpipe.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +54,32 @@ def test_the_first_known_value_is_taken():
 def test_an_option_in_xla_flags_is_the_users(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{GPU[0].name}=mine --other=1")
     assert set(compiler.options("gpu")) == {option.name for option in GPU[1:]}
+
+
+def test_a_deterministic_step_is_told_so(monkeypatch):
+    kept = compiler.options("cuda", deterministic=True)
+    assert (kept["xla_gpu_deterministic_ops"], kept["xla_gpu_autotune_level"]) == (True, 0)
+    assert kept.items() >= compiler.options("gpu").items()
+    assert compiler.options("cpu", deterministic=True) == {}
+    jax.jit(lambda: 0, compiler_options=kept).lower().compile()
+    asked = []
+    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append((words, more)))
+    for deterministic in (True, False):
+        config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
+        assert Trainer(config).train_step
+        assert asked.pop() == (("cpu",), {"deterministic": deterministic})
+
+
+def test_what_cannot_be_deterministic_is_refused(monkeypatch):
+    config = load(SMALL, ["train.deterministic=true"])
+    validate(config, platform="cpu")
+    validate(config, platform="gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    with pytest.raises(ConfigError, match="autotune_level its value, but XLA_FLAGS names it"):
+        validate(config, platform="cuda")
+    validate(config, platform="cpu")
+    validate(load(SMALL), platform="cuda")
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(compiler, "DETERMINISTIC", (Option("xla_no_such", (True,), "to see"),))
+    with pytest.raises(ConfigError, match="needs xla_no_such=True, but this XLA says .*No such"):
+        validate(config, platform="gpu")

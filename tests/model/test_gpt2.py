@@ -1,11 +1,13 @@
 """GPT-2: its maths against NumPy, and the pipeline on whole meshes against one device."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from meshes import MODELS, problem, run
+from meshes import MODELS, problem, run, without_key_biases
 from msgspec.structs import replace
 from oracles.flops import OpFlops
 from oracles.vanilla import VanillaSizes, vanilla_flops
@@ -16,6 +18,7 @@ from jaxpipe.contract import Context
 from jaxpipe.planning.checks import validate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import Lockstep
+from jaxpipe.train import main as train
 
 SHARED = Lockstep(vocab_parallel=True)
 SMALL = MODELS["gpt2"]
@@ -80,17 +83,6 @@ def test_schedules_on_meshes(schedule, mesh, how):
         assert_same(got, want)
 
 
-def without_key_biases(made):
-    """They add as much to all scores of a query, so their gradients are nothing but rounding."""
-    losses, gradients = made
-    layers = []
-    for layer in gradients["layers"]:
-        attn = dict(layer["attn"])
-        assert jnp.abs(attn.pop("bk")).max() < 1e-15 * jnp.linalg.norm(attn["bv"])
-        layers.append({**layer, "attn": attn})
-    return losses, {**gradients, "layers": tuple(layers)}
-
-
 RUN = """
 [model]
 preset = "gpt2"
@@ -108,6 +100,28 @@ def file(tmp_path):
     path = tmp_path / "gpt2.toml"
     path.write_text(RUN)
     return path
+
+
+def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
+    small = [
+        "model.d_model=16", "model.n_heads=4", "model.d_ff=32", "model.vocab_size=256",
+        "model.max_seq_len=24", "train.seq_len=16", "train.grad_accum_steps=4", "data.source=dummy",
+        "optimizer.decay=constant", "log.tensorboard=false", "runtime.cpu_devices=8",
+    ]  # fmt: skip
+
+    def losses(directory, *overrides):
+        assert train([str(file), f"run.dir={directory}", *small, *overrides]) == 0
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    one = ["parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.vocab_parallel_pp=true"]
+    one += ["train.microbatch_size=2"]
+    other = ["parallel.dp=8", "parallel.sdp=2", "parallel.zero_stage=3", "train.microbatch_size=1"]
+    whole = losses(tmp_path / "whole", "train.steps=3", *one)
+    losses(tmp_path / "parts", "train.steps=2", *one)
+    parts = losses(tmp_path / "parts", "train.steps=3", *other)
+    assert whole[2] < whole[0]
+    np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import assert_within, relative
 from msgspec.structs import replace
 
 from jaxpipe.contract import Context
@@ -135,6 +136,37 @@ def test_parameters_counted_by_shape(preset):
     layer = jax.eval_shape(decoder.init_layer, key, 0)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
     assert sizes[0] + config.n_layers * sizes[1] == config.parameter_count()
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_z_loss_equals_its_formula(chunks):
+    """PaLM, section 5: c log(Z)^2 of every token that counts, in float64."""
+    with jax.enable_x64(True):
+        x, head = (
+            jax.random.normal(jax.random.key(i), shape)
+            for i, shape in enumerate([(2, 8, 6), (6, 11)])
+        )
+        targets = jax.random.randint(jax.random.key(2), (2, 8), 0, 11).at[0, 3].set(IGNORE)
+        valid = targets != IGNORE
+
+        def plain(x, head):
+            logits = x @ head
+            log_z = jnp.log(jnp.exp(logits).sum(-1))
+            at_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[..., None], -1)
+            entropy = jnp.where(valid, log_z - at_target[..., 0], 0).sum()
+            return jnp.stack([entropy, 0.3 * jnp.where(valid, log_z**2, 0).sum()])
+
+        def ours(x, head):
+            if chunks == 1:
+                return cross_entropy_sum(x @ head, targets, z_loss=0.3)
+            return chunked_cross_entropy_sum(x, head, targets, ONE_DEVICE, chunks, 0.3)
+
+        assert_within(relative, 1e-13, ours(x, head), plain(x, head))
+        gradients = [
+            jax.grad(lambda *a, f=f: 3 * f(*a).sum(), (0, 1))(x, head) for f in (ours, plain)
+        ]
+        assert_within(relative, 1e-13, *gradients)
+        assert cross_entropy_sum(x @ head, targets) == ours(x, head)[0] or chunks > 1
 
 
 def test_cross_entropy_equals_the_sum_over_valid_tokens():

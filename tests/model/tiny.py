@@ -39,6 +39,7 @@ class Tiny:
     sequence: object = None
     slices: int = 1
     loss_chunks: int = 1
+    z_loss: float = 0.0
 
     @property
     def functions(self):

@@ -1,5 +1,7 @@
 """Layers of several kinds, side outputs, kept values and experts, against one device."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,18 +32,18 @@ def problem(order, microbatches, examples, dtype=jnp.float64):
     return shared, layers, toy_batch(jax.random.key(1), microbatches, examples), {"bias": bias}
 
 
-def run(schedule, order, *, dp=2, ep=2, **execution):
+def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **execution):
     """`(got, want)` of a step on a mesh and on one device, gradients in stage form."""
     examples = 2 * dp
     shared, layers, batch, variables = problem(order, schedule.microbatches, examples)
     counts = [len(order) // schedule.stages] * schedule.stages
     mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], ep=ep)
     execution = Execution(**execution)
-    pipeline = Pipeline(mixed(order, ep), schedule, mesh, counts, execution)
+    pipeline = Pipeline(change(mixed(order, ep)), schedule, mesh, counts, execution)
     layout = StageLayout(tuple(counts), schedule.placement, order)
     params = {"shared": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = step_ref(mixed(order), shared, layers, batch, variables=variables)
+    want = step_ref(change(mixed(order)), shared, layers, batch, variables=variables)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=staged)
 
@@ -74,6 +76,22 @@ def test_kinds_however_they_are_stored(stage, reshard, remat):
     how = {"zero_stage": stage, "reshard_after_forward": reshard, "remat": remat}
     with jax.enable_x64(True):
         assert_same(*run(schedule, ORDERS["mixed"], **how))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_what_layers_lose_is_added_to_the_heads_first_loss(name):
+    def two(functions):
+        def head(shared, x, rows):
+            return jnp.stack([functions.head(shared, x, rows), 0.1 * jnp.sum(jnp.tanh(x) ** 2)])
+
+        return replace(functions, head=head, losses=("loss", "size"))
+
+    with jax.enable_x64(True):
+        got, want = run(near(name, 2, 1), ORDERS["mixed"], change=two)
+        assert got.losses.shape == want.losses.shape == (len(want.losses), 2)
+        for index in range(2):
+            assert_same(got.losses[:, index], want.losses[:, index])
+        assert_same(got.gradients, want.gradients)
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipe"])

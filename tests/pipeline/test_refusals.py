@@ -14,11 +14,11 @@ from jaxpipe.schedule import build
 from jaxpipe.train import main as train
 
 
-def step(layer=None, **more):
+def step(layer=None, losses=("loss",), **more):
     """One step of two ranks, of the toy or with another layer, and more leaves in the batch."""
     kind = TOY.kinds if layer is None else LayerKind(layer)
     reads = ("inputs", "targets", "positions")
-    functions = StageFunctions(TOY.embed, kind, TOY.head, TOY.count, reads=reads)
+    functions = StageFunctions(TOY.embed, kind, TOY.head, TOY.count, reads=reads, losses=losses)
     shared, layers = toy_params(jax.random.key(0), 2)
     params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
     batch = toy_batch(jax.random.key(1), 2, 2)
@@ -55,6 +55,12 @@ def test_a_leaf_of_the_batch_that_no_function_reads():
     message = "the batch has a leaf 'segments' that the model does not read: leave it out"
     with pytest.raises(ValueError, match=message):
         step(segments="inputs")
+
+
+def test_losses_that_are_named_and_not_made():
+    message = r"the head returns losses of shape \(\), but `losses` names loss, more: return a"
+    with pytest.raises(ValueError, match=message):
+        step(losses=("loss", "more"))
 
 
 def test_a_state_that_is_unlike_the_one_that_was_given():

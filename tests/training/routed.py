@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from commands import SMALL
@@ -14,9 +15,10 @@ from toy import LENGTH, toy_batch, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
-from jaxpipe.config import LogConfig
+from jaxpipe.config import LogConfig, RunConfig
 from jaxpipe.parallel import make_mesh
 from jaxpipe.pipeline import StageFunctions
+from jaxpipe.training.boards import boards
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
@@ -101,12 +103,12 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
     data = SimpleNamespace(train=SimpleNamespace(batches=data, fingerprint="toy"))
     keying = Keying(trainer.layout, trainer.sharding)
     saves = directory / "checkpoints"
-    config = trainer.config
+    config = msgspec.structs.replace(trainer.config, run=RunConfig(dir=str(directory)))
     with Checkpoints(saves, keep=10, asynchronous=True, keying=keying, say=say) as checkpoints:
         state, position = start(trainer, data, checkpoints, say)
         last, shown = int(state.step), LogConfig(progress=False, every=1)
         with (
-            MetricsLog(directory, tensorboard=config.log.tensorboard, last_step=last) as log,
+            MetricsLog(directory, last_step=last, boards=boards(config, last)) as log,
             Progress(config.train.steps, shown, console, silent=console is None) as progress,
         ):
             return Run(trainer, data, checkpoints, progress, log).loop(state, position)

@@ -70,7 +70,8 @@ class Recorder:
         self.events.append(("evaluate", state.step))
         return 2.0
 
-    def rates(self, step, seconds, skipped):
+    def rates(self, step, samples, seconds, skipped):
+        assert samples == step * SAMPLES
         return {"lr": 0.1, "step_seconds": seconds}
 
     def save(self, step, parts, meta):
@@ -89,7 +90,7 @@ class Recorder:
         self.events.append(("log", step))
 
     def run(self):
-        with MetricsLog(self.directory, tensorboard=False, last_step=0) as log:
+        with MetricsLog(self.directory, last_step=0) as log:
             fresh = State(None, None, 0, None, Guard.fresh(self.config.train))
             return Run(self, self, self, self, log).loop(fresh, 0)
 
@@ -168,16 +169,34 @@ def test_of_a_loss_that_is_no_number_the_state_before_it_is_saved(tmp_path, ever
     ]  # fmt: skip
 
 
-def test_seconds_are_of_steps_alone(tmp_path, monkeypatch):
-    """Of a clock that goes on with what devices do, and with a held-out loss and a save."""
-    takes = {"read": 1.0, "evaluate": 50.0, "save": 100.0}  # a step is done when it is read
+def timed(tmp_path, monkeypatch, **takes):
+    """The log of six steps, by a clock that goes on with what is done: so many seconds each."""
     recorder = Recorder(
         tmp_path, "train.steps=6", "checkpoint.every=3", "train.eval_every=3", "train.eval_steps=1"
     )
     now = lambda: sum(takes.get(event[0], 0) for event in recorder.events)  # noqa: E731
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))
     assert recorder.run() == 0
-    assert [line["step_seconds"] for line in recorder.lines()] == [1.0] * 6
+    return recorder.lines()
+
+
+def test_seconds_are_of_steps_alone(tmp_path, monkeypatch):
+    """Not of a held-out loss or a save; a step is done when it is read."""
+    lines = timed(tmp_path, monkeypatch, read=1.0, evaluate=50.0, save=100.0)
+    assert [line["step_seconds"] for line in lines] == [1.0] * 6
+
+
+def test_seconds_of_batches_held_out_losses_and_saves(tmp_path, monkeypatch):
+    """Those of the save after step 3 stand with step 4, which came after it."""
+    lines = timed(tmp_path, monkeypatch, batch=2.0, evaluate=50.0, save=100.0)
+    assert [line["data_seconds"] for line in lines] == [2.0] * 6
+    # the batch of a held-out loss takes its time too
+    assert {line["step"]: line["eval_seconds"] for line in lines if "eval_seconds" in line} == {
+        3: 52.0, 6: 52.0
+    }  # fmt: skip
+    assert {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line} == {
+        4: 100.0
+    }
 
 
 def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):

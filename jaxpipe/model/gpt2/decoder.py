@@ -38,8 +38,10 @@ class GPT2(CausalDecoder):
     def embed(self, ends: Tree, rows: Tree) -> jax.Array:
         """Tokens to `x [B, L, D]`."""
         tokens = rows["inputs"]
-        return nnx.merge(self._ends, ends).enter(tokens, self._positions(rows, *tokens.shape))
+        x = nnx.merge(self._ends, ends).enter(tokens, self._positions(rows, *tokens.shape))
+        return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
 
     def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
-        return with_past(*nnx.merge(self._layer, params)(x, self._past(x, context)))
+        masks = self._masks(context.rows, context.index, self._length(x))
+        return with_past(*nnx.merge(self._layer, params)(x, self._past(x, context), masks))

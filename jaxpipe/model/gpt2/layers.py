@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.model.attention import Past
+from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.parts import EndParts, Init, LayerNorm, Parts, along_last
 
@@ -29,7 +30,9 @@ class Attention(nnx.Module):
         self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
         self.width, self.parts = config.head_size, parts
 
-    def __call__(self, x_BLD: jax.Array, past: Past | None) -> tuple[jax.Array, Past | None]:
+    def __call__(
+        self, x_BLD: jax.Array, past: Past | None, masks: Masks
+    ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
         devices, dot = self.parts.devices, self.parts.dot
         x_BLD = devices.enter(x_BLD)
@@ -40,7 +43,7 @@ class Attention(nnx.Module):
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
         q_BLHK, k_BLHK = heads(self.wq, self.bq), heads(self.wk, self.bk)
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, heads(self.wv, self.bv), past)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, heads(self.wv, self.bv), past, masks)
         y_BLD = devices.leave(dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), self.wo[...]))
         return y_BLD + along_last(self.bo[...], y_BLD), past
 
@@ -77,11 +80,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = LayerNorm("mlp_norm", d, eps, init, norm)
         self.mlp = MLP(config, parts, init)
 
-    def __call__(self, x_BLD: jax.Array, past: Past | None = None) -> tuple[jax.Array, Past | None]:
+    def __call__(
+        self, x_BLD: jax.Array, past: Past | None = None, masks: Masks = NO_MASKS
+    ) -> tuple[jax.Array, Past | None]:
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past)
-        x_BLD = x_BLD + mixed_BLD
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD)), past
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past, masks)
+        x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
+        return x_BLD + masks.stream(self.mlp(self.mlp_norm(x_BLD)), "mlp"), past
 
 
 class Ends(nnx.Module):

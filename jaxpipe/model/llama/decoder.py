@@ -37,10 +37,14 @@ class Decoder(CausalDecoder):
 
     def embed(self, ends: Tree, rows: Tree) -> jax.Array:
         """Tokens to `x [B, L, D]`."""
-        return nnx.merge(self._ends, ends).enter(rows["inputs"])
+        tokens = rows["inputs"]
+        x = nnx.merge(self._ends, ends).enter(tokens)
+        return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
 
     def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
-        positions = self._positions(context.rows, x.shape[0], self._length(x))
+        length = self._length(x)
+        positions = self._positions(context.rows, x.shape[0], length)
+        masks = self._masks(context.rows, context.index, length)
         layer = nnx.merge(self._layer, params)
-        return with_past(*layer(x, positions, self._past(x, context)))
+        return with_past(*layer(x, positions, self._past(x, context), masks))

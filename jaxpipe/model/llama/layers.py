@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.model.attention import Past
+from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.parts import EndParts, Init, Parts, RMSNorm
 
@@ -72,7 +73,7 @@ class Attention(nnx.Module):
         self.config, self.parts = config, parts
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None
+        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None, masks: Masks
     ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices, dot = self.config, self.parts.devices, self.parts.dot
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past, masks)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         return devices.leave(dot(mixed_BLX, self.wo[...])), past
 
@@ -132,12 +133,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, parts, init)
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None = None
-    ) -> tuple[jax.Array, Past | None]:
+        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None = None,
+        masks: Masks = NO_MASKS,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, past)
-        x_BLD = x_BLD + mixed_BLD
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD)), past
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, past, masks)
+        x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
+        return x_BLD + masks.stream(self.mlp(self.mlp_norm(x_BLD)), "mlp"), past
 
 
 class Ends(nnx.Module):

@@ -1,0 +1,107 @@
+"""Dropout whose masks are the same on every layout of devices, and are stored nowhere.
+
+A mask is a function of the seed, the sample's number in the run, the layer, the place in it and the
+value's own place in the whole model (Srivastava et al. 2014 for dropout, Salmon et al. 2011 for
+random numbers that are a function of a counter). So F, B, W and what is rematerialised make the
+same mask again, whichever device and schedule they run on, and a run that goes on has those of one
+that never stopped.
+
+Shapes: B examples, L tokens, D model, H heads, S keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.partition.devices import OneDevice
+
+_SITES = {"embedding": 0, "shares": 1, "attention": 2, "mlp": 3}
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """How much is dropped.
+
+    Attributes:
+      rate: chance of a value of the embedding, or of what attention or MLP add to the stream.
+      shares: chance of a query's share in a key.
+      seed: of the run.
+    """
+
+    rate: float = 0.0
+    shares: float = 0.0
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.rate or self.shares)
+
+
+class Masks(NamedTuple):
+    """The masks of one layer for one microbatch, as one device needs them; `NO_MASKS` drop nothing.
+
+    Attributes:
+      dropout: how much is dropped.
+      key_B2: a key for every example's layer; None if nothing is dropped.
+      begin: where in the whole sequence the first of this device's L tokens stands.
+      devices: those that share the layer.
+    """
+
+    dropout: Dropout
+    key_B2: jax.Array | None
+    begin: jax.Array | int
+    devices: OneDevice
+
+    @classmethod
+    def of(
+        cls, dropout: Dropout, samples_B: jax.Array, layer: Any, begin: Any, devices: OneDevice
+    ) -> "Masks":
+        """Of a layer by its number in the whole model; the ends have -1."""
+        key = jax.random.fold_in(jax.random.PRNGKey(dropout.seed), jnp.asarray(layer) + 1)
+        return cls(dropout, _fold(key, samples_B.astype(jnp.uint32)), begin, devices)
+
+    def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
+        """The stream, or this device's tokens of it, without what is dropped."""
+        if not self.dropout.rate:
+            return x_BLD
+        _, own, width = x_BLD.shape
+        first = self.begin + (self.devices.index() * own if self.devices.sequence else 0)
+        key_BL2 = _fold(self._at(site)[:, None], (first + jnp.arange(own))[None])
+        return _dropped(x_BLD, key_BL2, width, self.dropout.rate)
+
+    def shares(self, share_BHLS: jax.Array, query: int = 0, key: int = 0) -> jax.Array:
+        """The shares of queries in keys without those that are dropped.
+
+        The first query is the device's `query`-th, the first key the sequence's `key`-th; H are
+        this device's heads.
+        """
+        _, heads, queries, keys = share_BHLS.shape
+        head_H = self.devices.index() * heads + jnp.arange(heads)
+        key_BH2 = _fold(self._at("shares")[:, None], head_H[None])
+        key_BHL2 = _fold(
+            key_BH2[:, :, None], (self.begin + query + jnp.arange(queries))[None, None]
+        )
+        return _dropped(share_BHLS, key_BHL2, keys, self.dropout.shares, first=key)
+
+    def _at(self, site: str) -> jax.Array:
+        return _fold(self.key_B2, jnp.uint32(_SITES[site]))
+
+
+NO_MASKS = Masks(Dropout(), None, 0, OneDevice())
+
+
+def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+    """A key `[..., 2]` for every number, of keys `[..., 2]` that are broadcast to the numbers."""
+    shape = jnp.broadcast_shapes(keys.shape[:-1], numbers.shape)
+    fold = jax.random.fold_in
+    for _ in shape:
+        fold = jax.vmap(fold)
+    return fold(jnp.broadcast_to(keys, (*shape, 2)), jnp.broadcast_to(numbers, shape))
+
+
+def _dropped(x: jax.Array, keys: jax.Array, count: int, rate: float, first: int = 0) -> jax.Array:
+    """Values of the last dim with random bits from `rate` on, divided by their chance to stay."""
+    bits = _fold(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]
+    kept = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(kept, x / (1 - rate), 0)

@@ -1,0 +1,60 @@
+"""What is logged of a step beside the numbers that it computes: tokens, speed, memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe.config import Config
+from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training import optimizer as optimizers
+
+# What a line of the log may hold that no layer makes; the loop adds the step, seconds of the host
+# and the held-out loss, the progress line the smoothed loss.
+NAMES = (
+    "step", "loss", "z_loss", "loss_max", "grad_norm", "lr", "skipped_steps", "loss_scale",
+    "tokens_seen", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
+    "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
+    "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a run's steps on its mesh."""
+
+    config: Config
+    mesh: Mesh
+
+    def __call__(
+        self, step: int, samples: int, seconds: float, skipped: int = 0
+    ) -> dict[str, float]:
+        """Of a step that took so long, after which `samples` sequences of the data are seen.
+
+        The learning rate is that of its update, of which so many have been `skipped`.
+        `mfu` is there where the peak of the device is known, `peak_memory_bytes` where the device
+        counts; jax cannot reset that count, so it is of the process so far.
+        """
+        per_second = self.config.tokens_per_step / seconds
+        of_device = per_second / self.mesh.size
+        flops = of_device * self.config.model.flops_per_token(self.config.train.seq_len)
+        values = {
+            "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
+            "tokens_seen": samples * self.config.train.seq_len,
+            "tokens_per_second": per_second,
+            "tokens_per_second_per_device": of_device,
+            "tflops_per_device": flops / 1e12,
+            "step_seconds": seconds,
+        }
+        device: jax.Device = self.mesh.devices.flat[0]
+        if (peak := peak_flops(device.device_kind)) is not None:
+            values["mfu"] = flops / peak
+        if (memory := memory_peak()) is not None:
+            values["peak_memory_bytes"] = memory
+        return values
+
+    @cached_property
+    def _learning_rate(self) -> optax.Schedule:
+        return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)

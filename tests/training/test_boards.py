@@ -1,0 +1,125 @@
+"""Weights & Biases, by a module that stands in for it and, where it is installed, by itself."""
+
+import json
+import sys
+
+import pytest
+from commands import SMALL, metrics
+
+from jaxpipe import train
+from jaxpipe.config import load
+from jaxpipe.training.boards import boards
+from jaxpipe.training.metrics import MetricsLog
+
+STAND_IN = '''
+import json, pathlib
+
+class Error(Exception):
+    """What wandb raises."""
+
+class Settings:
+    def __init__(self, console):
+        self.console = console
+
+class Histogram:
+    def __init__(self, values):
+        self.values = values.tolist()
+
+class Run:
+    def __init__(self, path):
+        self.file = path.open("a")
+    def log(self, values, step):
+        values = {k: v.values if isinstance(v, Histogram) else v for k, v in values.items()}
+        self.file.write(json.dumps([step, values]) + "\\n")
+    def finish(self):
+        self.file.write('"finished"')
+        self.file.close()
+
+def init(**given):
+    if given["mode"] == "online":
+        raise Error("No API key configured.\\nMore of it.")
+    given["settings"] = given["settings"].console
+    path = pathlib.Path(given["dir"]) / "stand_in.jsonl"
+    path.write_text(json.dumps(given) + "\\n")
+    return Run(path)
+'''
+RUN = ["train.steps=2", "train.eval_every=0", "parallel.pp=1", "parallel.dp=8"]
+
+
+def without_wandb(monkeypatch):
+    """As if nobody had imported it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(STAND_IN)
+    without_wandb(monkeypatch)
+    monkeypatch.syspath_prepend(folder)
+    yield
+    sys.modules.pop("wandb", None)
+
+
+def stood_in(directory):
+    """What the stand-in was told: the arguments, the lines of the log, its end."""
+    return map(json.loads, (directory / "stand_in.jsonl").read_text().splitlines())
+
+
+def test_a_run_is_logged_at_wandb_too(tmp_path, stand_in):
+    directory = tmp_path / "small"
+    command = [str(SMALL), f"run.dir={directory}", "log.wandb=offline", "log.wandb_project=mine"]
+    assert train.main([*command, *RUN]) == 0
+    given, *logged, finished = stood_in(directory)
+    assert (given["project"], given["group"], given["mode"]) == ("mine", "small", "offline")
+    assert given["name"] == "small from step 0"
+    assert given["config"]["train"]["seq_len"] == 32
+    assert given["settings"] == "off"
+    assert finished == "finished"
+    own = metrics(directory)
+    assert [step for step, _ in logged] == [1, 2]
+    assert all({"step": step} | values == own[step] for step, values in logged)
+
+
+def test_many_numbers_are_a_histogram(tmp_path, stand_in):
+    config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
+    with MetricsLog(tmp_path, last_step=4, boards=boards(config, 4)) as log:
+        log.write(5, {"counts": [[1, 2]], "many": list(range(100))})
+    given, logged, _ = stood_in(tmp_path)
+    assert given["name"].endswith("from step 4")
+    assert logged == [5, {"counts/0/0": 1, "counts/0/1": 2, "many": list(range(100))}]
+
+
+def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", "log.wandb=online", *RUN]) == 2
+    said = capsys.readouterr().err
+    assert "log.wandb='online' is refused by wandb (No API key configured.): run" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch, capsys, folder):
+    """Also where there is a folder of that name, as wandb leaves them."""
+    without_wandb(monkeypatch)
+    if folder:
+        (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", "log.wandb=offline"]) == 2
+    assert "log.wandb='offline' needs the package wandb, which is not" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_itself(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
+    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+        log.write(1, {"loss": 0.5, "many": list(range(100))})
+    wandb.teardown()  # else its own process may still be writing
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    assert b"loss" in content
+    assert b"0.5" in content
+    assert b"histogram" in content

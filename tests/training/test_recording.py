@@ -1,0 +1,63 @@
+"""The window of a run that is recorded: its steps and no others, and that it costs no step more."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+from commands import SMALL, complete, metrics
+from test_loop import Recorder
+
+from jaxpipe import train
+from jaxpipe.training import recording
+from jaxpipe.training.bubble import events_of
+
+QUIET = ("train.eval_every=0", "checkpoint.every=0")
+
+
+@pytest.mark.parametrize(
+    ("window", "recorded"),
+    [((1, 2), [1, 2]), ((3, 1), [3]), ((3, 9), [3, 4]), ((0, 2), [])],
+)
+def test_steps_in_the_window_are_recorded(tmp_path, monkeypatch, window, recorded):
+    """Each whole: what is dispatched in it is read in it."""
+    start, steps = window
+    recorder = Recorder(
+        tmp_path, "train.steps=4", *QUIET,
+        f"log.profile_start={start}", f"log.profile_steps={steps}", f"run.dir={tmp_path}",
+    )  # fmt: skip
+
+    @contextlib.contextmanager
+    def watched(directory):
+        recorder.events.append(("recording", directory))
+        yield
+        recorder.events.append(("recorded", directory))
+
+    monkeypatch.setattr(recording, "recording", watched)
+    assert recorder.run() == 0
+    where = tmp_path / "profile" / "process-0"
+    marks = [("recording", where), ("recorded", where)] if recorded else []
+    assert recorder.order("recording", "recorded") == marks
+    if recorded:
+        begin, end = map(recorder.events.index, marks)
+        within = recorder.events[begin:end]
+        for name in ("batch", "dispatch", "read"):
+            assert [step for event, step in within if event == name] == recorded
+
+
+def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
+    command = [str(SMALL), f"run.dir={tmp_path}", "parallel.pp=1", "parallel.dp=8", "train.steps=4"]
+    window = ["log.profile_start=2", "log.profile_steps=2"]
+    assert train.main([*command, *QUIET, *window]) == 0
+    where = tmp_path / "profile" / "process-0"
+    assert str(where) in "".join(capsys.readouterr().out.split())
+    assert len(list(where.rglob("*.xplane.pb"))) == 1
+    (viewed,) = where.rglob("*.trace.json.gz")
+    loops = Counter(event.device for event in events_of(viewed) if "while" in event.name)
+    assert set(loops.values()) == {2}  # of the step, each once
+    assert list(metrics(tmp_path)) == [1, 2, 3, 4]
+    assert complete(tmp_path) == [4]
+
+
+def test_a_window_past_the_end_is_refused(tmp_path, capsys):
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", "log.profile_start=13"]) == 2
+    assert "log.profile_start=13 is past train.steps=12" in capsys.readouterr().err
