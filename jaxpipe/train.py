@@ -120,7 +120,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         trainer = Trainer(config)
     data = _data(config, directory)
     if config.train.eval_every:
-        data.heldout.batches(0, **trainer.config.batch_shape).close()  # is there enough of it?
+        data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
     with contextlib.ExitStack() as stack:
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)

@@ -227,6 +227,10 @@ def test_load_rejects(path, overrides, message):
         (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
         (["optimizer.warmup_steps=11"], "optimizer.warmup_steps=11 exceeds train.steps=10"),
         (
+            ["log.bubble_every=5", "parallel.pp=2", "log.profile_start=3"],
+            "log.profile_start=3 and log.bubble_every=5 both record",
+        ),
+        (
             ["log.bubble_every=5", "parallel.pp=1"],
             "log.bubble_every=5 with parallel.pp=1: with",
         ),

@@ -159,9 +159,9 @@ class LogConfig(_Section, kw_only=True):
     wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
     wandb_project: str = "jaxpipe"  # its group is named as the last folder of run.dir
     progress: bool = True  # a live line on terminals
-    bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
     profile_steps: Positive = 3  # how many it records
+    bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
 
 
 class RuntimeConfig(_Section, kw_only=True):

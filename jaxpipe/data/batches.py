@@ -2,8 +2,8 @@
 
 The order is a function of (seed, position) alone, where position counts the samples taken so far.
 Sample (m, b) of a step is number `position + m * B + b` of the order, whatever dp, pp and the
-number of processes, of which each makes the whole batch. M microbatches, B examples in one
-microbatch over all dp ranks, L tokens.
+number of processes, of which each makes the rows that its devices take. M microbatches, B examples
+in one microbatch over all dp ranks, L tokens.
 """
 
 from dataclasses import dataclass

@@ -123,8 +123,8 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
     shape = (*trainer.config.batch_shape.values(), trainer.config.train.seq_len)
     ids = jax.ShapeDtypeStruct(shape, "int32")
     batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.batch_sharding),
-        jax.eval_shape(trainer.deal, {name: ids for name in trainer.leaves_of_a_batch}),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.feed.sharding),
+        jax.eval_shape(trainer.feed.deal, {name: ids for name in trainer.feed.leaves}),
     )
     try:
         traced = trainer.train_step.trace(state, batch)

@@ -279,6 +279,12 @@ def _check_log(config: Config) -> None:
             f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
             f"pip install wandb, or leave log.wandb out."
         )
+    if config.log.profile_start and config.log.bubble_every:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} and log.bubble_every="
+            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
+            f"one of them out."
+        )
     if config.log.profile_start > config.train.steps:
         raise ConfigError(
             f"log.profile_start={config.log.profile_start} is past train.steps="

@@ -30,17 +30,12 @@ class BubbleMeter:
 
     def __init__(self, trainer: Trainer, say: Callable[[str], None]):
         self._trainer, self._say = trainer, say
-        log = trainer.config.log
-        self._every = log.bubble_every
-        # There is one profiler: in these steps it records for `log.profile_start`.
-        steps = log.profile_steps if log.profile_start else 0
-        self._taken = range(log.profile_start, log.profile_start + steps)
+        self._every = trainer.config.log.bubble_every
         self._compiled = False
 
     def step(self, number: int, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """The state and the metrics of this step."""
         due = self._compiled and self._every and number % self._every == 0
-        due = due and number not in self._taken
         self._compiled = True
         if not due:
             return self._trainer.train_step(state, batch)

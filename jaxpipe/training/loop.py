@@ -56,10 +56,10 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(position, **trainer.config.batch_shape)
+        batches = self.data.train.batches(position, **trainer.feed.sizes)
         unread, spent = _Unread(), {}
-        window = Window(trainer.config, self.progress.say)
         meter = BubbleMeter(trainer, self.progress.say)
+        window = Window(trainer.config, self.progress.say)
         with contextlib.closing(batches), window, _signals() as received:
             window.turn(done)
             for step in range(done + 1, train.steps + 1):
@@ -135,7 +135,7 @@ class Run:
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
         trainer = self.trainer
-        batches = self.data.heldout.batches(0, **trainer.config.batch_shape)
+        batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
             losses = [
                 float(trainer.eval_step(state, trainer.put(batch)))

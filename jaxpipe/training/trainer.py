@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -23,8 +22,6 @@ from jaxpipe.parallel import (
     Sharding,
     StageLayout,
     Stored,
-    batch_spec,
-    deal_batch,
     is_stage_form,
     make_mesh,
 )
@@ -35,6 +32,7 @@ from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import optimizer as optimizers
+from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.rates import NAMES, Rates
 
@@ -151,11 +149,6 @@ class Trainer:
 
         return jax.tree.map(of, self.state_shapes, is_leaf=is_stage_form)
 
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch `[M, B, L]`."""
-        return NamedSharding(self.mesh, batch_spec())
-
     def init(self) -> State:
         """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
         return self.fresh(self.init_parameters())
@@ -213,7 +206,7 @@ class Trainer:
 
         return jax.jit(
             step,
-            in_shardings=(self.state_shardings, self.batch_sharding),
+            in_shardings=(self.state_shardings, self.feed.sharding),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
             compiler_options=self._compiler_options,
@@ -261,7 +254,7 @@ class Trainer:
 
         return jax.jit(
             loss,
-            in_shardings=(self.state_shardings, self.batch_sharding),
+            in_shardings=(self.state_shardings, self.feed.sharding),
             compiler_options=self._compiler_options,
         )
 
@@ -269,32 +262,15 @@ class Trainer:
         """Each microbatch's share, `[M]`, of each of the head's losses."""
         return [shares] if shares.ndim == 1 else list(shares.T)
 
-    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
-        """A host batch, which every process has whole, on the devices.
-
-        One to train on begins with the sample of that number in the run, which a model that drops
-        values is told: in others nothing is dropped.
-        """
-        if position is not None and "samples" in self.leaves_of_a_batch:
-            shape = batch["inputs"].shape
-            numbers = position + np.arange(shape[0] * shape[1])
-            numbers = (numbers % 2**31).astype(np.int32).reshape(*shape[:2], 1)
-            batch = batch | {"samples": np.broadcast_to(numbers, shape)}
-        return {
-            name: jax.make_array_from_callback(ids.shape, self.batch_sharding, ids.__getitem__)
-            for name, ids in self.deal(batch).items()
-        }
-
-    @property
-    def leaves_of_a_batch(self) -> tuple[str, ...]:
-        """Names of what a model that trains on tokens is given of a batch `[M, B, L]`."""
+    @cached_property
+    def feed(self) -> Feed:
+        """How batches reach the devices."""
         numbered = "samples" in (self.model.functions.reads or ())
-        return ("inputs", "targets", *(("samples",) if numbered else ()))
+        return Feed(self.config, self.mesh, numbered)
 
-    def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
-        parallel = self.config.parallel
-        return deal_batch(batch, slices=parallel.slices, sdp=parallel.sdp, dp=parallel.dp)
+    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
+        """A host batch on the devices, as `Feed.put` says."""
+        return self.feed.put(batch, position)
 
     @property
     def samples_per_step(self) -> int:

@@ -91,8 +91,8 @@ def batch_at(position, microbatches, batch_size):
     return jax.tree.map(np.asarray, batch)
 
 
-def batches(position, microbatches, batch_size):
-    """Those from a position on."""
+def batches(position, microbatches, batch_size, rows=None):
+    """Those from a position on, whole."""
     while True:
         yield batch_at(position, microbatches, batch_size)
         position += microbatches * batch_size

@@ -46,14 +46,15 @@ class Recorder:
         self.directory, self.losses, self.signal_at = directory, losses or {}, signal_at
         self.events, self.logged, self.position = Events(signal_at), [], None
         self.config = load(SMALL, ["train.eval_every=0", *overrides])
-        self.train = self.heldout = self
+        self.train = self.heldout = self.feed = self
+        self.sizes = self.config.batch_shape
 
     def batches(self, position, **_):
         for number in itertools.count(position // SAMPLES + 1):
             self.events.append(("batch", number))
             yield number
 
-    def put(self, batch):
+    def put(self, batch, position=None):
         return batch
 
     def train_step(self, state, batch):

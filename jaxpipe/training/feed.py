@@ -1,0 +1,87 @@
+"""A batch on its way from the host to the devices: which rows a process reads, who gets them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpipe.config import Config
+from jaxpipe.parallel import DP, EP, batch_spec, deal_batch
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What devices of a mesh take of the batches `[M, B, L]` of a run.
+
+    `numbered`: the model is told the numbers of the samples that it trains on.
+    """
+
+    config: Config
+    mesh: Mesh
+    numbered: bool
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of a batch on the devices."""
+        return NamedSharding(self.mesh, batch_spec())
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Names of what a model is given to train on tokens."""
+        return ("inputs", "targets", *(("samples",) if self.numbered else ()))
+
+    def rows(self, process: int | None = None) -> slice:
+        """The examples of each microbatch that devices of a process (None: this one) take.
+
+        Those of all replicas between its first and its last; replicas that share a sequence all
+        take it whole, and cut it themselves.
+        """
+        process = jax.process_index() if process is None else process
+        of_process = np.vectorize(lambda device: device.process_index == process)
+        grid = of_process(np.moveaxis(self.mesh.devices, (1, 2), (0, 1)))
+        here = grid.reshape(self.mesh.shape[DP] * self.mesh.shape[EP], -1).any(axis=1)
+        groups = np.flatnonzero(here) // self.config.parallel.sdp
+        each = self.config.train.microbatch_size
+        return slice(int(groups.min()) * each, (int(groups.max()) + 1) * each)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """M, B and this process's rows, as the data's readers take them."""
+        return {**self.config.batch_shape, "rows": self.rows()}
+
+    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
+        """A host batch on the devices: the whole one, or this process's rows of it.
+
+        One to train on begins with the sample of that number in the run, which a model that drops
+        values is told: in others nothing is dropped.
+        """
+        microbatches, own, length = batch["inputs"].shape
+        size = self.config.batch_shape["batch_size"]
+        first = 0 if own == size else self.rows().start
+        if position is not None and self.numbered:
+            numbers = position + np.arange(microbatches)[:, None] * size + first + np.arange(own)
+            numbers = (numbers % 2**31).astype(np.int32)[..., None]
+            batch = batch | {"samples": np.broadcast_to(numbers, (microbatches, own, length))}
+        return {name: self._placed(leaf, own, first) for name, leaf in self.deal(batch).items()}
+
+    def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
+        parallel = self.config.parallel
+        own = next(iter(batch.values())).shape[1]
+        dp = parallel.dp * own // self.config.batch_shape["batch_size"]
+        return deal_batch(batch, slices=parallel.slices, sdp=parallel.sdp, dp=dp)
+
+    def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
+        """The global array of which this process has the rows of `own` examples from `first` on."""
+        of_example = leaf.shape[1] // own
+        whole = of_example * self.config.batch_shape["batch_size"]
+        begin = of_example * first
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            rows = index[1].indices(whole)
+            return leaf[index[0], rows[0] - begin : rows[1] - begin, *index[2:]]
+
+        shape = (leaf.shape[0], whole, *leaf.shape[2:])
+        return jax.make_array_from_callback(shape, self.sharding, part)
