@@ -107,16 +107,15 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
         config = filled(config, jax.device_count())
-        hosts_devices = processes.devices_of_host()
+        memory = device_memory(jax.devices()[0].device_kind)
         validate(
             config,
             devices=jax.device_count(),
-            devices_of_host=hosts_devices,
+            devices_of_host=processes.devices_of_host(),
             platform=jax.default_backend(),
-            memory=device_memory(jax.devices()[0].device_kind),
+            memory=memory,
         )
         if config.parallel.costs == "measure":
-            memory = device_memory(jax.devices()[0].device_kind)
             said.append(measure(config, memory=memory))
         trainer = Trainer(config)
     data = _data(config, directory)
