@@ -40,6 +40,7 @@ class Tiny:
     slices: int = 1
     loss_chunks: int = 1
     z_loss: float = 0.0
+    seed: int = 0
 
     @property
     def functions(self):
