@@ -93,6 +93,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
 
     from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.runtime.compiler import check_version
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -107,6 +108,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
         config = filled(config, jax.device_count())
+        check_version(jax.default_backend())
         memory = device_memory(jax.devices()[0].device_kind)
         validate(
             config,

@@ -11,6 +11,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import (
+    Factors,
     SequenceDataParallel,
     StageLayout,
     TensorParallel,
@@ -72,14 +73,15 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, sdp=1, slices=1, sequence=False, loss_chunks=1,
-    z_loss=0.0, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
+    z_loss=0.0, replicate=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters as they are stored, and batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
-    mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
+    factors = Factors(rp=replicate)
+    mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     stretches = SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE
     config = MODELS[model]

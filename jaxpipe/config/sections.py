@@ -33,6 +33,7 @@ class ParallelConfig(_Section, kw_only=True):
 
     pp: Positive = 1  # pipeline ranks
     dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
+    dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
     sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
     slices: Positive = 1  # of every sequence in time, which pass the pipeline one by one
     tp: Positive = 1  # devices that share every layer
@@ -67,7 +68,8 @@ class ParallelConfig(_Section, kw_only=True):
     def mesh(self) -> str:
         """The sizes of the mesh in words."""
         shared = f" sdp={self.sdp}" if self.sdp > 1 else ""
-        return f"pp={self.pp} dp={self.dp}{shared} tp={self.tp}"
+        groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
+        return f"pp={self.pp} dp={self.dp}{groups}{shared} tp={self.tp}"
 
     @property
     def least_devices(self) -> int:

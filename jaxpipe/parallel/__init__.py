@@ -1,7 +1,7 @@
 """The device mesh, what is stored where on it, and what devices do together."""
 
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
-from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, TP, make_mesh
+from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, RP, SHARDS, TP, Factors, make_mesh
 from jaxpipe.parallel.sequence import SequenceDataParallel, deal_batch
 from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
 from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
@@ -11,7 +11,10 @@ __all__ = [
     "EP",
     "PP",
     "REPLICAS",
+    "RP",
+    "SHARDS",
     "TP",
+    "Factors",
     "SequenceDataParallel",
     "Sharding",
     "StageLayout",

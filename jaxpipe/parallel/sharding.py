@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, TP
+from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, RP, SHARDS, TP
 from jaxpipe.partition.leaf import Leaf, Names, cutting
 
 Tree = Any
-_NESTING = (TP, PP, EP, DP)  # the order in which axes cut, from the largest parts to the smallest
+_NESTING = (TP, PP, EP, DP, RP)  # the order in which axes cut, the largest parts first; rp never
 _PLAIN = Leaf()
 
 
@@ -55,6 +55,11 @@ class Stored:
     def replicas(self) -> Names:
         """The axes of replicas over which its gradient is summed: those that have all of it."""
         return tuple(axis for axis in REPLICAS if axis not in self.leaf.parted)
+
+    @property
+    def shards(self) -> Names:
+        """Those of `replicas` that may hold parts."""
+        return tuple(axis for axis in self.replicas if axis in SHARDS)
 
     def dim(self, axis: str) -> int | None:
         """The dim that a mesh axis cuts, or None."""
@@ -197,6 +202,6 @@ def batch_spec() -> PartitionSpec:
     """A batch `[M, B, ...]` is cut along its examples; every rank sees all microbatches.
 
     >>> tuple(batch_spec())
-    (None, ('dp', 'ep'))
+    (None, ('rp', 'dp', 'ep'))
     """
     return PartitionSpec(None, REPLICAS)

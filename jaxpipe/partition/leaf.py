@@ -3,20 +3,24 @@
 A model declares a `Leaf` with every parameter: along which mesh axes devices have parts of it, and
 whose gradients add up. All else follows, for storing and for planning: what outlives a step is cut
 further, layers over the ranks of their stages, shared leaves over pp along the first dim that it
-divides, and from ZeRO stage 1 on everything over the replicas (Rajbhandari et al. 2020), along the
+divides, and from ZeRO stage 1 on everything over replicas (Rajbhandari et al. 2020), along the
 first dim that they divide, or else along one that nothing else cuts, in blocks of 32 and padded
 with zeros.
 
-The replicas are the mesh axes dp and ep. A leaf may be cut over ep, the inner one, like any other
-axis (experts): it is then stored in parts over dp alone, and its gradient is summed over dp alone.
+The replicas are on the mesh axes rp, dp and ep, from far to near. Nothing is ever cut over rp: each
+of its coordinates has all parts (hybrid sharding: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2),
+so what is gathered comes from neighbours, and only sums of gradients go further. A leaf may be cut
+over ep, the innermost, like any other axis (experts): it is then stored in parts over dp alone, and
+its gradient is summed over rp and dp.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-PP, DP, EP, TP = "pp", "dp", "ep", "tp"
-REPLICAS = (DP, EP)  # which train on other examples each; ep, the inner one, is of neighbours
+PP, RP, DP, EP, TP = "pp", "rp", "dp", "ep", "tp"
+SHARDS = (DP, EP)  # the replicas that ZeRO lets hold parts
+REPLICAS = (RP, *SHARDS)  # which train on other examples each; neighbours are on the innermost
 Names = tuple[str, ...]
 _BLOCK = 32  # values along a padded dim, of which every replica has whole blocks
 
@@ -59,7 +63,7 @@ class Cutting:
 
     Attributes:
       names: for every dim the mesh axes that cut it, largest parts first.
-      padding: how many zeros are put to the end of the dim that the replicas cut.
+      padding: how many zeros are put to the end of the dim that replicas cut.
     """
 
     names: tuple[Names, ...]
@@ -82,7 +86,8 @@ def cutting(
 ) -> Cutting:
     """How a leaf in stage form is cut; `shape` is without padding.
 
-    `mesh` has the sizes of the axes; ep may be left out. A layer's leaf has a leading dim of ranks.
+    `mesh` has the sizes of the axes; rp and ep may be left out. A layer's leaf has a leading dim of
+    ranks.
 
     >>> mesh = {"pp": 4, "dp": 2, "tp": 2}
     >>> wide = Leaf(cuts=(("tp", 1),), shape=(32, 48))
@@ -119,7 +124,7 @@ def cutting(
         divide((PP,), every)
     replicas = tuple(
         axis
-        for axis in reversed(REPLICAS)
+        for axis in reversed(SHARDS)
         if axis not in leaf.parted and (axis == DP or mesh.get(axis, 1) > 1)
     )
     parts, padding = prod(mesh.get(axis, 1) for axis in replicas), 0

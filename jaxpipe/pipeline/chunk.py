@@ -52,7 +52,7 @@ class LayerSlot:
                 return total
             gradient = gradient.astype(total.dtype)
             if stored and stored[0].dim(DP) is not None:
-                gradient = stored[0].reduce(gradient, stored[0].replicas)
+                gradient = stored[0].reduce(gradient, stored[0].shards)
             return total + gradient
 
         stored = () if self.stored is None else (self.stored,)

@@ -138,7 +138,7 @@ class RankParameters:
     def _unreduced(self, stored: Stored) -> set[str]:
         """The axes over which a layer's gradient is still to be summed after the last tick."""
         scattered = self.execution.reshard_after_forward and stored.dim(DP) is not None
-        return set() if scattered else set(stored.replicas)
+        return set(stored.replicas).difference(stored.shards if scattered else ())
 
     def _reduced(self, stored: Stored, gradient: jax.Array, axes: set[str]) -> jax.Array:
         """The part of a gradient summed over these axes, and over tp where it must be."""

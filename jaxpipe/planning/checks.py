@@ -149,6 +149,17 @@ def _check_sequences(config: Config) -> None:
             f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
             f"replicas share every sequence; change one of them."
         )
+    if parallel.dp % (parallel.dp_replicate * parallel.sdp):
+        raise ConfigError(
+            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.sdp={parallel.sdp} must "
+            f"divide parallel.dp={parallel.dp}: replicas form so many groups, and those of a group "
+            f"share sequences; change one of them."
+        )
+    if parallel.dp_replicate > 1 and not parallel.zero_stage:
+        raise ConfigError(
+            f"parallel.dp_replicate={parallel.dp_replicate} with parallel.zero_stage=0: groups "
+            f"differ only where replicas hold parts; raise zero_stage, or leave dp_replicate out."
+        )
     stretches = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
     for more in (stretches | over_tp, stretches | {"train.loss_chunks": train.loss_chunks}):

@@ -153,7 +153,7 @@ def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Valu
 
 def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
     parallel, leaf = config.parallel, parameter.leaf
-    mesh = {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
+    mesh = {"pp": parallel.pp, "dp": parallel.dp // parallel.dp_replicate, "tp": parallel.tp}
     shape = (parallel.pp, *parameter.shape) if of_layer else parameter.shape
     how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
     stored = how.part_size(shape, mesh)

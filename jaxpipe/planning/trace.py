@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxpipe.config import Config
 from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model.fused import flops_of_stand_in, stand_ins
-from jaxpipe.parallel import DP, EP, PP, TP
+from jaxpipe.parallel import DP, EP, PP, RP, TP
 from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import POLICIES
@@ -28,7 +28,8 @@ Tree = Any
 def trace(config: Config) -> ModelCosts:
     """The costs of a configuration's model, for `parallel.dp` = `parallel.sdp`."""
     model, parallel, train = model_of(config), config.parallel, config.train
-    functions, sizes = model.functions, {PP: parallel.pp, DP: parallel.dp, EP: 1, TP: parallel.tp}
+    functions = model.functions
+    sizes = {PP: parallel.pp, RP: 1, DP: parallel.dp, EP: 1, TP: parallel.tp}
     order = functions.kinds_of(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
@@ -64,7 +65,7 @@ def trace(config: Config) -> ModelCosts:
         {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
         rows_of(config, functions),
     )
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 4)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=None, check_vma=False
     )

@@ -17,6 +17,7 @@ from jaxpipe.config import ConfigError
 Value = bool | int | str
 
 _GPUS = ("gpu", "cuda")
+_LEAST_ON_GPUS = (0, 11)  # of jax: `plan --check-gpu` finds no copies of rings from it on
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,DYNAMIC_SLICE_FUSION"
 
 
@@ -91,6 +92,16 @@ def wanted(platform: str, *, deterministic: bool = False) -> tuple[Option, ...]:
         return ()
     own = GPU + DETERMINISTIC * deterministic
     return tuple(option for option in own if not _is_the_users(option.name))
+
+
+def check_version(platform: str) -> None:
+    """Raise `ConfigError` where the installed jax should not train on devices of this platform."""
+    if platform in _GPUS and jax.__version_info__ < _LEAST_ON_GPUS:
+        least = ".".join(map(str, _LEAST_ON_GPUS))
+        raise ConfigError(
+            f"jax {jax.__version__} copies every ring of a pipeline in every tick on GPUs: install "
+            f"jax {least} or later, for Python 3.12 or later."
+        )
 
 
 def check_deterministic(platform: str) -> None:

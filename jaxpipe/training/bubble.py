@@ -76,7 +76,7 @@ def ticks(trainer: Trainer, events: Iterator[Event]) -> Ranks:
 
     Raises `ProfileError` where the recording does not show them.
     """
-    first = enumerate(trainer.mesh.devices[:, 0, 0, 0])
+    first = enumerate(trainer.mesh.devices[:, 0, 0, 0, 0])
     own = jax.process_index()
     return ticks_of(
         events,

@@ -1,5 +1,6 @@
 """A batch on its way from the host to the devices: which rows a process reads, who gets them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config
-from jaxpipe.parallel import DP, EP, batch_spec, deal_batch
+from jaxpipe.parallel import batch_spec, deal_batch
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Feed:
         """
         process = jax.process_index() if process is None else process
         of_process = np.vectorize(lambda device: device.process_index == process)
-        grid = of_process(np.moveaxis(self.mesh.devices, (1, 2), (0, 1)))
-        here = grid.reshape(self.mesh.shape[DP] * self.mesh.shape[EP], -1).any(axis=1)
+        pp, *replicas, tp = self.mesh.devices.shape
+        here = of_process(self.mesh.devices).reshape(pp, math.prod(replicas), tp).any(axis=(0, 2))
         groups = np.flatnonzero(here) // self.config.parallel.sdp
         each = self.config.train.microbatch_size
         return slice(int(groups.min()) * each, (int(groups.max()) + 1) * each)

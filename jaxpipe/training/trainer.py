@@ -19,6 +19,7 @@ from jaxpipe.parallel import (
     PP,
     REPLICAS,
     TP,
+    Factors,
     Sharding,
     StageLayout,
     Stored,
@@ -73,11 +74,11 @@ class Trainer:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The (pp, dp, tp) mesh."""
+        """The mesh of pp, replicas and tp."""
         parallel = self.config.parallel
         return make_mesh(
             parallel.pp, parallel.dp, parallel.tp, self.devices,
-            pipeline_first=parallel.pipeline_first,
+            pipeline_first=parallel.pipeline_first, factors=Factors(rp=parallel.dp_replicate),
         )  # fmt: skip
 
     @cached_property

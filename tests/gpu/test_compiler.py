@@ -4,6 +4,7 @@ import jax
 import pytest
 from commands import SMALL
 
+from jaxpipe import train
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime import compiler
@@ -83,3 +84,17 @@ def test_what_cannot_be_deterministic_is_refused(monkeypatch):
     monkeypatch.setattr(compiler, "DETERMINISTIC", (Option("xla_no_such", (True,), "to see"),))
     with pytest.raises(ConfigError, match="needs xla_no_such=True, but this XLA says .*No such"):
         validate(config, platform="gpu")
+
+
+def test_gpus_need_a_jax_that_copies_no_rings(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    compiler.check_version("cpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "copies every ring of a pipeline in every tick on GPUs: install jax 0.11 or later" in said
+    )
+    assert said.count("\n") == 1
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    compiler.check_version("gpu")

@@ -39,7 +39,7 @@ def test_rank_arithmetic_of_the_mesh(sizes, pipeline_first):
     """Fast-LLM's formulas: tp varies fastest, then dp, or pp if it comes first."""
     pp, dp, tp = sizes
     mesh = make_mesh(pp, dp, tp, pipeline_first=pipeline_first)
-    assert mesh.axis_names == ("pp", "dp", "ep", "tp")
+    assert mesh.axis_names == ("pp", "rp", "dp", "ep", "tp")
     for place, device in np.ndenumerate(mesh.devices.reshape(sizes)):
         rank = device.id
         if pipeline_first:

@@ -9,7 +9,7 @@ import pytest
 from compare import relative
 from jax.sharding import PartitionSpec as Spec
 
-from jaxpipe.parallel import DP, EP, PP, TP, Sharding, TensorParallel, make_mesh
+from jaxpipe.parallel import DP, EP, PP, TP, Factors, Sharding, TensorParallel, make_mesh
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.leaf import Leaf
 
@@ -80,7 +80,7 @@ def test_specs_with_a_shared_vocabulary():
 
 def test_specs_over_a_factor_of_the_replicas():
     """ep cuts what is declared so, and with dp, as one axis of replicas, all else."""
-    mesh = make_mesh(1, 8, 1, ep=2)
+    mesh = make_mesh(1, 8, 1, factors=Factors(ep=2))
     experts = {"w": Leaf(over(0, EP)), "router": Leaf()}
     tree = {"w": jax.ShapeDtypeStruct((1, 2, 8, 8), "float32")}
     tree |= {"router": jax.ShapeDtypeStruct((1, 8, 16), "float32")}

@@ -11,7 +11,7 @@ from kinds import CHOICES, layer_params, mixed
 from legal import near
 from toy import toy_batch, toy_params
 
-from jaxpipe.parallel import StageLayout, make_mesh
+from jaxpipe.parallel import Factors, StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import BUILDERS, Lockstep, build
 
@@ -37,7 +37,9 @@ def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **ex
     examples = 2 * dp
     shared, layers, batch, variables = problem(order, schedule.microbatches, examples)
     counts = [len(order) // schedule.stages] * schedule.stages
-    mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], ep=ep)
+    mesh = make_mesh(
+        schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], factors=Factors(ep=ep)
+    )
     execution = Execution(**execution)
     pipeline = Pipeline(change(mixed(order, ep)), schedule, mesh, counts, execution)
     layout = StageLayout(tuple(counts), schedule.placement, order)

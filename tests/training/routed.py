@@ -16,7 +16,7 @@ from toy import LENGTH, toy_batch, toy_params
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import LogConfig, RunConfig
-from jaxpipe.parallel import make_mesh
+from jaxpipe.parallel import Factors, make_mesh
 from jaxpipe.pipeline import StageFunctions
 from jaxpipe.training.boards import boards
 from jaxpipe.training.loop import Run
@@ -73,7 +73,9 @@ class RoutedTrainer(Trainer):
     @cached_property
     def mesh(self):
         parallel = self.config.parallel
-        return make_mesh(parallel.pp, parallel.dp, parallel.tp, self.devices, ep=self.ep)
+        return make_mesh(
+            parallel.pp, parallel.dp, parallel.tp, self.devices, factors=Factors(ep=self.ep)
+        )
 
 
 def trainer_of(*overrides, ep=1):
