@@ -36,16 +36,17 @@ def test_groups_are_one_device(schedule, mesh, how):
 
 
 def test_what_is_gathered_comes_from_the_group():
-    """Devices 0 and 1 of a rank are a group, 2 and 3 the other."""
     pipeline, _, params, batch = pipeline_of(
         "one_kv", "1f1b", 2, 4, 1, replicate=2, zero_stage=3, reshard_after_forward=True
     )
-    text = jax.jit(pipeline.step).lower(params, batch).compile().as_text()
-    gathers = set(re.findall(r"all-gather[^\n]*replica_groups=(\{\{.*?\}\}|\[[^ ]*)", text))
-    assert gathers
-    whole = {"{{0,1},{2,3},{4,5},{6,7}}", "[4,2]<=[8]"}
-    over_pp = {"{{0,4},{1,5},{2,6},{3,7}}", "[4,2]<=[2,4]T(1,0)"}
-    assert all(any(found.startswith(one) for one in whole | over_pp) for found in gathers)
+    text = str(jax.make_jaxpr(pipeline.step)(params, batch))
+    over = {
+        op: set(re.findall(rf"{op}\[[^\]]*?(?:axes|axis_name)=\(?([^)\n]*)", text))
+        for op in ("all_gather", "reduce_scatter", "psum")
+    }
+    assert not any("rp" in axes for axes in over["all_gather"] | over["reduce_scatter"])
+    assert any("dp" in axes for axes in over["all_gather"])
+    assert any("rp" in axes for axes in over["psum"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 from compare import relative
 from jax.sharding import PartitionSpec as Spec
 
-from jaxpipe.parallel import DP, EP, PP, TP, Factors, Sharding, TensorParallel, make_mesh
+from jaxpipe.parallel import DP, EP, PP, RP, TP, Factors, Sharding, TensorParallel, make_mesh
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.leaf import Leaf
 
@@ -87,7 +87,7 @@ def test_specs_over_a_factor_of_the_replicas():
     stored = Sharding(mesh, None, lambda slot: experts, 1).stored({"layers": (tree,)})["layers"][0]
     assert stored["w"].spec == Spec(PP, EP, DP)
     assert stored["router"].spec == Spec(PP, (EP, DP))
-    assert (stored["w"].replicas, stored["router"].replicas) == ((DP,), (DP, EP))
+    assert (stored["w"].replicas, stored["router"].replicas) == ((RP, DP), (RP, DP, EP))
 
 
 def test_specs_of_models_that_declare_nothing():
