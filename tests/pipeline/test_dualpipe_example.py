@@ -37,7 +37,7 @@ def normal(key, *shape):
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
-@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("pp", [2, 4, 6, 8])
 def test_losses_outputs_and_gradients(name, pp):
     schedule = build(name, pp=pp, microbatches=CHUNKS)
     layout = StageLayout((1,) * schedule.stages, schedule.placement)
