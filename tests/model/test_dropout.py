@@ -98,8 +98,8 @@ LAYOUTS = [
 ]
 
 
-def test_a_run_drops_the_same_on_every_layout_and_when_it_goes_on():
-    """Losses of three steps, the third from the state and position of the second."""
+def test_steps_drop_the_same_on_every_layout():
+    """Losses of three steps, and a held-out one after them."""
     found = []
     for layout in LAYOUTS:
         overrides = [

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from commands import SMALL
+from commands import SMALL, losses
 
 from jaxpipe import config as configs
+from jaxpipe import train
 from jaxpipe.parallel import make_mesh
 from jaxpipe.training.feed import Feed
 
@@ -77,3 +78,19 @@ def test_samples_are_numbered_in_the_order_of_the_run():
     want = (np.arange(32) + 2**31 - 8) % 2**31
     np.testing.assert_array_equal(np.asarray(numbers)[..., 0], want.reshape(4, 8))
     assert "samples" not in of_run.put({"inputs": ids, "targets": ids})
+
+
+def test_a_run_that_goes_on_elsewhere_drops_as_one_that_never_stopped(tmp_path):
+    settings = [
+        "model.dropout=0.2", "model.attention_dropout=0.1", "optimizer.decay=constant",
+        "train.eval_every=0", "checkpoint.every=0",
+    ]  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    elsewhere = ["parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb_h1"]
+    for directory, steps, layout in ((whole, 4, []), (parts, 2, []), (parts, 4, elsewhere)):
+        how = [f"run.dir={directory}", f"train.steps={steps}", *settings, *layout]
+        assert train.main([str(SMALL), *how]) == 0
+    want, got = losses(whole), losses(parts)
+    np.testing.assert_allclose(
+        [got[step] for step in range(1, 5)], [want[step] for step in range(1, 5)], rtol=1e-6
+    )
