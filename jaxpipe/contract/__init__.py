@@ -1,6 +1,6 @@
 """What a model is to the rest: its layers, its ends and its parameters. Nothing here needs jax."""
 
-from jaxpipe.contract.layer import Context, LayerKind, LayerOutput, Side
+from jaxpipe.contract.layer import Context, LayerKind, LayerOutput, Side, point
 from jaxpipe.contract.stages import StageFunctions
 
-__all__ = ["Context", "LayerKind", "LayerOutput", "Side", "StageFunctions"]
+__all__ = ["Context", "LayerKind", "LayerOutput", "Side", "StageFunctions", "point"]

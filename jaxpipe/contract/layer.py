@@ -4,7 +4,7 @@ A layer is a pure function `layer(params, x, context) -> LayerOutput`. It is tra
 into F, B and W (`jaxpipe.pipeline.split`); it never sees ticks, ranks or rings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import jax
 
 Tree = Any
+Names = tuple[str, ...]
+Rounds = Iterable[tuple[str | None, str | None]]
+IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # before the names of points
 
 
 class Context(NamedTuple):
@@ -77,6 +80,12 @@ class LayerKind:
         the one that it is given.
       keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores whatever is
         rematerialised: what must not be computed twice, such as indices of a top-k.
+      pair: `(forward, gradient) -> rounds`: how F of such a layer runs beside the gradient of a
+        layer of another stage, where a schedule has both in one cell (DualPipe). It is given the
+        names of the points (`point`) that either comes to, in order. A round is a name of each, or
+        None: both run so far, neither waiting for the other, and the next round waits for both.
+        What is left after the last round runs together. It sees no value and can change none, and
+        is not asked where either has no point. None: nothing of one waits for the other.
 
     >>> from jaxpipe.partition.leaf import Leaf
     >>> def layer(params, x, context):
@@ -89,3 +98,22 @@ class LayerKind:
     leaves: Tree = None
     state: Callable[["jax.Array", Tree], Tree] | None = None
     keep: tuple[str, ...] = field(default=())
+    pair: Callable[[Names, Names], Rounds] | None = None
+
+
+def point(x: "jax.Array", name: str) -> "jax.Array":
+    """x itself; F may stop once it is made, and a gradient once that at it is (`LayerKind.pair`).
+
+    A gradient comes to the points of its layer from the last to the first.
+    """
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    @jax.custom_vjp
+    def named(x: jax.Array) -> jax.Array:
+        return checkpoint_name(x, IN_FORWARD + name)
+
+    named.defvjp(
+        lambda x: (named(x), None), lambda _, dy: (checkpoint_name(dy, IN_GRADIENT + name),)
+    )
+    return named(x)

@@ -1,7 +1,8 @@
 """F, B, W and BW of one chunk: the loop over its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -104,31 +105,30 @@ class Chunk:
 
     slots: tuple[LayerSlot, ...]
 
+    @property
+    def hooks(self) -> list[Callable[..., Any] | None]:
+        """`LayerKind.pair` of each layer, in F's order."""
+        return [slot.kind.kind.pair for slot in self.slots]
+
     def forward(self, given: Given, before: Made) -> Made:
         """F of the chunk on `before.y`, which is x."""
-        x, rings, side, loss = before
-        rings = list(rings)
-        for slot in self.slots:
+        return in_order(self.forwards(given), before)
 
-            def run(
-                x: jax.Array, ring: Rings, side: Side, loss: Any, slot: LayerSlot = slot
-            ) -> tuple[jax.Array, Rings, Side, Any]:
-                plan = slot.kind.rings
-                context = given.context(slot, plan.before_f(ring, given.row))
-                output, kept = slot.kind.forward(slot.whole(), x, context)
-                more = output.side.loss
-                loss = loss if more is None else loss + more.astype(loss.dtype)
-                ring = plan.after_f(ring, kept, output.state, given.row)
-                return output.y, ring, add_side(side, output.side), loss
-
-            x, rings[slot.ring], side, loss = slot.if_active(run, x, rings[slot.ring], side, loss)
-        return Made(x, tuple(rings), side, loss)
+    def forwards(self, given: Given) -> list[Callable[[Made], Made]]:
+        """The same layer by layer, each on what the one before it left."""
+        return [partial(_layer_forward, slot, given) for slot in self.slots]
 
     def gradient(
         self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
         *, in_turn: bool = False,
     ) -> Gradients:  # fmt: skip
-        """B, W or BW on `before.dx`, which is dy.
+        """B, W or BW on `before.dx`, which is dy; the rest as in `gradients`."""
+        return in_order(self.gradients(op, given, kept, in_turn=in_turn), before)
+
+    def gradients(
+        self, op: Op, given: Given, kept: Callable[[int, Rings], Kept], *, in_turn: bool = False
+    ) -> list[Callable[[Gradients], Gradients]]:
+        """B, W or BW layer by layer, from the last to the first.
 
         `kept` gives what it reads, by ring slot and the rings there as the op finds them.
 
@@ -136,19 +136,44 @@ class Chunk:
         may put all W last, to hide collectives, and hold the stash of every layer (a tenth of the
         memory with 20 layers of the 70B, tp=4, full remat).
         """
-        dy, rings, totals = before.dx, list(before.rings), list(before.totals)
         last = len(self.slots) - 1
-        for place, slot in reversed(list(enumerate(self.slots))):
 
-            def layer(*before: Any, slot: LayerSlot = slot) -> tuple[jax.Array, Tree, Rings]:
+        def run(place: int, slot: LayerSlot, before: Gradients) -> Gradients:
+            def layer(*before: Any) -> tuple[jax.Array, Tree, Rings]:
                 return _layer_gradient(op, slot, given, kept(slot.ring, before[-1]), before)
 
+            dy, rings, totals = before.dx, list(before.rings), list(before.totals)
             dy, totals[place], rings[slot.ring] = slot.if_active(
                 layer, dy, totals[place], rings[slot.ring]
             )
             if in_turn and op is Op.BW and place < last:
                 dy, totals[place + 1] = lax.optimization_barrier((dy, totals[place + 1]))
-        return Gradients(dy, tuple(rings), tuple(totals))
+            return Gradients(dy, tuple(rings), tuple(totals))
+
+        return [partial(run, place, slot) for place, slot in reversed(list(enumerate(self.slots)))]
+
+
+def in_order(layers: Iterable[Callable[[Any], Any]], before: Any) -> Any:
+    """What layers leave, each of which takes what the one before it left."""
+    return reduce(lambda made, layer: layer(made), layers, before)
+
+
+def _layer_forward(slot: LayerSlot, given: Given, before: Made) -> Made:
+    """F of one layer."""
+
+    def run(x: jax.Array, ring: Rings, side: Side, loss: Any) -> tuple[jax.Array, Rings, Side, Any]:
+        plan = slot.kind.rings
+        context = given.context(slot, plan.before_f(ring, given.row))
+        output, kept = slot.kind.forward(slot.whole(), x, context)
+        more = output.side.loss
+        loss = loss if more is None else loss + more.astype(loss.dtype)
+        ring = plan.after_f(ring, kept, output.state, given.row)
+        return output.y, ring, add_side(side, output.side), loss
+
+    x, rings, side, loss = before
+    rings = list(rings)
+    x, rings[slot.ring], side, loss = slot.if_active(run, x, rings[slot.ring], side, loss)
+    return Made(x, tuple(rings), side, loss)
 
 
 def _layer_gradient(

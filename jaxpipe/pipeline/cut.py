@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT
 from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, variables_in
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
@@ -168,7 +169,9 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the equation moves or casts one operand and makes it no smaller."""
+    """Whether the equation moves or casts one operand and makes it no smaller; or only names it."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"].startswith((IN_FORWARD, IN_GRADIENT))
     if eqn.primitive.name not in _LAYOUT or len(eqn.invars) != 1:
         return False
     return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)

@@ -32,8 +32,8 @@ def run_slice(jaxpr: Jaxpr, known: dict[Var, Any], outputs: Iterable[Any]) -> li
     outputs = list(outputs)
     values = dict(known)
     for eqn in equations_to(jaxpr, outputs, known):
-        _bind(eqn, values)
-    return [_read(values, var) for var in outputs]
+        bind(eqn, values)
+    return [read(values, var) for var in outputs]
 
 
 def equations_to(jaxpr: Jaxpr, outputs: Iterable[Any], known: Collection[Var]) -> list[JaxprEqn]:
@@ -74,8 +74,8 @@ def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.transpose_p and eqn.invars[0] in products:
             eqn = _swapped(products[eqn.invars[0]], eqn) or eqn
-        _bind(eqn, values)
-    return [_read(values, var) for var in jaxpr.outvars]
+        bind(eqn, values)
+    return [read(values, var) for var in jaxpr.outvars]
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
@@ -101,9 +101,9 @@ def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
     )
 
 
-def _bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
+def bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
     """Run one equation, inlining it if it is a call, and note what it makes."""
-    args = [_read(values, var) for var in eqn.invars]
+    args = [read(values, var) for var in eqn.invars]
     if eqn.primitive.name in _INLINED:
         body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
         outs = _evaluate(body.jaxpr, body.consts, args)
@@ -113,5 +113,6 @@ def _bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
     values.update(zip(eqn.outvars, outs))
 
 
-def _read(values: dict[Var, Any], var: Any) -> Any:
+def read(values: dict[Var, Any], var: Any) -> Any:
+    """The value of a variable or a literal."""
     return var.val if isinstance(var, Literal) else values[var]

@@ -18,6 +18,7 @@ from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, Made
 from jaxpipe.pipeline.ends import Ends, StepData
 from jaxpipe.pipeline.kind import RunKind, empty_side
+from jaxpipe.pipeline.pairing import paired
 from jaxpipe.pipeline.poison import spoil
 from jaxpipe.pipeline.rings import Kept, RingPlan, Rings
 from jaxpipe.pipeline.transfers import Transfers
@@ -110,7 +111,8 @@ class RankWork:
         """F of one chunk, leaving residuals."""
 
         def run() -> tuple[Made, jax.Array | None]:
-            return self._run_forward(carry, row, chunk)
+            given, before = self._given_forward(carry, row)
+            return self._forward_made(carry, row, self.chunks[chunk].forward(given, before))
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
@@ -122,7 +124,8 @@ class RankWork:
             return plan.read(plan.after(carry.rings[ring], op, part), row, op)
 
         def run() -> Gradients:
-            return self._run_gradient(carry, row, op, chunk, kept, in_turn=True)
+            given, before = self._given_gradient(carry, row, op, chunk)
+            return self.chunks[chunk].gradient(op, given, before, kept, in_turn=True)
 
         made = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, made)
@@ -135,11 +138,14 @@ class RankWork:
         if layers went in turn.
         """
         passed = self._before_forward(carry), self._before_gradient(carry, pair.op, pair.gradient)
+        ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
 
         def run() -> tuple[Any, Gradients]:
-            made = self._run_forward(carry, row, pair.forward)
-            kept = lambda ring, _: read[ring]  # noqa: E731
-            return made, self._run_gradient(carry, row, pair.op, pair.gradient, kept)
+            given, x = self._given_forward(carry, row)
+            behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
+            layers = back.gradients(pair.op, behind, lambda ring, _: read[ring])
+            made, gradients = paired(ahead.forwards(given), x, layers, dy, ahead.hooks)
+            return self._forward_made(carry, row, made), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
         carry = self._with_forward(carry, *forward)
@@ -163,12 +169,15 @@ class RankWork:
         losses = carry.losses if self._layers_make_losses else None
         return Made(carry.y, self._parts(carry, Op.F), carry.side, None), losses
 
-    def _run_forward(self, carry: Carry, row: Row, chunk: int) -> tuple[Made, jax.Array | None]:
+    def _given_forward(self, carry: Carry, row: Row) -> tuple[Given, Made]:
         x, rows = self._input(carry, row)
         before, losses = self._before_forward(carry)
         if losses is not None:
             before = before._replace(loss=jnp.zeros((), losses.dtype))
-        made = self.chunks[chunk].forward(self._given(row, rows), before._replace(y=x))
+        return self._given(row, rows), before._replace(y=x)
+
+    def _forward_made(self, carry: Carry, row: Row, made: Made) -> tuple[Made, jax.Array | None]:
+        losses = carry.losses if self._layers_make_losses else None
         if losses is not None:
             losses = self.step.recorded(losses, made.loss, row.forward_mb)
         return made._replace(loss=None), losses
@@ -176,11 +185,9 @@ class RankWork:
     def _given(self, row: Row, rows: Tree) -> Given:
         return Given(row, rows, self.step.variables, self.step.seed)
 
-    def _run_gradient(
-        self, carry: Carry, row: Row, op: Op, chunk: int,
-        kept: Callable[[int, Rings], Kept],
-        *, in_turn: bool = False,
-    ) -> Gradients:  # fmt: skip
+    def _given_gradient(
+        self, carry: Carry, row: Row, op: Op, chunk: int
+    ) -> tuple[Given, Gradients]:
         before = self._before_gradient(carry, op, chunk)
         rows = self.step.rows(row.gradient_mb)
         if op is not Op.W:
@@ -189,8 +196,7 @@ class RankWork:
                 lambda: carry.y, lambda: buffers.read(carry.inbox, row.dy_read),
             )  # fmt: skip
             before = before._replace(dx=dy)
-        given = self._given(row, rows)
-        return self.chunks[chunk].gradient(op, given, before, kept, in_turn=in_turn)
+        return self._given(row, rows), before
 
     def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
         """x of F, from the embedding or the inbox, and its microbatch."""
