@@ -98,6 +98,10 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
         (["distributed.pp=2"], "unknown section .distributed.: did you mean parallel\\?"),
         (
+            ["parallel.vocab_parallel_pp=maybe"],
+            "unknown parallel.vocab_parallel_pp='maybe': use one of 'auto', true, false",
+        ),
+        (
             ["parallel.reshard_after_forward=never"],
             "unknown parallel.reshard_after_forward='never': use one of 'auto', true, false",
         ),

@@ -40,6 +40,16 @@ def test_deferred_ends_are_counted():
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [("auto", "embedding on the first rank, head on the last"), ("true", "head on all ranks")],
+)
+def test_it_says_whose_the_ends_are(given, said):
+    mesh = ["parallel.pp=2", "parallel.dp=1", f"parallel.vocab_parallel_pp={given}"]
+    trainer = Trainer(configs.load(SMALL, mesh), tuple(jax.devices()[:2]))
+    assert said in printed(trainer)
+
+
+@pytest.mark.parametrize(
     "more",
     [
         (),
