@@ -30,7 +30,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    for check in (_check_rest, _check_optimizer, _check_start, _check_log):
+    for check in (_check_rest, _check_packing, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -265,6 +265,15 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_packing(config: Config) -> None:
+    data, model = config.data, config.model
+    if data.documents and not model.packs:
+        raise ConfigError(
+            f"data.packing={data.packing!r} with model.family={model.family!r}, whose documents "
+            f"would see each other where they share a row: set data.packing=none."
         )
 
 
