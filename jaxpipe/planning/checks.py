@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
+from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
 
@@ -26,11 +27,13 @@ def validate(
         platform = "cpu"
     if platform:
         _check_platform(config, platform)
+    if config.data.documents:
+        _check_packing(config, platform)
     check_sizes(config)
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    for check in (_check_rest, _check_packing, _check_optimizer, _check_start, _check_log):
+    for check in (_check_rest, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -54,6 +57,13 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_deterministic  # needs jax
 
         check_deterministic(platform)
+
+
+def _check_packing(config: Config, platform: str | None) -> None:
+    """Raise `ConfigError` where a token would see other documents of its row."""
+    capability = compute_capability() if platform in ("gpu", "cuda") else None
+    for sentence in config.model.unmet_by_packing(capability):
+        raise ConfigError(sentence)
 
 
 def filled(config: Config, devices: int | None) -> Config:
@@ -265,15 +275,6 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
             f"{config.data.source!r}: set data.source=file or leave the paths out."
-        )
-
-
-def _check_packing(config: Config) -> None:
-    data, model = config.data, config.model
-    if data.documents and not model.packs:
-        raise ConfigError(
-            f"data.packing={data.packing!r} with model.family={model.family!r}, whose documents "
-            f"would see each other where they share a row: set data.packing=none."
         )
 
 
