@@ -201,7 +201,7 @@ class Trainer:
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            shares, gradients, side = self.pipeline.step(
+            shares, gradients, side, _ = self.pipeline.step(
                 state.params, batch, state.variables, state.guard.loss_scale
             )
             first, *others = self._by_loss(shares)
