@@ -2,7 +2,8 @@
 
 The hook of a layer kind (`LayerKind.pair`) says up to which of their points the two run in a round.
 Here both are traced, their equations are run in these parts, and behind a barrier the next part
-waits for the last one of both. No equation is added, left out or changed, so neither are numbers.
+waits for the last one of both. No equation is added, left out or changed, so numbers are the same
+but for how XLA rounds in what it fuses.
 """
 
 from collections.abc import Callable, Sequence
