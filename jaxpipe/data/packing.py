@@ -13,14 +13,15 @@ documents is where is drawn with the seed.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-_BLOCK = 1 << 18  # documents that `in_order` looks at together
+_BLOCK = 1 << 18  # documents looked at together, so that what is made of them stays small
+_STRIDE = 256  # documents between two of which the full pieces before them are known
 
 
 class Piece(NamedTuple):
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Rows(Protocol):
-    """R rows, each of some of the packed documents.
+    """R rows of documents' rests.
 
     Attributes:
       numbers: the number of each among all rows, rising; full pieces have those between.
@@ -40,8 +41,8 @@ class Rows(Protocol):
 
     numbers: Sequence[int]
 
-    def members(self, row: int) -> Sequence[int]:
-        """Which of the packed documents, counted from 0, are in a row."""
+    def documents(self, row: int) -> Sequence[int]:
+        """The documents of a row; some may have no rest."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,38 @@ class Packing:
     """All rows: which pieces of which documents each has.
 
     Attributes:
+      lengths: tokens of every document, integers `[N]`.
       seq_len: L, slots of a row.
-      slots: of each document, int32 `[N]`.
-      wholes: full pieces of all documents up to this one, int64 `[N]`.
-      packed: the documents that have a rest, int32, as `rows` counts them.
+      wholes: full pieces of all documents before every 256th, int64.
+      rows: those of rests.
     """
 
+    lengths: np.ndarray
     seq_len: int
-    slots: np.ndarray
     wholes: np.ndarray
-    packed: np.ndarray
     rows: Rows
 
     def __len__(self) -> int:
-        return len(self.rows.numbers) + (int(self.wholes[-1]) if len(self.wholes) else 0)
+        return len(self.rows.numbers) + int(self.wholes[-1])
 
     def pieces(self, number: int) -> list[Piece]:
         """What row `number` of 0..len-1 has, in order."""
         row = bisect.bisect_left(self.rows.numbers, number)
         if row < len(self.rows.numbers) and self.rows.numbers[row] == number:
-            documents = [int(self.packed[member]) for member in self.rows.members(row)]
-            rests = [int(self.slots[document]) % self.seq_len for document in documents]
-            starts = [int(self.slots[document]) - rest for document, rest in zip(documents, rests)]
-            return list(map(Piece, documents, starts, rests))
+            documents = list(self.rows.documents(row))
+            slots = slots_of(self.lengths[documents])
+            rests = slots % self.seq_len
+            pieces = map(Piece, documents, (slots - rests).tolist(), rests.tolist())
+            return [piece for piece in pieces if piece.slots]
         whole = number - row
-        document = int(np.searchsorted(self.wholes, whole, side="right"))
-        before = int(self.wholes[document - 1]) if document else 0
-        return [Piece(document, (whole - before) * self.seq_len, self.seq_len)]
+        at = int(np.searchsorted(self.wholes, whole, side="right")) - 1
+        first = at * _STRIDE
+        before = self.wholes[at] + np.cumsum(
+            slots_of(self.lengths[first : first + _STRIDE]) // self.seq_len
+        )
+        document = int(np.searchsorted(before, whole, side="right"))
+        begin = whole - int(before[document - 1] if document else self.wholes[at])
+        return [Piece(first + document, begin * self.seq_len, self.seq_len)]
 
 
 def pack(
@@ -90,65 +96,96 @@ def pack(
 
     >>> packing = pack(np.array([4, 12, 3, 4]), 5, "best_fit", most=9)
     >>> [[tuple(piece) for piece in packing.pieces(row)] for row in range(len(packing))]
-    [[(1, 0, 5)], [(1, 5, 5)], [(2, 0, 2), (0, 0, 3)], [(1, 10, 1), (3, 0, 3)]]
+    [[(1, 0, 5)], [(1, 5, 5)], [(2, 0, 2), (3, 0, 3)], [(1, 10, 1), (0, 0, 3)]]
     """
-    slots = np.maximum(lengths, 1).astype(np.int32)
-    slots -= 1
-    if how == "best_fit":
-        packed, counts = _by_slots(slots % seq_len, np.random.default_rng(seed))
-        rows: Rows = best_fit(counts, seq_len, most, first=int((slots // seq_len).sum()))
-        return Packing(seq_len, slots, _wholes(slots, seq_len), packed, rows)
-    packed = np.flatnonzero(slots % seq_len).astype(np.int32)
-    starts, wholes = in_order(slots[packed] % seq_len, seq_len, most), _wholes(slots, seq_len)
-    last = packed[starts[1:] - 1]
-    rows = InOrder(np.arange(len(last)) + wholes[last], starts)
-    return Packing(seq_len, slots, wholes, packed, rows)
+    before = [np.zeros(1, np.int64)]
+    for _, block in _blocks(lengths):
+        wholes = np.add.reduceat(block // seq_len, np.arange(0, len(block), _STRIDE))
+        before.append(before[-1][-1] + np.cumsum(wholes, dtype=np.int64))
+    wholes = np.concatenate(before)
+    if how == "sequential":
+        return Packing(lengths, seq_len, wholes, in_order(lengths, seq_len, most))
+    by_slots, counts = _by_slots(lengths, seq_len, seed)
+    rows = best_fit(counts, seq_len, most, by_slots, first=int(wholes[-1]))
+    return Packing(lengths, seq_len, wholes, rows)
 
 
-def _wholes(slots: np.ndarray, seq_len: int) -> np.ndarray:
-    return np.cumsum(slots // seq_len, dtype=np.int64)
+def slots_of(lengths: np.ndarray) -> np.ndarray:
+    """Of documents of so many tokens; a single token has no target and none."""
+    return np.maximum(lengths, 1) - 1
 
 
-def _by_slots(rests: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Those with a rest, by its slots and among equals shuffled; and how many have so many."""
-    shuffled = random.permutation(np.arange(len(rests), dtype=np.int32))
-    rests = rests[shuffled]
-    counts = np.bincount(rests)
-    if len(counts) <= 1 << 16:
-        rests = rests.astype(np.uint16)  # which numpy sorts in linear time
-    shuffled = shuffled[np.argsort(rests, kind="stable")][counts[:1].sum() :]
-    counts[:1] = 0
-    return shuffled, counts
+def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The first document of every block, and the slots of all of it."""
+    for begin in range(0, len(lengths), _BLOCK):
+        yield begin, slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
+
+
+def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents with a rest, int32, by its slots and among equals drawn; how many have so many.
+
+    They are sorted as numbers that have the slots in front, then random bits, then the document.
+    """
+    bits, random = len(lengths).bit_length(), np.random.default_rng(seed)
+    drawn = min(32, 63 - bits - seq_len.bit_length())
+    keys, counts = np.empty(len(lengths), np.int64), np.zeros(seq_len, np.int64)
+    for begin, slots in _blocks(lengths):
+        rests, own = slots % seq_len, keys[begin : begin + len(slots)]
+        counts += np.bincount(rests, minlength=seq_len)
+        own[:] = rests << drawn | random.integers(1 << drawn, size=len(slots))
+        own <<= bits
+        own |= np.arange(begin, begin + len(slots))
+    keys.sort()
+    keys &= (1 << bits) - 1
+    without, counts[0] = int(counts[0]), 0
+    return keys[without:].astype(np.int32), counts
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """Rows of documents that follow each other; row r begins with document `starts[r]`."""
+    """Rows of documents that follow each other: row r has `starts[r]` to `starts[r + 1] - 1`."""
 
     numbers: np.ndarray
     starts: np.ndarray
 
-    def members(self, row: int) -> range:
-        """Which of the packed documents are in a row."""
+    def documents(self, row: int) -> range:
+        """The documents of a row."""
         return range(int(self.starts[row]), int(self.starts[row + 1]))
 
 
-def in_order(slots: np.ndarray, seq_len: int, most: int) -> np.ndarray:
-    """Where rows begin, and the last ends: each has documents until one does not fit.
+def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
+    """Next-fit: a row has documents until one does not fit.
 
-    >>> in_order(np.array([3, 2, 1, 4, 5]), 5, most=9)
+    >>> in_order(np.array([4, 3, 2, 5, 10]), 5, most=9).starts
     array([0, 2, 4, 5])
     """
-    ends = np.cumsum(slots, dtype=np.int64)
-    starts, at = [], 0
-    for begin in range(0, len(slots), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        room = np.searchsorted(ends, ends[block] - slots[block] + seq_len, side="right")
-        after = np.minimum(room, np.arange(begin, begin + len(room)) + most).tolist()
-        while at < begin + len(after):
-            starts.append(at)
-            at = after[at - begin]
-    return np.array([*starts, len(slots)])
+    starts, numbers, begin, rows, before = [np.zeros(1, np.int64)], [], 0, 0, 0
+    while begin < len(lengths):
+        slots = slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
+        rests = slots % seq_len
+        ends = np.array(_row_ends(rests, seq_len, most))
+        if len(ends) > 1 and begin + len(slots) < len(lengths):
+            ends = ends[:-1]  # the next block may have more for the last
+        wholes, done = np.cumsum(slots // seq_len)[ends - 1], int(ends[-1])
+        filled = np.add.reduceat(rests[:done], np.append(0, ends[:-1])) > 0
+        starts.append(begin + ends[filled])
+        numbers.append(np.arange(rows, rows + filled.sum()) + before + wholes[filled])
+        rows, before, begin = rows + int(filled.sum()), before + int(wholes[-1]), begin + done
+    return InOrder(np.concatenate([*numbers, np.zeros(0, np.int64)]), np.concatenate(starts))
+
+
+def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
+    """The document that every row ends before."""
+    ends, some = np.cumsum(rests), rests > 0
+    room = np.searchsorted(ends, ends - rests + seq_len, side="right")
+    one_too_many = np.append(np.flatnonzero(some), len(rests))
+    held = np.cumsum(some) - some + most
+    after = np.minimum(room, one_too_many[np.minimum(held, len(one_too_many) - 1)]).tolist()
+    found, at = [], 0
+    while at < len(after):
+        at = after[at]
+        found.append(at)
+    return found
 
 
 class _Group(NamedTuple):
@@ -162,12 +199,13 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True)
 class BestFit:
-    """Rows in groups that are filled alike. The documents are counted in the order of their slots.
+    """Rows in groups that are filled alike.
 
-    A node is one document of every row of a group: instance i is document `position + i`, and
+    A node is one document of every row of a group: instance i is `by_slots[position + i]`, and
     beside it the row has what instance `shift + i` of the node `below` has.
     """
 
+    by_slots: np.ndarray  # the documents
     first: int  # number of the first row
     groups: list[_Group] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # rows of each group and those before it
@@ -180,14 +218,14 @@ class BestFit:
         """They come after all full pieces."""
         return range(self.first, self.first + (self.ends[-1] if self.ends else 0))
 
-    def members(self, row: int) -> list[int]:
-        """Which of the packed documents are in a row, the shortest first."""
+    def documents(self, row: int) -> list[int]:
+        """The documents of a row, those with the fewest slots first."""
         number = bisect.bisect_right(self.ends, row)
         group = self.groups[number]
         instance = row - (self.ends[number] - group.rows) + group.first
         node, found = group.node, []
         while node >= 0:
-            found.append(self.position[node] + instance)
+            found.append(int(self.by_slots[self.position[node] + instance]))
             node, instance = self.below[node], self.shift[node] + instance
         return found
 
@@ -203,9 +241,11 @@ class BestFit:
         return _Group(rows, group.held + each, node)
 
 
-def best_fit(counts: np.ndarray, seq_len: int, most: int, first: int = 0) -> BestFit:
+def best_fit(
+    counts: np.ndarray, seq_len: int, most: int, by_slots: np.ndarray, first: int
+) -> BestFit:
     """Pack documents, of which `counts[s]` have s slots; rows are numbered from `first` on."""
-    made = BestFit(first)
+    made = BestFit(by_slots, first)
     open_: dict[int, list[_Group]] = {}  # groups by the slots that are free in their rows
     free = 0  # bit c is set where there are groups with c free slots
     positions = np.cumsum(counts) - counts
