@@ -25,7 +25,7 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.data import Data
+    from jaxpipe.data.sources import Data
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +159,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
 
 def _data(config: Config, directory: Path) -> "Data":
     """The run's data, made ready by the first process if that is needed."""
-    from jaxpipe.data import open_data
+    from jaxpipe.data.sources import open_data
 
     try:
         with processes.first_before_others("data"):

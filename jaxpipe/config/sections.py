@@ -96,7 +96,7 @@ class TrainConfig(_Section, kw_only=True):
     grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
     batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
-    seq_len: Positive  # tokens in a sequence
+    seq_len: Annotated[int, Meta(ge=2)]  # tokens in a sequence
     seed: Count = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -135,13 +135,22 @@ class OptimizerConfig(_Section, kw_only=True):
     wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd and wsd_sqrt decay in
 
 
+class SourceConfig(_Section, kw_only=True):
+    """`[[data.sources]]`: one of several that are mixed."""
+
+    path: str  # a file of token ids, a folder of them, or a pattern such as "tokens/*.bin"
+    weight: Annotated[float, Meta(ge=0)] = 1.0  # of the samples, beside the others'
+
+
 class DataConfig(_Section, kw_only=True):
     """`[data]`: where tokens come from."""
 
     source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
-    path: str = ""  # file: a .bin or .npy of token ids
-    heldout_path: str = ""  # file: another for held-out losses; empty: the end of `path`
-    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no file is given
+    path: str = ""  # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    sources: tuple[SourceConfig, ...] = ()  # several, mixed, in place of source and path
+    heldout_path: str = ""  # another for held-out losses; empty: the end of each source
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no path is given
+    packing: Literal["none"] = "none"  # none: a sample is seq_len tokens on end, whatever documents
     shuffle: bool = True  # a new order of samples every epoch
     # documents in rows that they share without seeing each other: in their order, or where they
     # fit best; none: rows are cut out of the stream of tokens

@@ -1,44 +1,70 @@
-"""Samples of `seq_len + 1` tokens, read by index.
+"""Samples of `seq_len` inputs and targets, read by index.
 
-The first L tokens of a sample are the inputs of a model and the last L its targets. N samples,
-L tokens (seq_len).
+The targets of a model are its inputs one token on. N samples, L tokens (seq_len).
 """
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.tokens import Tokens
+from jaxpipe.data.documents import ShardedDocuments
+from jaxpipe.model.loss import IGNORE
+
+Sample = dict[str, np.ndarray]  # `inputs` and `targets`, int32 [L], and what else layers are given
 
 
 class Samples(Protocol):
-    """Random access to N samples; an array `[N, L + 1]` is one."""
+    """Random access to N samples, all with the same leaves."""
 
     def __len__(self) -> int:
         """Number of samples N."""
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """The samples at `indices`, integers `[...]` in 0..N-1, as integers `[..., L + 1]`."""
+    def __getitem__(self, index: int) -> Sample:
+        """The sample of a number in 0..N-1."""
 
 
-def cut_samples(tokens: Tokens, seq_len: int) -> np.ndarray:
-    """View `[N, L + 1]` of the tokens: the last of a sample is the first of the next.
+def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
+    """Inputs and targets of ids `[L + 1]`; targets that do not count (`bool [L + 1]`) are ignored.
 
-    Raises `ConfigError` where there are too few tokens for one sample.
-
-    >>> cut_samples(Tokens(np.arange(8), "", "an example"), 3)
-    array([[0, 1, 2, 3],
-           [3, 4, 5, 6]])
+    >>> sample_of(np.arange(4), np.array([True, True, False, True]))
+    {'inputs': array([0, 1, 2], dtype=int32), 'targets': array([   1, -100,    3], dtype=int32)}
     """
-    if len(tokens) <= seq_len:
-        raise ConfigError(
-            f"a sample is train.seq_len + 1 = {seq_len + 1} tokens, but {tokens.place} has "
-            f"{len(tokens)}: use more data, a smaller train.seq_len or another "
-            f"data.heldout_fraction."
-        )
-    return np.lib.stride_tricks.sliding_window_view(tokens.ids, seq_len + 1)[::seq_len]
+    ids = ids.astype(np.int32)
+    targets = ids[1:] if counted is None else np.where(counted[1:], ids[1:], np.int32(IGNORE))
+    return {"inputs": ids[:-1], "targets": targets}
+
+
+@dataclass(frozen=True)
+class CutSamples:
+    """A stream of tokens cut every L of them, whatever its documents.
+
+    A sample takes L + 1 tokens, of which the last is the first of the next sample.
+    """
+
+    documents: ShardedDocuments
+    seq_len: int  # L
+
+    def __post_init__(self) -> None:
+        if len(self.documents) <= self.seq_len:
+            raise ConfigError(
+                f"a sample is train.seq_len + 1 = {self.seq_len + 1} tokens, but "
+                f"{self.documents.place} has {len(self.documents)}: use more data, a smaller "
+                f"train.seq_len or another data.heldout_fraction."
+            )
+
+    def __len__(self) -> int:
+        return (len(self.documents) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> Sample:
+        stretch = index * self.seq_len, (index + 1) * self.seq_len + 1
+        documents = self.documents
+        return sample_of(documents.stream(*stretch), documents.counted_in_stream(*stretch))
 
 
 @dataclass(frozen=True)
@@ -57,11 +83,25 @@ class DummySamples:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        walks = [self._walk(self.numbers[index]) for index in indices.flat]
-        return np.stack(walks).reshape(*indices.shape, self.seq_len + 1)
-
-    def _walk(self, number: int) -> np.ndarray:
-        random = np.random.default_rng((self.seed, number))
+    def __getitem__(self, index: int) -> Sample:
+        random = np.random.default_rng((self.seed, self.numbers[index]))
         steps = random.integers(1, 5, self.seq_len + 1)
-        return (random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size
+        return sample_of((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
+
+
+@dataclass(frozen=True)
+class JoinedSamples:
+    """Those of several sources, one after the other."""
+
+    parts: Sequence[Samples]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        part = bisect.bisect_right(self._starts, index) - 1
+        return self.parts[part][index - self._starts[part]]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(map(len, self.parts), initial=0))

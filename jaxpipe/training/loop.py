@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.data import Data
+from jaxpipe.data.sources import Data
 from jaxpipe.runtime import processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.metrics import MetricsLog

@@ -9,7 +9,7 @@ import msgspec
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Exclusion, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
-from jaxpipe.data import Data
+from jaxpipe.data.sources import Data
 from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
 from jaxpipe.training.guard import Guard
@@ -69,7 +69,7 @@ def on_one_device(config: Config) -> Config:
 def _resumed(
     trainer: Trainer, parts: dict[str, Any], meta: dict[str, Any], data: Data, say: Say
 ) -> tuple[State, int]:
-    if meta["data"] != data.train.fingerprint:
+    if not data.train.has(meta["data"]):
         raise ConfigError(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
             f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "

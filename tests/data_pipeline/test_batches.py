@@ -11,8 +11,7 @@ import pytest
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import Batch, Split, heldout_order, training_order
-from jaxpipe.data.samples import cut_samples
-from jaxpipe.data.tokens import Tokens
+from jaxpipe.data.samples import sample_of
 
 L, N = 5, 23
 SHAPE = {"microbatches": 3, "batch_size": 4}  # 12 samples a step, so a step spans two epochs
@@ -20,8 +19,8 @@ SHAPE = {"microbatches": 3, "batch_size": 4}  # 12 samples a step, so a step spa
 
 def split(order: grain.MapDataset[int]) -> Split:
     """N samples of which sample i begins with token i * L."""
-    tokens = Tokens(np.arange(N * L + 1, dtype=np.uint16), "", "")
-    return Split("training", "", cut_samples(tokens, L), order)
+    samples = [sample_of(np.arange(i * L, (i + 1) * L + 1)) for i in range(N)]
+    return Split("training", "", samples, order)
 
 
 def numbers(batch: Batch) -> np.ndarray:
@@ -36,20 +35,20 @@ def assert_equal(one: Batch, two: Batch) -> None:
 
 
 def test_targets_are_the_next_tokens() -> None:
-    batch = split(training_order(N, 7)).batch(0, **SHAPE)
+    batch = split(training_order([N], [1], 7)).batch(0, **SHAPE)
     for array in batch.values():
         assert (array.shape, array.dtype) == ((3, 4, L), np.int32)
     np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
 
 
 def test_sample_m_b_is_number_position_plus_m_times_B_plus_b() -> None:
-    order = training_order(N, 7)
+    order = training_order([N], [1], 7)
     expected = [order[50 + i] for i in range(12)]
     np.testing.assert_array_equal(numbers(split(order).batch(50, **SHAPE)).ravel(), expected)
 
 
 def test_rows_of_all_ranks_join_to_the_batch() -> None:
-    data = split(training_order(N, 7))
+    data = split(training_order([N], [1], 7))
     for dp in (1, 2, 4):
         width = 4 // dp
         parts = [data.batch(9, rows=slice(r * width, (r + 1) * width), **SHAPE) for r in range(dp)]
@@ -58,7 +57,7 @@ def test_rows_of_all_ranks_join_to_the_batch() -> None:
 
 
 def test_the_microbatches_of_a_step_do_not_change_its_samples() -> None:
-    data = split(training_order(N, 7))
+    data = split(training_order([N], [1], 7))
     shapes = [(1, 12), (2, 6), (12, 1)]
     taken = [
         numbers(data.batch(9, microbatches=m, batch_size=b)).ravel().tolist() for m, b in shapes
@@ -67,14 +66,14 @@ def test_the_microbatches_of_a_step_do_not_change_its_samples() -> None:
 
 
 def test_every_epoch_has_each_sample_once_in_another_order() -> None:
-    order = training_order(N, 7)
+    order = training_order([N], [1], 7)
     epochs = [[order[epoch * N + i] for i in range(N)] for epoch in range(4)]
     assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
     assert all(a != b for a, b in itertools.combinations(epochs, 2))
 
 
 def test_order_depends_on_the_seed_alone() -> None:
-    one, same, other = (training_order(N, seed) for seed in (7, 7, 8))
+    one, same, other = (training_order([N], [1], seed) for seed in (7, 7, 8))
     assert [one[i] for i in range(99)] == [same[i] for i in range(99)]
     assert [one[i] for i in range(N)] != [other[i] for i in range(N)]
     # The seed of an epoch is not the seed of a neighbour's epoch before it.
@@ -83,19 +82,19 @@ def test_order_depends_on_the_seed_alone() -> None:
 
 def test_order_is_the_one_of_earlier_versions() -> None:
     # A checkpoint holds a position only, so its order must not change with jaxpipe or grain.
-    order = training_order(10, 3)
+    order = training_order([10], [1], 3)
     assert [order[i] for i in range(10)] == [4, 6, 9, 7, 5, 3, 1, 8, 2, 0]
     assert [order[i] for i in range(10, 20)] == [8, 1, 3, 7, 9, 0, 5, 4, 2, 6]
 
 
 def test_unshuffled_order() -> None:
-    order = training_order(3, None)
+    order = training_order([3], [1], None)
     assert [order[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("start", [0, 12, 31])
 def test_iterator_equals_direct_batches_from_any_position(start: int) -> None:
-    data = split(training_order(N, 7))
+    data = split(training_order([N], [1], 7))
     rows = slice(2, 4)
     batches = data.batches(start, rows=rows, **SHAPE)
     for step, batch in enumerate(itertools.islice(batches, 9)):
@@ -104,7 +103,7 @@ def test_iterator_equals_direct_batches_from_any_position(start: int) -> None:
 
 
 def test_heldout_ends_with_the_last_whole_batch() -> None:
-    data = split(heldout_order(N))
+    data = split(heldout_order([N], [1]))
     for _ in range(2):
         taken = [numbers(batch).ravel() for batch in data.batches(0, microbatches=2, batch_size=4)]
         np.testing.assert_array_equal(np.concatenate(taken), np.arange(16))
@@ -112,7 +111,7 @@ def test_heldout_ends_with_the_last_whole_batch() -> None:
         data.batch(16, microbatches=2, batch_size=4)
 
 
-@pytest.mark.parametrize("order", [training_order(N, 7), heldout_order(N)])
+@pytest.mark.parametrize("order", [training_order([N], [1], 7), heldout_order([N], [1])])
 def test_a_batch_larger_than_the_data(order: grain.MapDataset[int]) -> None:
     split(order).batches(0, microbatches=N, batch_size=1).close()
     with pytest.raises(ConfigError, match=r"6 microbatches x 4 samples = 24, but .* has 23: use"):
@@ -121,7 +120,7 @@ def test_a_batch_larger_than_the_data(order: grain.MapDataset[int]) -> None:
 
 def test_close_ends_the_threads() -> None:
     before = set(threading.enumerate())
-    batches = split(training_order(N, 7)).batches(0, **SHAPE)
+    batches = split(training_order([N], [1], 7)).batches(0, **SHAPE)
     next(batches)
     started = set(threading.enumerate()) - before
     assert started
@@ -137,7 +136,7 @@ def test_exit_with_an_open_iterator_is_clean() -> None:
     code = """
 from jaxpipe.data.batches import Split, training_order
 import numpy as np
-batches = Split("", "", np.ones((9, 5)), training_order(9, 0)).batches(
+batches = Split("", "", [{"inputs": np.ones(5)}] * 9, training_order([9], [1], 0)).batches(
     0, microbatches=2, batch_size=2
 )
 next(batches)

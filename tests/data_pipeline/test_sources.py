@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError, DataConfig
-from jaxpipe.data import Data, open_data
+from jaxpipe.data.sources import Data, open_data
 
 SIZES = {"seq_len": 16, "vocab_size": 1000, "seed": 7}
 SHAPE = {"microbatches": 2, "batch_size": 4}
@@ -45,7 +45,8 @@ def test_file_and_dummy_write_nothing(file: Path, tmp_path: Path) -> None:
 
 def all_ids(data: Data) -> tuple[set[int], set[int]]:
     train, heldout = (
-        np.unique(split.samples[np.arange(len(split))]) for split in (data.train, data.heldout)
+        np.unique([[*split.samples[i].values()] for i in range(len(split))])
+        for split in (data.train, data.heldout)
     )
     return set(train.tolist()), set(heldout.tolist())
 
@@ -116,7 +117,6 @@ def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sizes", "sentence"),
     [
-        ({"source": "file", "path": None}, {}, r"'file' needs data\.path: set it to"),
         ({"source": "file", "path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file", "heldout_path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file"}, {"vocab_size": 999}, r"has 999 at position 999 and .* is 999"),
