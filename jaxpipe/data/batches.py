@@ -15,9 +15,10 @@ import grain
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.samples import Samples
+from jaxpipe.data.samples import PADDING, Sample, Samples
 
 Batch = dict[str, np.ndarray]
+LengthOf = Callable[[int], int]  # L of a step, from the tokens of its longest row
 
 _PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches
 
@@ -54,6 +55,23 @@ def _mixed(
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What the rows of a step hold, those of all processes: a function of (seed, position) alone.
+
+    `documents` has the tokens of each, as far as they are inputs; no padding is among them.
+    """
+
+    rows: int
+    longest: int  # tokens of a row
+    documents: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Those that are no padding."""
+        return int(self.documents.sum())
+
+
+@dataclass(frozen=True)
 class Split:
     """The training or the held-out samples, in order.
 
@@ -77,18 +95,31 @@ class Split:
             return fingerprint == self.fingerprint
         return fingerprint == self.whole_fingerprint()
 
+    def contents(self, position: int, step: int) -> Contents:
+        """What the `step` samples from a position on hold, as their index tells: nothing is read.
+
+        Every process finds the same, so none has to ask the others for the longest.
+        """
+        found = [
+            self.samples.documents_of(self.order[at]) for at in range(position, position + step)
+        ]
+        return Contents(step, max(map(sum, found)), np.concatenate(found))
+
     def batch(
-        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None)
-    ) -> Batch:
+        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
+        length_of: LengthOf | None = None,
+    ) -> Batch:  # fmt: skip
         """`inputs`, `targets`, ..., int32 `[M, B, L]`, of the step that starts at a position.
 
         `batch_size` is B of the whole step; `rows` picks examples of each microbatch, so that the
-        batches of all rows, joined on the second dim, are the batch of the step.
+        batches of all rows, joined on the second dim, are the batch of the step. Where samples
+        differ in length, `length_of` makes L of that of the step's longest.
 
         Raises `IndexError` where held-out samples run out, `ConfigError` where their files turn out
         to be faulty.
         """
-        if position + microbatches * batch_size > len(self.order):
+        step = microbatches * batch_size
+        if position + step > len(self.order):
             raise IndexError(
                 f"no {microbatches} x {batch_size} samples at position {position}: the {self.name} "
                 f"data has {len(self)}."
@@ -100,14 +131,18 @@ class Split:
             ]
             for m in range(microbatches)
         ]
+        if length_of is not None:
+            length = length_of(self.contents(position, step).longest)
+            taken = [[_padded(sample, length) for sample in row] for row in taken]
         return {
             name: np.stack([[sample[name] for sample in row] for row in taken])
             for name in taken[0][0]
         }
 
     def batches(
-        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None)
-    ) -> grain.DatasetIterator[Batch]:
+        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
+        length_of: LengthOf | None = None,
+    ) -> grain.DatasetIterator[Batch]:  # fmt: skip
         """Batches from a position on, read ahead in threads; `close()` ends these.
 
         Training batches never end. Held-out ones stop with the last whole batch, so no sample
@@ -122,6 +157,17 @@ class Split:
                 f"the {self.name} data has {len(self)}: use more data, or a smaller "
                 f"train.grad_accum_steps, train.microbatch_size or train.seq_len."
             )
-        read = partial(self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows)
+        read = partial(
+            self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows,
+            length_of=length_of,
+        )  # fmt: skip
         starts = grain.MapDataset.range(position, len(self.order) - step + 1, step)
         return iter(starts.map(read).to_iter_dataset(_PREFETCH))
+
+
+def _padded(sample: Sample, length: int) -> Sample:
+    """A sample as a row of so many tokens."""
+    return {
+        name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING[name])
+        for name, leaf in sample.items()
+    }

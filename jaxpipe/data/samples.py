@@ -13,10 +13,13 @@ from typing import Protocol
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
+from jaxpipe.data.documents import Documents, ShardedDocuments
+from jaxpipe.data.packing import Packing
 from jaxpipe.model.loss import IGNORE
 
 Sample = dict[str, np.ndarray]  # `inputs` and `targets`, int32 [L], and what else layers are given
+# What rows end in that are longer than what they hold.
+PADDING = {"inputs": 0, "targets": IGNORE, "segments": -1, "positions": 0}
 
 
 class Samples(Protocol):
@@ -26,7 +29,10 @@ class Samples(Protocol):
         """Number of samples N."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample of a number in 0..N-1."""
+        """The sample of a number in 0..N-1; of documents it may have fewer than L tokens."""
+
+    def documents_of(self, index: int) -> list[int]:
+        """How many tokens a sample has of each of its documents; what is cut blindly is one."""
 
 
 def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
@@ -66,6 +72,9 @@ class CutSamples:
         documents = self.documents
         return sample_of(documents.stream(*stretch), documents.counted_in_stream(*stretch))
 
+    def documents_of(self, index: int) -> list[int]:
+        return [self.seq_len]
+
 
 @dataclass(frozen=True)
 class DummySamples:
@@ -88,6 +97,40 @@ class DummySamples:
         steps = random.integers(1, 5, self.seq_len + 1)
         return sample_of((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
 
+    def documents_of(self, index: int) -> list[int]:
+        return [self.seq_len]
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Rows of whole documents, or of pieces of longer ones, up to L of their tokens.
+
+    In `shared` rows `segments` says which document a token belongs to, 0.., and `positions` where
+    in it, from 0 on; a piece is a document of its own. What a document ends with (such as the id
+    that marks its end) is its last target, and the input of nothing.
+    """
+
+    documents: Documents
+    packing: Packing
+    shared: bool
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    def __getitem__(self, index: int) -> Sample:
+        parts: list[Sample] = []
+        for document, begin, slots in self.packing.pieces(index):
+            stretch = document, begin, begin + slots + 1
+            part = sample_of(self.documents.tokens(*stretch), self.documents.counted(*stretch))
+            if self.shared:
+                part["segments"] = np.full(slots, len(parts), np.int32)
+                part["positions"] = np.arange(slots, dtype=np.int32)
+            parts.append(part)
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def documents_of(self, index: int) -> list[int]:
+        return [piece.slots for piece in self.packing.pieces(index)]
+
 
 @dataclass(frozen=True)
 class JoinedSamples:
@@ -99,8 +142,17 @@ class JoinedSamples:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
+        part, own = self._place(index)
+        return part[own]
+
+    def documents_of(self, index: int) -> list[int]:
+        part, own = self._place(index)
+        return part.documents_of(own)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        """The source of a sample, and its number there."""
         part = bisect.bisect_right(self._starts, index) - 1
-        return self.parts[part][index - self._starts[part]]
+        return self.parts[part], index - self._starts[part]
 
     @cached_property
     def _starts(self) -> list[int]:

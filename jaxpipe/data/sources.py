@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data.batches import Split, heldout_order, training_order
-from jaxpipe.data.corpus import stdlib_corpus
+from jaxpipe.data.corpus import corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.opening import open_documents
-from jaxpipe.data.samples import CutSamples, DummySamples, JoinedSamples, Samples
+from jaxpipe.data.packing import pack
+from jaxpipe.data.samples import CutSamples, DummySamples, JoinedSamples, PackedSamples, Samples
+from jaxpipe.data.tokens import BareShard
 
 DUMMY_SAMPLES = 1 << 20
 
@@ -32,24 +35,50 @@ class Data:
     heldout: Split
 
 
+class _Rows(NamedTuple):
+    """What samples have: `seq_len` tokens on end, or up to `most` documents."""
+
+    seq_len: int
+    packing: Literal["none", "sequential", "best_fit"] = "none"
+    most: int = 1
+    seed: int = 0  # of which of equally long documents a row has
+
+    @property
+    def description(self) -> str:
+        """What tells them from rows of the same documents by other settings."""
+        if self.packing == "none":
+            return ""
+        drawn = f" of {self.seed}" if self.packing == "best_fit" else ""
+        return f" packing={self.packing}{drawn} max_documents={self.most}"
+
+
 def open_data(
-    config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path
-) -> Data:
+    config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path,
+    variable_length: bool = False,
+) -> Data:  # fmt: skip
     """Open the sources that a configuration names.
 
     `seq_len` is in tokens, `seed` >= 0 decides the order (and the tokens of `dummy`), `directory`
     is where the text of `stdlib` is kept. No token is in both splits: the held-out one is the last
-    `heldout_fraction` of the tokens of each source, unless it has a path of its own.
+    `heldout_fraction` of the tokens of each source, unless it has a path of its own. Its documents
+    are packed in their order, so that its first samples are of its first documents.
 
     Raises `ConfigError` for every fault that shows without reading all: a file missing, empty,
     truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
     """
+    of_train = of_heldout = _Rows(seq_len)
+    if config.packing != "none":
+        of_train = _Rows(seq_len, config.packing, config.max_documents, seed)
+        of_heldout = of_train._replace(packing="sequential")
+    elif variable_length:
+        of_train = of_heldout = _Rows(seq_len, "sequential")
     if config.source == "dummy":
         train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
     else:
+        opened = _opened(config, vocab_size, directory)
         train, heldout = (
-            [_part(config, seq_len, *of) for of in split]
-            for split in _opened(config, vocab_size, directory)
+            [_part(config, rows, *of) for of in split]
+            for rows, split in zip((of_train, of_heldout), opened)
         )
     order_seed = seed if config.shuffle else None
     return Data(
@@ -83,16 +112,37 @@ def _dummy_parts(
     return train, heldout
 
 
-def _part(config: DataConfig, seq_len: int, documents: ShardedDocuments, weight: float) -> Part:
+def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: float) -> Part:
     """The samples of a source's documents."""
     name = "file" if config.sources else config.source
+    if rows.packing != "none":
+        samples = _packed(documents, rows, shared=config.packing != "none")
+        return Part(samples, f"{name} {documents.fingerprint}{rows.description}", weight)
     whole = documents.whole_fingerprint
     return Part(
-        CutSamples(documents, seq_len),
+        CutSamples(documents, rows.seq_len),
         f"{name} {documents.fingerprint}",
         weight,
         whole and (lambda: f"{name} {whole()}"),
     )
+
+
+def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> PackedSamples:
+    """Rows of documents; `ConfigError` where there are none to tell apart, or none of two tokens."""
+    asked = "data.packing" if shared else "train.variable_length"
+    for shard in documents.shards:
+        if isinstance(shard, BareShard) and shard.ends is None:
+            raise ConfigError(
+                f"{asked} makes rows of whole documents, but {shard.path} is one row of tokens "
+                f"without borders: prepare it with documents, or leave {asked} out."
+            )
+    packing = pack(documents.lengths, rows.seq_len, rows.packing, most=rows.most, seed=rows.seed)
+    if not len(packing):
+        raise ConfigError(
+            f"{asked} makes rows of whole documents, but none in {documents.place} has two tokens, "
+            f"an input and its target: use other data."
+        )
+    return PackedSamples(documents, packing, shared)
 
 
 Weighted = tuple[ShardedDocuments, float]
@@ -108,9 +158,8 @@ def _opened(
                 f"data.source = 'stdlib' is bytes, 0..255, but model.vocab_size={vocab_size}: use "
                 f"model.vocab_size=256 or more."
             )
-        paths = stdlib_corpus(directory, config.heldout_fraction)
-        train, heldout = ([(open_documents(str(path), vocab_size), 1.0)] for path in paths)
-        return train, heldout
+        train, heldout = corpus_documents(directory, config.heldout_fraction, vocab_size)
+        return [(train, 1.0)], [(heldout, 1.0)]
     sources = config.sources or (SourceConfig(path=config.path),)
     opened = [
         (open_documents(source.path, vocab_size), source.weight)

@@ -60,12 +60,17 @@ class IdFile:
 
 @dataclass(frozen=True)
 class BareShard:
-    """Token ids in text order, without borders: one document that may be cut anywhere."""
+    """Token ids in text order.
+
+    `ends` has the tokens up to the end of each document; None: there are no borders, all is one
+    document, which may be cut anywhere.
+    """
 
     ids: IdFile
     digest: str
     vouched: bool
     whole_digest: Callable[[], str] | None = None
+    ends: np.ndarray | None = None
 
     @property
     def path(self) -> Path:
@@ -78,12 +83,15 @@ class BareShard:
         return self.ids.size
 
     def lengths(self) -> np.ndarray:
-        """All of them, as those of one document."""
-        return np.array([self.size])
+        """Tokens of every document, integers `[documents]`."""
+        return np.array([self.size]) if self.ends is None else np.diff(self.ends, prepend=0)
 
     def document_start(self, token: int) -> int:
-        """The token itself: any may be the first."""
-        return token
+        """Where the document with this token begins; without borders any may be the first."""
+        if self.ends is None:
+            return token
+        before = int(np.searchsorted(self.ends, token, side="right"))
+        return int(self.ends[before - 1]) if before else 0
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Ids of the tokens from `begin` to `end`."""
