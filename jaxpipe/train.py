@@ -99,7 +99,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
-    from jaxpipe.training.start import describe, on_one_device, start
+    from jaxpipe.training.start import Seen, describe, on_one_device, start
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
@@ -143,18 +143,18 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
             state = trainer.init()
-            checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
+            checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
             return 0
         for part in (*said, summary(trainer)):
             progress.say(part)
-        state, position = start(trainer, data, checkpoints, progress.say)
+        state, seen = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
             step = int(state.step)
             note_start(config, step)
             shown_on = boards(config, step)
             log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
-        return Run(trainer, data, checkpoints, progress, log).loop(state, position)
+        return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
 def _data(config: Config, directory: Path) -> "Data":
@@ -169,6 +169,7 @@ def _data(config: Config, directory: Path) -> "Data":
                 vocab_size=config.model.vocab_size,
                 seed=config.train.seed,
                 directory=directory / "data",
+                variable_length=config.train.variable_length,
             )
     except OSError as error:
         raise ConfigError(

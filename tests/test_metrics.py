@@ -40,9 +40,9 @@ def test_flops_of_llama3_8b():
 
 
 def test_rates_of_a_step():
-    """Of the third step, after 8 sequences of another batch size, on eight devices."""
+    """Of the third step, after as many tokens of other steps, on eight devices."""
     config = load(SMALL)
-    rates = Trainer(config).rates(3, 8 + 8, seconds=0.5)
+    rates = Trainer(config).rates(3, (8 + 8) * 32, seconds=0.5)
     per_second = 8 * 32 / 0.5
     assert rates == {
         "lr": pytest.approx(1e-2),

@@ -8,7 +8,7 @@ in one microbatch over all dp ranks, L tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 
 import grain
@@ -100,10 +100,16 @@ class Split:
 
         Every process finds the same, so none has to ask the others for the longest.
         """
-        found = [
-            self.samples.documents_of(self.order[at]) for at in range(position, position + step)
-        ]
-        return Contents(step, max(map(sum, found)), np.concatenate(found))
+        return self._contents(position, step)
+
+    @cached_property
+    def _contents(self) -> Callable[[int, int], Contents]:
+        def of(position: int, step: int) -> Contents:
+            numbers = (self.order[at] for at in range(position, position + step))
+            found = list(map(self.samples.documents_of, numbers))
+            return Contents(step, max(map(sum, found)), np.concatenate(found))
+
+        return lru_cache(maxsize=128)(of)
 
     def batch(
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
