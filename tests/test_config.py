@@ -105,7 +105,10 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
         (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
         (["train.seq_len=1"], "train.seq_len: expected `int` >= 2, got 1"),
-        (["data.sources=[{path='a', weight=-1}]"], r"data.sources\[0\].weight: expected `float` >="),
+        (
+            ["data.sources=[{path='a', weight=-1}]"],
+            r"data.sources\[0\].weight: expected `float` >=",
+        ),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
         (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
         (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),

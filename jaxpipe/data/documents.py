@@ -70,6 +70,7 @@ class ShardedDocuments:
     begin: int  # the stretch, in tokens of the stream of all shards
     end: int
     place: str  # where they are, for messages
+    tokenizer: str = ""  # digest of the one that made them, if known
 
     def __len__(self) -> int:
         """Tokens in all."""
@@ -169,12 +170,6 @@ class ShardedDocuments:
             if stop >= end:
                 break
         return parts
-
-
-def all_documents(shards: Sequence[Shard], vocab_size: int, place: str) -> ShardedDocuments:
-    """Those of all shards, of which none is empty."""
-    shards = [shard for shard in shards if shard.size]
-    return ShardedDocuments(shards, vocab_size, 0, sum(shard.size for shard in shards), place)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, begin: int = 0) -> None:

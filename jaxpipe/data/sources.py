@@ -9,7 +9,7 @@ from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data.batches import Split, heldout_order, training_order
 from jaxpipe.data.corpus import corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.opening import open_documents
+from jaxpipe.data.opening import check_tokenizers, open_documents
 from jaxpipe.data.packing import pack
 from jaxpipe.data.samples import CutSamples, DummySamples, JoinedSamples, PackedSamples, Samples
 from jaxpipe.data.tokens import BareShard
@@ -166,7 +166,10 @@ def _opened(
         for source in sources
         if source.weight
     ]
-    if config.heldout_path:
-        return opened, [(open_documents(config.heldout_path, vocab_size), 1.0)]
+    apart = [(open_documents(config.heldout_path, vocab_size), 1.0)] if config.heldout_path else []
+    known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
+    check_tokenizers({documents.tokenizer: documents.place for documents in known})
+    if apart:
+        return opened, apart
     cut = [(documents.split(config.heldout_fraction), weight) for documents, weight in opened]
     return [(train, w) for (train, _), w in cut], [(heldout, w) for (_, heldout), w in cut]

@@ -39,6 +39,10 @@ class IdFile:
             raise ConfigError(f"{self.path} has become shorter since it was opened: put it back.")
         return ids
 
+    def one(self, index: int) -> int:
+        """That of a number."""
+        return int(self.read(index, index + 1)[0])
+
     def sampled_digest(self) -> str:
         """Digest of the type, the length and a few stretches of the file."""
         digest = hashlib.blake2b(f"{self.dtype.str} {self.size}".encode(), digest_size=8)
@@ -116,11 +120,9 @@ def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
     name, or uint16 where there is none. With `whole` it is read once to check and digest it, at
     about 1 GB/s; else it is known by stretches of it, and ids are checked as they are read.
 
-    Raises `ConfigError` where the file is missing, empty, truncated or not 1-D integers, or where
-    an id is not in 0..vocab_size-1.
+    Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
+    0..vocab_size-1.
     """
-    if path.stat().st_size == 0:
-        raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
     ids = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
     if not whole:
         return BareShard(ids, ids.sampled_digest(), False, ids.whole_digest)

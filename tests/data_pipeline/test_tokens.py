@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments, all_documents
+from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.opening import open_documents
 from jaxpipe.data.samples import CutSamples, DummySamples
 from jaxpipe.data.tokens import open_tokens
@@ -21,8 +21,7 @@ def all_ids(path: Path) -> np.ndarray:
 
 def documents(ids: np.ndarray, directory: Path) -> ShardedDocuments:
     np.save(directory / "a.npy", ids)
-    shard = open_tokens(directory / "a.npy", 1000, whole=True)
-    return all_documents([shard], 1000, str(shard.path))
+    return open_documents(str(directory / "a.npy"), 1000)
 
 
 def walk(samples: DummySamples, number: int) -> np.ndarray:
@@ -85,9 +84,12 @@ def write_npy(path: Path, array: np.ndarray, size: int | None = None) -> Path:
 
 
 FAULTS = {
-    "suffix": (lambda d: write_bin(d / "a.txt", b"text"), r"\.bin or \.npy, unlike .*a\.txt"),
+    "suffix": (
+        lambda d: write_bin(d / "a.txt", b"text"),
+        r"ends in \.bin, \.npy or \.parquet, unlike .*a\.txt:",
+    ),
     "missing": (lambda d: d / "none.bin", r"none\.bin does not exist: correct"),
-    "directory": (lambda d: d.rename(d.with_suffix(".bin")), r"d\.bin holds no file that"),
+    "directory": (lambda d: d.rename(d.with_suffix(".bin")), r"unlike .*d\.bin and all that"),
     "empty bin": (lambda d: write_bin(d / "a.bin", b""), r"a\.bin is empty"),
     "empty npy": (lambda d: write_bin(d / "a.npy", b""), r"a\.npy is empty"),
     "odd": (lambda d: write_bin(d / "a.bin", b"abc"), r"3 bytes, not a multiple of the 2 .*uint16"),
@@ -143,7 +145,7 @@ def test_samples_overlap_by_one_token(tokens: int, samples: int, tmp_path: Path)
         np.testing.assert_array_equal(cut[i]["targets"], 3 * i + np.arange(1, 4))
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_too_few_tokens_for_a_sample(tokens: int, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=rf"seq_len \+ 1 = 4 tokens, but .*a\.npy has {tokens}: use"
