@@ -166,6 +166,11 @@ class DataConfig(_Section, kw_only=True):
     packing: Literal["none", "sequential", "best_fit"] = "none"
     max_documents: Positive = 64  # that a packed row may hold
 
+    @property
+    def documents(self) -> int:
+        """Documents that a row may hold; 0: rows are not packed."""
+        return 0 if self.packing == "none" else self.max_documents
+
 
 class CheckpointConfig(_Section, kw_only=True):
     """`[checkpoint]`: when the state is saved, in `<run.dir>/checkpoints`."""

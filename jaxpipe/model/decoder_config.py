@@ -1,7 +1,7 @@
 """Sizes and choices that decoders of every family have, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -14,6 +14,8 @@ Chance = Annotated[float, Meta(ge=0, lt=1)]
 
 class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: what every stack of attention and MLP has."""
+
+    packs: ClassVar[bool] = True
 
     n_heads: Positive  # query heads
     head_dim: Count = 0  # width of a head; 0: d_model / n_heads

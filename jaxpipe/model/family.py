@@ -27,6 +27,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """`[model]`: what every family has. A family's own record adds its sizes and choices."""
 
     DEFAULT: ClassVar[str] = "llama"
+    packs: ClassVar[bool] = False  # whether it keeps documents that share a row apart
 
     family: str = DEFAULT  # one of jaxpipe.model.FAMILIES
     preset: str = ""  # fills the fields below; those also given by hand win
@@ -102,7 +103,7 @@ class Family:
         if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
         `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
         what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
-        name.
+        name; the most `documents` of a row that do not see each other, where `config.packs`.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

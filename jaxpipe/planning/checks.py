@@ -1,12 +1,13 @@
 """What no single field of a configuration shows: the rules across fields."""
 
 from importlib.util import find_spec
-from math import inf, prod
+from math import prod
 
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
+from jaxpipe.planning.data_checks import check_data
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
 
@@ -30,7 +31,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    for check in (_check_rest, _check_data, _check_optimizer, _check_start, _check_log):
+    for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -258,33 +259,6 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
             f"there is no bubble; leave it out."
-        )
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    if data.sources:
-        weights = [source.weight for source in data.sources]
-        if data.source != "stdlib" or data.path:
-            raise ConfigError(
-                f"data.sources takes the place of data.source={data.source!r} and data.path="
-                f"{data.path!r}: leave these out, or name the path among the sources."
-            )
-        if not 0 < sum(weights) < inf:
-            raise ConfigError(
-                f"the weights of data.sources are shares of the samples, but they are {weights}: "
-                f"give finite numbers, at least one of them above 0."
-            )
-        if not all(source.path for source in data.sources):
-            raise ConfigError("a table of data.sources has an empty path: name what it reads.")
-    elif data.source == "file" and not data.path:
-        raise ConfigError(
-            "data.source='file' needs data.path: give a file of token ids, or a folder of them."
-        )
-    elif data.source != "file" and (data.path or data.heldout_path):
-        raise ConfigError(
-            f"data.path and data.heldout_path are read only with data.source='file', but it is "
-            f"{data.source!r}: set data.source=file or leave the paths out."
         )
 
 

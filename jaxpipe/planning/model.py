@@ -14,6 +14,7 @@ def model_of(config: Config) -> Model:
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
+    packed = {"documents": config.data.documents} if config.data.documents else {}
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
     return FAMILIES[config.model.family].build(
         config.model,
@@ -24,4 +25,5 @@ def model_of(config: Config) -> Model:
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
         z_loss=config.train.z_loss,
+        **packed,
     )
