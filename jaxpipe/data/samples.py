@@ -73,6 +73,7 @@ class CutSamples:
         return sample_of(documents.stream(*stretch), documents.counted_in_stream(*stretch))
 
     def documents_of(self, index: int) -> list[int]:
+        """All are one."""
         return [self.seq_len]
 
 
@@ -98,6 +99,7 @@ class DummySamples:
         return sample_of((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
 
     def documents_of(self, index: int) -> list[int]:
+        """All are one."""
         return [self.seq_len]
 
 
@@ -129,6 +131,7 @@ class PackedSamples:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def documents_of(self, index: int) -> list[int]:
+        """How many tokens it has of each, as the packing says without reading them."""
         return [piece.slots for piece in self.packing.pieces(index)]
 
 
@@ -146,6 +149,7 @@ class JoinedSamples:
         return part[own]
 
     def documents_of(self, index: int) -> list[int]:
+        """Those of its source."""
         part, own = self._place(index)
         return part.documents_of(own)
 

@@ -128,7 +128,7 @@ def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: 
 
 
 def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> PackedSamples:
-    """Rows of documents; `ConfigError` where there are none to tell apart, or none of two tokens."""
+    """Rows of documents; `ConfigError` where none can be told apart, or none has two tokens."""
     asked = "data.packing" if shared else "train.variable_length"
     for shard in documents.shards:
         if isinstance(shard, BareShard) and shard.ends is None:

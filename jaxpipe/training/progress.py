@@ -86,8 +86,8 @@ _FORMS = {  # of the numbers of a step, in the order of its line
 }
 _MEMORY = "peak_memory_bytes"
 _LOGGED_ONLY = {  # the line is long enough
-    "loss_max", "z_loss", "tokens_seen", "padded_tokens", "tflops_per_device", "data_seconds", "save_seconds",
-    "eval_seconds",
+    "loss_max", "z_loss", "tokens_seen", "padded_tokens", "tflops_per_device", "data_seconds",
+    "save_seconds", "eval_seconds",
 }  # fmt: skip
 
 

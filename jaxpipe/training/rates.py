@@ -19,8 +19,9 @@ from jaxpipe.training import optimizer as optimizers
 # and the held-out loss, the progress line the smoothed loss.
 NAMES = (
     "step", "loss", "z_loss", "loss_max", "grad_norm", "lr", "skipped_steps", "loss_scale",
-    "tokens_seen", "padded_tokens", "packing_efficiency", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
-    "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
+    "tokens_seen", "padded_tokens", "packing_efficiency", "tokens_per_second",
+    "tokens_per_second_per_device", "tflops_per_device", "mfu", "step_seconds", "data_seconds",
+    "save_seconds", "eval_seconds", "peak_memory_bytes",
     "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
 
