@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments, all_documents
+from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.tokens import open_tokens
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -84,16 +84,14 @@ def corpus_documents(
     Raises `ConfigError` as `stdlib_corpus` does.
     """
     paths = stdlib_corpus(directory, heldout_fraction)
-    manifest = _read_manifest(directory)
-    train, heldout = (
-        all_documents(
-            [replace(open_tokens(path, vocab_size, whole=True), ends=np.cumsum(lengths))],
-            vocab_size,
-            str(path),
-        )
-        for path, lengths in zip(paths, (manifest.documents[part] for part in PARTS))
-    )
+    lengths = _read_manifest(directory).documents
+    train, heldout = (_documents_of(path, lengths[path.name], vocab_size) for path in paths)
     return train, heldout
+
+
+def _documents_of(path: Path, lengths: list[int], vocab_size: int) -> ShardedDocuments:
+    shard = replace(open_tokens(path, vocab_size, whole=True), ends=np.cumsum(lengths))
+    return ShardedDocuments([shard], vocab_size, 0, shard.size, str(path))
 
 
 def _read_manifest(directory: Path) -> Manifest:
