@@ -5,6 +5,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxpipe.model import FAMILIES
@@ -41,6 +42,7 @@ MODELS = {
     "packed": LlamaConfig(**SIZES, n_kv_heads=2),
     "packed_deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=2),
     "packed_windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
+    "packed_fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_gpt2": GPT2Config(**SIZES, max_seq_len=11),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
@@ -119,7 +121,8 @@ def alone(batch):
 def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
     if model.startswith("packed"):  # the documents one by one, by a model that knows of none
-        decoder, batch = replace(decoder, documents=0), alone(batch)
+        config = msgspec.structs.replace(decoder.config, attention="xla")
+        decoder, batch = replace(decoder, config=config, documents=0), alone(batch)
     decoder = replace(decoder, z_loss=z_loss)
     return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 

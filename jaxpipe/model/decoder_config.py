@@ -1,7 +1,7 @@
 """Sizes and choices that decoders of every family have, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -14,8 +14,6 @@ Chance = Annotated[float, Meta(ge=0, lt=1)]
 
 class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: what every stack of attention and MLP has."""
-
-    packs: ClassVar[bool] = True
 
     n_heads: Positive  # query heads
     head_dim: Count = 0  # width of a head; 0: d_model / n_heads
@@ -45,6 +43,14 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             yield (
                 f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
                 f"but the devices are of the platform {platform!r}: set model.attention=xla."
+            )
+
+    def unmet_by_packing(self, capability: float | None) -> Iterator[str]:
+        """A sentence for every reason why documents that share a row would see each other."""
+        if self.attention == "cudnn" and capability is not None and capability < 9:
+            yield (
+                f"data.packing with model.attention='cudnn' needs GPUs of compute capability 9.0 "
+                f"(Hopper) or later, but these have {capability}: set model.attention=xla."
             )
 
     def flops_of(self, matrices: int, keys: int) -> int:

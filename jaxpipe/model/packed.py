@@ -92,7 +92,8 @@ _FORWARD, _BACKWARD = _primitive(FORWARD), _primitive(BACKWARD)
 @_FORWARD.def_abstract_eval
 def _(q: ShapedArray, *_: ShapedArray, window: int) -> list[ShapedArray]:
     examples, queries, heads, _ = q.shape
-    logsumexp = ShapedArray((examples, heads, queries), jnp.dtype(jnp.float32))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    logsumexp = ShapedArray((examples, heads, queries), wide)
     return [ShapedArray(q.shape, q.dtype), logsumexp]
 
 
@@ -190,12 +191,20 @@ def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tu
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
     """jax's primitive of one of cuDNN's calls, and how it is asked for.
 
-    Its arguments are private, and jax 0.12 has two more of them.
+    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for dtypes and
+    heads that cuDNN has no kernel for.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    width = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or width % 8 or width > 256:
+        raise ValueError(
+            f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
+            f"8 up to 256, but these are {q.dtype} of width {width}: change train.compute_dtype or "
+            f"the heads, or set model.attention=xla."
+        )
     how: dict[str, Any] = {
-        "scale": q.shape[-1] ** -0.5,
+        "scale": width**-0.5,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
@@ -208,6 +217,5 @@ def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str
     return getattr(cudnn, f"_dot_product_attention_{name}_p"), how
 
 
-for _primitive_of, _lowered in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):
-    _lowering = mlir.lower_fun(_lowered, multiple_results=True)
-    mlir.register_lowering(_primitive_of, _lowering, platform="cuda")
+for _kernel, _lower in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):
+    mlir.register_lowering(_kernel, mlir.lower_fun(_lower, multiple_results=True))

@@ -7,7 +7,7 @@ from jaxpipe.config import Config, ConfigError
 
 def check_data(config: Config) -> None:
     """Raise `ConfigError` at the first rule of sources, packing and lengths that is broken."""
-    for check in (_check_sources, _check_packing, _check_lengths):
+    for check in (_check_sources, _check_order, _check_lengths):
         check(config)
 
 
@@ -38,13 +38,8 @@ def _check_sources(config: Config) -> None:
         )
 
 
-def _check_packing(config: Config) -> None:
-    data, model = config.data, config.model
-    if data.documents and not model.packs:
-        raise ConfigError(
-            f"data.packing={data.packing!r} with model.family={model.family!r}, whose documents "
-            f"would see each other where they share a row: set data.packing=none."
-        )
+def _check_order(config: Config) -> None:
+    data = config.data
     if data.packing == "best_fit" and not data.shuffle:
         raise ConfigError(
             "data.packing='best_fit' with data.shuffle=false: rows would come in the order of the "
