@@ -73,6 +73,12 @@ def open_data(
     elif variable_length:
         of_train = of_heldout = _Rows(seq_len, "sequential")
     if config.source == "dummy":
+        if of_train.packing != "none":
+            asked = "data.packing" if config.documents else "train.variable_length"
+            raise ConfigError(
+                f"{asked} makes rows of whole documents, but data.source='dummy' has none: choose "
+                f"another source, or leave {asked} out."
+            )
         train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
     else:
         opened = _opened(config, vocab_size, directory)

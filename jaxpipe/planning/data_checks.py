@@ -49,12 +49,6 @@ def _check_order(config: Config) -> None:
 
 def _check_lengths(config: Config) -> None:
     train, parallel = config.train, config.parallel
-    if config.pads and config.data.source == "dummy":
-        asked = "data.packing" if config.data.documents else "train.variable_length"
-        raise ConfigError(
-            f"{asked} makes rows of whole documents, but data.source='dummy' has none: choose "
-            f"another source, or leave {asked} out."
-        )
     if not train.variable_length:
         return
     multiple, tp = train.pad_to_multiple_of, parallel.stretches // parallel.slices // parallel.sdp

@@ -1,11 +1,10 @@
 """The names of what is logged of a step, and what of it is not computed in the step: its rates."""
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -48,7 +47,10 @@ class Rates:
         tokens = self.config.tokens_per_step if contents is None else contents.tokens
         per_second = tokens / seconds
         of_device = per_second / self.mesh.size
-        flops = of_device * self._flops_per_token(contents)
+        flops = of_device * self.config.model.flops_per_token(self.config.train.seq_len)
+        if contents is not None:
+            documents = Counter(contents.documents.tolist())
+            flops = of_device / tokens * self.config.model.flops_of_documents(documents)
         values = {
             "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
             "tokens_seen": tokens_seen,
@@ -67,19 +69,6 @@ class Rates:
         if (memory := memory_peak()) is not None:
             values["peak_memory_bytes"] = memory
         return values
-
-    def _flops_per_token(self, contents: Contents | None) -> float:
-        """The mean over the tokens of a step."""
-        if contents is None:
-            return self._of_length(self.config.train.seq_len)
-        lengths, counts = np.unique(contents.documents, return_counts=True)
-        of_each = [self._of_length(length) for length in lengths.tolist()]
-        return float((lengths * counts) @ np.array(of_each)) / contents.tokens
-
-    @cached_property
-    def _of_length(self) -> Callable[[int], int]:
-        """FLOPs of a token in a document of so many."""
-        return cache(self.config.model.flops_per_token)
 
     @cached_property
     def _learning_rate(self) -> optax.Schedule:
