@@ -327,9 +327,7 @@ def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
     config = load(Path(__file__).parent / "data" / "small.toml", given)
     validate(config, platform="cuda")
     monkeypatch.setattr("jaxpipe.planning.checks.compute_capability", lambda: 8.0)
-    with pytest.raises(
-        ConfigError, match=r"compute capability 9.0 .* but these have 8.0"
-    ):
+    with pytest.raises(ConfigError, match=r"compute capability 9.0 .* but these have 8.0"):
         validate(config, platform="cuda")
 
 

@@ -166,11 +166,13 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
         ends = np.array(_row_ends(rests, seq_len, most))
         if len(ends) > 1 and begin + len(slots) < len(lengths):
             ends = ends[:-1]  # the next block may have more for the last
-        wholes, done = np.cumsum(slots // seq_len)[ends - 1], int(ends[-1])
-        filled = np.add.reduceat(rests[:done], np.append(0, ends[:-1])) > 0
+        wholes, done = np.cumsum(slots // seq_len), int(ends[-1])
+        # The last of a row that has a rest. Those after it, before the next row, have full pieces.
+        last = np.maximum.accumulate(np.where(rests > 0, np.arange(len(rests)), -1))[ends - 1]
+        filled = last >= np.append(0, ends[:-1])
         starts.append(begin + ends[filled])
-        numbers.append(np.arange(rows, rows + filled.sum()) + before + wholes[filled])
-        rows, before, begin = rows + int(filled.sum()), before + int(wholes[-1]), begin + done
+        numbers.append(np.arange(rows, rows + filled.sum()) + before + wholes[last[filled]])
+        rows, before, begin = rows + int(filled.sum()), before + int(wholes[done - 1]), begin + done
     return InOrder(np.concatenate([*numbers, np.zeros(0, np.int64)]), np.concatenate(starts))
 
 
