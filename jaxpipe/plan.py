@@ -139,9 +139,9 @@ def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -
     devices = parallel.pp * parallel.dp * parallel.tp
     mfu = best.tokens_per_second / devices * flops / peak
     return (
-        f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and only "
-        f"that is in tokens/s; {best.candidate.label}: MFU {mfu:.1%}, attention counted as long as "
-        f"documents are."
+        f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "
+        f"only that is in tokens/s; {best.candidate.label}: MFU {mfu:.1%}, attention counted as "
+        f"long as documents are."
     )
 
 

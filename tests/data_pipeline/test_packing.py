@@ -1,4 +1,4 @@
-"""Packing by lengths: all slots of all documents once, rows no fuller than allowed, little padding."""
+"""Packing by lengths: all slots of all documents once, rows not too full, little padding."""
 
 import time
 
