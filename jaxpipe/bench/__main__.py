@@ -5,6 +5,7 @@
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
   scale CONFIG   weak and strong scaling by simulation
+  text INPUT...  text to shards of token ids, beside the tokenizer alone
   show           tables and pictures of the kept results, into the README
   pages          pictures and timelines of the READMEs
 
@@ -15,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, pages, show, step, train
+from jaxpipe.bench import costs, pages, show, step, text, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -27,6 +28,7 @@ _COMMANDS = {
     "step": step,
     "torch": step,
     "scale": scale,
+    "text": text,
     "show": show,
     "pages": pages,
 }

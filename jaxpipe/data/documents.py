@@ -82,13 +82,13 @@ class ShardedDocuments:
         digests = [shard.digest for shard in self.shards]
         if len(digests) > 1:
             digests = [blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()]
-        return f"{digests[0]} tokens={len(self)}"
+        return self._named(digests[0])
 
     @property
     def whole_fingerprint(self) -> Callable[[], str] | None:
         """The fingerprint by a digest of the whole file, where `fingerprint` has another of it."""
         digest = self.shards[0].whole_digest if len(self.shards) == 1 else None
-        return digest and (lambda: f"{digest()} tokens={len(self)}")
+        return digest and (lambda: self._named(digest()))
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -140,6 +140,10 @@ class ShardedDocuments:
             cut = border
         first, second = f"{self.place}[:{cut}]", f"{self.place}[{cut}:]"
         return replace(self, end=cut, place=first), replace(self, begin=cut, place=second)
+
+    def _named(self, digest: str) -> str:
+        """The stretch of the stream of files with a digest."""
+        return f"{digest} tokens={len(self)}" + (f" from={self.begin}" if self.begin else "")
 
     @cached_property
     def _starts(self) -> list[int]:

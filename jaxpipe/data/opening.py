@@ -81,12 +81,12 @@ def _files(path: Path) -> list[Path]:
 
 
 def _open_file(path: Path, vocab_size: int, *, whole: bool) -> Shard:
+    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return open_indexed(path)
     if path.stat().st_size == 0:
         raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
     if path.suffix == ".parquet":
         return open_parquet(path)
-    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        return open_indexed(path)
     return open_tokens(path, vocab_size, whole=whole)
 
 

@@ -123,7 +123,7 @@ def write_piece(
 
     def batches() -> Iterator[Batch]:
         nonlocal read, empty
-        for documents in _grouped(doc for part in piece.parts for doc in reader.documents(part)):
+        for documents in grouped(doc for part in piece.parts for doc in reader.documents(part)):
             batch = tokenise(documents, tokenizer, entry.eod)
             empty += len(documents) - len(batch.lengths)
             report((read, len(batch.ids)))
@@ -161,7 +161,7 @@ def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -
 _loaded = lru_cache(maxsize=1)(load_tokenizer)  # once in a worker
 
 
-def _grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
+def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
     """Documents, as many at a time as are worth a call of the tokenizer."""
     group, characters = [], 0
     for passages in documents:
@@ -224,7 +224,7 @@ def _journal(
             try:
                 yield file, done
             except ConfigError:
-                if not done:
+                if not any(one.shard for one in done.values()):
                     (folder / JOURNAL).unlink()
                     _remove(folder)
                 raise

@@ -92,6 +92,58 @@ def test_unshuffled_order() -> None:
     assert [order[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
+SIZES, WEIGHTS = [23, 5, 40], [0.5, 0.2, 0.3]
+
+
+def which(order: grain.MapDataset[int], positions: range) -> np.ndarray:
+    """The source of each position."""
+    return np.searchsorted(np.cumsum(SIZES), [order[i] for i in positions], side="right")
+
+
+def test_sources_are_mixed_in_their_proportion_all_along() -> None:
+    order = training_order(SIZES, WEIGHTS, 7)
+    for begin, end in ((0, 200), (0, 37), (10**9, 10**9 + 50)):
+        counts = np.bincount(which(order, range(begin, end)), minlength=3)
+        np.testing.assert_allclose(counts, np.array(WEIGHTS) * (end - begin), atol=2)
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_every_source_of_a_mixture_has_epochs_of_its_own(seed: int | None) -> None:
+    order = training_order(SIZES, WEIGHTS, seed)
+    taken = np.array([order[i] for i in range(400)])
+    for source, (begin, size) in enumerate(zip([0, 23, 28], SIZES)):
+        own = taken[which(order, range(400)) == source]
+        assert len(own) > 2 * size
+        for epoch in range(2):
+            passed = own[epoch * size : (epoch + 1) * size]
+            np.testing.assert_array_equal(sorted(passed), np.arange(begin, begin + size))
+            assert (seed is None) == (passed[0] == begin and (np.diff(passed) == 1).all())
+
+
+def test_the_first_source_is_in_the_order_that_it_has_alone() -> None:
+    mixed, alone = training_order(SIZES, WEIGHTS, 7), training_order(SIZES[:1], [1], 7)
+    own = [mixed[i] for i in range(100) if mixed[i] < SIZES[0]]
+    assert own == [alone[i] for i in range(len(own))]
+
+
+def test_heldout_samples_of_a_mixture_are_taken_once() -> None:
+    order = heldout_order(SIZES, WEIGHTS)
+    taken = [order[i] for i in range(len(order))]
+    assert len(set(taken)) == len(taken) == 25  # then the second, of 5 samples and 0.2, has ended
+    counts = np.bincount(which(order, range(25)), minlength=3)
+    np.testing.assert_allclose(counts, np.array(WEIGHTS) * 25, atol=1)
+    samples = [sample_of(np.arange(i, i + L + 1)) for i in range(sum(SIZES))]
+    heldout = Split("held-out", "", samples, order)
+    assert len(heldout) == 25
+    with pytest.raises(ConfigError, match=r"26 microbatches x 1 samples = 26, but .* has 25: use"):
+        heldout.batches(0, microbatches=26, batch_size=1)
+
+
+def test_order_of_a_mixture_is_the_one_of_earlier_versions() -> None:
+    order = training_order([4, 3], [2, 1], 3)
+    assert [order[i] for i in range(12)] == [3, 1, 5, 0, 2, 6, 2, 1, 4, 3, 0, 6]
+
+
 @pytest.mark.parametrize("start", [0, 12, 31])
 def test_iterator_equals_direct_batches_from_any_position(start: int) -> None:
     data = split(training_order([N], [1], 7))
