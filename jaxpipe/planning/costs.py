@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxpipe.partition.leaf import Leaf
 
 if TYPE_CHECKING:
@@ -91,9 +91,11 @@ def costs_of(config: Config) -> ModelCosts:
 
 def essentials(config: Config) -> Config:
     """What the ops of a device depend on, and nothing else."""
-    parallel, train = config.parallel, config.train
+    parallel, train, documents = config.parallel, config.train, config.data.documents
+    packed = {"packing": "sequential", "max_documents": documents} if documents else {}
     return Config(
         model=config.model,
+        data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.pp if parallel.vocab_parallel_pp else 1,
             dp=parallel.sdp,

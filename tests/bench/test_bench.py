@@ -148,10 +148,10 @@ def test_ops_write_what_plans_and_the_readme_read(tmp_path, monkeypatch, capsys)
     assert "of the peak" not in filled  # nobody knows that of a processor
 
 
-def test_ops_of_devices_that_share_layers_and_sequences_in_slices():
+def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
     """On four devices at once, with a message to four others."""
     how = ("parallel.dp=2", "parallel.sdp=2", "parallel.tp=2", "parallel.slices=2")
-    config = small(*how, "parallel.sequence_parallel=true")
+    config = small(*how, "parallel.sequence_parallel=true", "data.packing=best_fit")
     found = costs.measure(config, 1, 1, 1.0)
     complete = msgspec.convert(found["seconds"], OpSeconds)
     assert min(complete.layer.F, complete.layer.B, complete.layer.W, complete.layer.BW) > 0

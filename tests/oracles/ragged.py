@@ -26,7 +26,7 @@ class Ragged:
         logsumexp = jax.nn.logsumexp(score, axis=-1)
         mixed = jnp.einsum("nhls,nshk->nlhk", jnp.exp(score - logsumexp[..., None]), keys.of(v, q))
         kept = jnp.where(rows.valid[:, None], logsumexp, jnp.nan)
-        return rows.back(mixed, q), kept
+        return rows.back(mixed, q), kept.astype(jnp.promote_types(q.dtype, jnp.float32))
 
     def backward(self, q, k, v, bias, lengths, _, offsets, key_offsets, *rest):
         _, _, logsumexp, mixed, dmixed = rest
@@ -72,7 +72,7 @@ class Rows:
         """In an array like that one, summed over the heads that share one of its own."""
         x = x.reshape(*x.shape[:2], like.shape[2], -1, x.shape[3]).sum(3)
         nothing = jnp.full((like.shape[0] * like.shape[1], *like.shape[2:]), jnp.nan, like.dtype)
-        return nothing.at[self.token].set(x, mode="drop").reshape(like.shape)
+        return nothing.at[self.token].set(x.astype(like.dtype), mode="drop").reshape(like.shape)
 
 
 def stands_in(monkeypatch):

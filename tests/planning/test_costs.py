@@ -19,7 +19,7 @@ from oracles.decoder import (
 )
 from oracles.flops import OpFlops
 
-from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.pipeline import POLICIES, Context, split_layer
@@ -37,13 +37,16 @@ def model_of(**sizes):
     return LlamaConfig(**(plain | GROUPED | sizes))
 
 
-def traced(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, chunks=1, **how):
+def traced(
+    model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, chunks=1, packing="none",
+    **how,
+):  # fmt: skip
     train = TrainConfig(
         steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
         compute_dtype=dtype, remat=remat, loss_chunks=chunks,
     )  # fmt: skip
-    sdp = how.get("sdp", 1)
-    return costs_of(Config(model=model, parallel=ParallelConfig(dp=sdp, **how), train=train))
+    parallel, data = ParallelConfig(dp=how.get("sdp", 1), **how), DataConfig(packing=packing)
+    return costs_of(Config(model=model, parallel=parallel, train=train, data=data))
 
 
 def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, **how):
@@ -97,6 +100,23 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
     left_out = 4 * BATCH * 256 * (256 - keys) * 4 * 8
     assert whole.F - left_out == layer.F
     assert whole == traced(model_of(attention="cudnn"), length=256).kinds["layer"]
+
+
+@pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "sdp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("attention", ["xla", "cudnn"])
+def test_borders_of_documents_cost_nothing(attention, remat, how):
+    """Neither products nor bytes that wait: what tells them apart is made again of the rows."""
+    whole, packed = (
+        traced(model_of(attention=attention), "bfloat16", remat, packing=packing, **how)
+        for packing in ("none", "best_fit")
+    )
+    sizes = [
+        (kind.F, kind.B, kind.W, kind.for_b, kind.for_w, kind.stash, kind.state)
+        for kind in (whole.kinds["layer"], packed.kinds["layer"])
+    ]
+    assert sizes[0] == sizes[1]
+    assert (whole.head, whole.message) == (packed.head, packed.message)
 
 
 @pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}], ids=str)
