@@ -40,7 +40,8 @@ class ParallelConfig(_Section, kw_only=True):
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too
-    vocab_parallel_pp: bool = False  # every rank has a part of embedding and head; see README
+    # every rank has a part of embedding and head; auto: on GPU, where the plan is not slower
+    vocab_parallel_pp: bool | Literal["auto"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
     # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
     reshard_after_forward: bool | Literal["auto"] = "auto"
@@ -91,8 +92,8 @@ class ParallelConfig(_Section, kw_only=True):
 
     @property
     def ends_shared_by(self) -> int:
-        """Pipeline ranks that share embedding and head; 0: they do not."""
-        return self.pp if self.vocab_parallel_pp else 0
+        """Pipeline ranks that share embedding and head; 0: they do not, or it is not decided."""
+        return self.pp if self.vocab_parallel_pp is True else 0
 
 
 class TrainConfig(_Section, kw_only=True):

@@ -121,7 +121,7 @@ def check_sizes(config: Config) -> None:
     _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
-    if parallel.vocab_parallel_pp:
+    if parallel.vocab_parallel_pp is True:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
         raise ConfigError(sentence)

@@ -15,7 +15,7 @@ def model_of(config: Config) -> Model:
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     packed = {"documents": config.data.documents} if config.data.documents else {}
-    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
+    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
