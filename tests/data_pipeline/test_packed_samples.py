@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shards import write_shard
+from layout import write
 
 from jaxpipe.config import ConfigError, DataConfig
 from jaxpipe.data.batches import Split, training_order
@@ -122,7 +122,8 @@ def test_contents_of_a_step_are_those_of_its_rows() -> None:
 @pytest.fixture
 def shard(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    return write_shard(tmp_path / "shard", [rng.integers(0, 256, n) for n in SIZES * 3])
+    documents = [[rng.integers(0, 256, n).tolist()] for n in SIZES * 3]
+    return write(tmp_path / "shard.bin", documents, "uint16")
 
 
 def opened(path: Path, tmp_path: Path, seed: int = 7, **how: Any) -> Data:
@@ -187,7 +188,7 @@ def test_the_documents_of_the_standard_library_are_its_files(tmp_path: Path) -> 
 )
 def test_nothing_to_tell_apart(tmp_path: Path, how: dict[str, Any], sentence: str) -> None:
     np.save(tmp_path / "flat.npy", np.arange(200, dtype=np.uint8))
-    ones = write_shard(tmp_path / "ones", [np.array([5])] * 40)
+    ones = write(tmp_path / "ones.bin", [[[5]]] * 40, "uint8")
     path = ones if how.pop("path", "") else tmp_path / "flat.npy"
     with pytest.raises(ConfigError, match=sentence):
         opened(path, tmp_path, **how)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from commands import SMALL, metrics
-from shards import write_shard
+from layout import write
 
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
@@ -36,9 +36,8 @@ def said_to_be_compiled(text):
 def shard(tmp_path_factory):
     rng = np.random.default_rng(0)
     sizes = rng.choice([9, 20, 40, 60, 70], 200, p=[0.5, 0.2, 0.1, 0.1, 0.1])
-    return write_shard(
-        tmp_path_factory.mktemp("data") / "shard", [rng.integers(0, 256, n) for n in sizes]
-    )
+    documents = [[rng.integers(0, 256, n).tolist()] for n in sizes]
+    return write(tmp_path_factory.mktemp("data") / "shard.bin", documents, "uint16")
 
 
 def run(directory, shard):
