@@ -90,10 +90,13 @@ class ShardedDocuments:
         digest = self.shards[0].whole_digest if len(self.shards) == 1 else None
         return digest and (lambda: self._named(digest()))
 
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, `int64 [N]`, none of them 0."""
-        return np.diff(self._borders)
+        """Tokens of every document, integers `[N]`, none of them 0; made anew by every call."""
+        starts, ends = self._borders[:-1], self._borders[1:]
+        lengths = np.empty(len(ends), np.int32)
+        np.subtract(ends, starts, out=lengths, casting="same_kind")
+        return lengths if lengths.sum(dtype=np.int64) == len(self) else ends - starts
 
     def tokens(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Ids of a document, or those from `begin` to `end` of it: integers `[tokens]`."""
@@ -152,10 +155,26 @@ class ShardedDocuments:
 
     @cached_property
     def _borders(self) -> np.ndarray:
-        """`[N + 1]` ends of the documents, in tokens from `begin`; the first is 0."""
-        ends = np.cumsum(np.concatenate([shard.lengths() for shard in self.shards]), dtype=np.int64)
-        ends = np.clip(ends, self.begin, self.end) - self.begin
-        return np.concatenate([np.zeros(1, np.int64), ends[np.diff(ends, prepend=0) > 0]])
+        """`[N + 1]` ends of the documents, in tokens from `begin`; the first is 0.
+
+        With millions of documents this is what takes memory, so it is made in place.
+        """
+        lengths = [shard.lengths() for shard in self.shards]
+        ends = np.zeros(1 + sum(map(len, lengths)), np.int64)
+        at = 0
+        for part in lengths:
+            own = ends[at + 1 : at + 1 + len(part)]
+            np.cumsum(part, out=own)
+            own += ends[at]
+            at += len(part)
+        first = int(np.searchsorted(ends, self.begin, side="right")) - 1
+        ends = ends[first : int(np.searchsorted(ends, self.end)) + 1]
+        if len(ends) < len(ends.base) // 2:
+            ends = ends.copy()
+        np.clip(ends, self.begin, self.end, out=ends)
+        ends -= self.begin
+        empty = ends[1:] == ends[:-1]
+        return ends[np.append(True, ~empty)] if empty.any() else ends
 
     def _stretch(self, index: int, begin: int, end: int | None) -> tuple[int, int]:
         start, stop = (int(border) for border in self._borders[index : index + 2])

@@ -55,7 +55,7 @@ def lengths_like(histogram: tuple[Bin, ...]) -> np.ndarray:
     """Lengths of documents in the proportions of a histogram, spread evenly about each bar's mean.
 
     >>> lengths_like((Bin(8, 2, 14), Bin(20, 1, 20)))
-    array([ 7,  7, 20])
+    array([ 6,  8, 20])
     """
     every = max(1.0, sum(bar.documents for bar in histogram) / _MOST)
     parts = [np.zeros(0, int)]

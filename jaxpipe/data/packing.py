@@ -157,9 +157,11 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
     """Next-fit: a row has documents until one does not fit.
 
     >>> in_order(np.array([4, 3, 2, 5, 10]), 5, most=9).starts
-    array([0, 2, 4, 5])
+    array([0, 2, 4, 5], dtype=int32)
     """
-    starts, numbers, begin, rows, before = [np.zeros(1, np.int64)], [], 0, 0, 0
+    most_rows = int(lengths.sum(dtype=np.int64)) // seq_len + len(lengths)
+    kind = np.int32 if most_rows < 1 << 31 else np.int64
+    starts, numbers, begin, rows, before = [np.zeros(1, kind)], [np.zeros(0, kind)], 0, 0, 0
     while begin < len(lengths):
         slots = slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
         rests = slots % seq_len
@@ -170,10 +172,11 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
         # The last of a row that has a rest. Those after it, before the next row, have full pieces.
         last = np.maximum.accumulate(np.where(rests > 0, np.arange(len(rests)), -1))[ends - 1]
         filled = last >= np.append(0, ends[:-1])
-        starts.append(begin + ends[filled])
-        numbers.append(np.arange(rows, rows + filled.sum()) + before + wholes[last[filled]])
+        starts.append((begin + ends[filled]).astype(kind))
+        own = np.arange(rows, rows + filled.sum()) + before + wholes[last[filled]]
+        numbers.append(own.astype(kind))
         rows, before, begin = rows + int(filled.sum()), before + int(wholes[done - 1]), begin + done
-    return InOrder(np.concatenate([*numbers, np.zeros(0, np.int64)]), np.concatenate(starts))
+    return InOrder(np.concatenate(numbers), np.concatenate(starts))
 
 
 def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:

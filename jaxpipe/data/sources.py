@@ -81,11 +81,10 @@ def open_data(
             )
         train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
     else:
-        opened = _opened(config, vocab_size, directory)
-        train, heldout = (
-            [_part(config, rows, *of) for of in split]
-            for rows, split in zip((of_train, of_heldout), opened)
-        )
+        to_train_on, held_out = _opened(config, vocab_size, directory)
+        # In this order: what the few held-out documents take for a moment is free for the others.
+        heldout = [_part(config, of_heldout, *of) for of in held_out]
+        train = [_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
     return Data(
         train=_split("training", train, f"seq_len={seq_len} shuffle={order_seed}", order_seed),

@@ -184,7 +184,11 @@ def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:
         ({"source": "file", "path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file", "heldout_path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file"}, {"vocab_size": 999}, r"has 999 at position 999 and .* is 999"),
-        ({"source": "file"}, {"seq_len": 950}, r"= 951 tokens, but .*tokens\.npy\[:950\] has 950"),
+        (
+            {"source": "file", "heldout_fraction": 0.96},
+            {"seq_len": 50},
+            r"= 51 tokens, but .*tokens\.npy\[:40\] has 40",
+        ),
         ({"source": "file"}, {"seq_len": 50}, r"= 51 tokens, but .*tokens\.npy\[950:\] has 50"),
         ({"source": "stdlib"}, {"vocab_size": 100}, "is bytes, 0..255, but model.vocab_size=100"),
     ],
