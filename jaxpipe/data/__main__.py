@@ -25,7 +25,7 @@ from jaxpipe.data.workers import WorkerDied
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parsed(argv)
+    arguments = _arguments(argv)
     try:
         arguments.run(arguments)
     except ConfigError as error:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.data",
         description=__doc__,

@@ -185,7 +185,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_tokenizer_of_hugging_face(
-    tmp_path: Path, tokenizer: Path, eod: str, of_config: Any, end: list[int]
+    tmp_path: Path,
+    tokenizer: Path,
+    eod: str,
+    of_config: Any,
+    end: list[int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = shutil.copytree(tokenizer, tmp_path / "model")
     if of_config:
@@ -198,6 +203,8 @@ def test_a_tokenizer_of_hugging_face(
     assert manifest.tokenizer.eod == (end[0] if end else None)
     kept = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert kept == (model / "tokenizer.json").read_bytes()
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "zwei drei" in capsys.readouterr().out
 
 
 FAULTS: dict[str, tuple[list[str | bytes], dict[str, Any], str]] = {
