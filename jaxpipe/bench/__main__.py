@@ -6,7 +6,7 @@
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
   scale CONFIG   weak and strong scaling by simulation
   text INPUT...  text to shards of token ids, beside the tokenizer alone
-  packing        documents packed on opening: padding, seconds and memory
+  opening        a large set of documents opened
   show           tables and pictures of the kept results, into the README
   pages          pictures and timelines of the READMEs
 
@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, packing, pages, show, step, text, train
+from jaxpipe.bench import costs, opening, pages, show, step, text, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -30,7 +30,7 @@ _COMMANDS = {
     "torch": step,
     "scale": scale,
     "text": text,
-    "packing": packing,
+    "opening": opening,
     "show": show,
     "pages": pages,
 }

@@ -2,7 +2,9 @@
 
 Alone, every process has read its documents before the clock starts, and only calls the tokenizer,
 with as many at a time as `prepare` gives it. `prepare` is timed whole, with the start of its
-processes, reading, writing and waiting for the disk.
+processes, reading, writing and waiting for the disk. Seconds of the clock are those of a machine
+that does nothing else; the processor's own seconds are not disturbed by neighbours, but leave out
+waiting.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -32,44 +35,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure both in turn, and print them and the ratio of every round."""
-    options, ratios = Options(tokenizer=arguments.tokenizer), []
+    options = Options(tokenizer=arguments.tokenizer)
     pieces = cut(input_files(arguments.inputs), options.piece_size)
-    for number in range(arguments.rounds):
+    ratios: list[Rates] = []
+    for number in range(1, arguments.rounds + 1):
         alone = _alone(pieces, options, arguments.workers)
         whole = _whole(arguments.inputs, options, arguments.workers)
-        ratios.append(whole / alone)
+        ratios.append(Rates(*(a / b for a, b in zip(whole, alone))))
         print(
-            f"round {number + 1}: {alone:,.0f} tokens/s alone, {whole:,.0f} with prepare: "
-            f"{ratios[-1]:.2f}"
+            f"round {number}: {alone.clock:,.0f} tokens/s alone, {whole.clock:,.0f} with prepare: "
+            f"{ratios[-1].clock:.2f}; of the processor {ratios[-1].processor:.2f}"
         )
-    print(f"prepare reaches {median(ratios):.2f} of the tokenizer alone (median)")
+    clock, processor = map(median, zip(*ratios))
+    print(
+        f"prepare reaches {clock:.2f} of the tokenizer alone, by the processor's seconds "
+        f"{processor:.2f} (medians)"
+    )
 
 
-def _alone(pieces: list[Piece], options: Options, processes: int) -> float:
-    """Tokens a second of the tokenizer in so many processes."""
-    tokens, seconds = 0, 0.0
-    work = partial(encode_alone, options=options)
-    with workers(processes, work, iter(pieces)) as results:
-        for _, (of_piece, took) in results:
-            tokens += of_piece
-            seconds += took
-    return tokens / seconds * min(processes, len(pieces))
+class Rates(NamedTuple):
+    """Tokens a second of all processes."""
+
+    clock: float
+    processor: float  # a second of a processor's work, times the processes
 
 
-def encode_alone(piece: Piece, report: Report, *, options: Options) -> tuple[int, float]:
-    """Tokens of a piece, and the seconds that the tokenizer takes for them."""
+def _alone(pieces: list[Piece], options: Options, processes: int) -> Rates:
+    """The tokenizer in so many processes."""
+    processes = min(processes, len(pieces))
+    with workers(processes, partial(encode_alone, options=options), iter(pieces)) as results:
+        tokens, seconds, busy = map(sum, zip(*(took for _, took in results)))
+    return Rates(tokens / seconds * processes, tokens / busy * processes)
+
+
+def encode_alone(piece: Piece, report: Report, *, options: Options) -> tuple[int, float, float]:
+    """Tokens of a piece; the seconds that the tokenizer takes for them, and the processor's."""
     reader = Reader(options.field, options.skip_bad_lines, lambda size: None)
     tokenizer = load_tokenizer(options.tokenizer)
     documents = grouped(doc for part in piece.parts for doc in reader.documents(part))
     batches = [[text for passages in some for text, _ in passages] for some in documents]
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     tokens = sum(len(ids) for batch in batches for ids in tokenizer.encode(batch))
-    return tokens, time.perf_counter() - start
+    return tokens, time.perf_counter() - start, time.process_time() - busy
 
 
-def _whole(inputs: list[Path], options: Options, processes: int) -> float:
-    """Tokens a second of `prepare`."""
+def _whole(inputs: list[Path], options: Options, processes: int) -> Rates:
+    """`prepare` in so many processes, and in this one."""
     with TemporaryDirectory() as folder:
-        start, quiet = time.perf_counter(), Console(quiet=True)
+        start, busy = time.perf_counter(), _processor_seconds()
+        quiet = Console(quiet=True)
         manifest = prepare(inputs, Path(folder), options, processes=processes, console=quiet)
-        return manifest.tokens / (time.perf_counter() - start)
+        seconds, busy = time.perf_counter() - start, _processor_seconds() - busy
+    return Rates(manifest.tokens / seconds, manifest.tokens / busy * processes)
+
+
+def _processor_seconds() -> float:
+    """Of this process and those that it has waited for."""
+    return sum(os.times()[:4])

@@ -69,7 +69,7 @@ def write_shard(
         lengths = np.concatenate(all_lengths).astype("<i4")
         digest.update(lengths.tobytes())
         with replacing(path.with_suffix(".idx")) as index:
-            _write_index(index, lengths, dtype)
+            write_index(index, lengths, dtype)
         tokens = int(lengths.sum(dtype=np.int64))
         if bits.counted < tokens:
             with replacing(path.with_suffix(".mask")) as mask:
@@ -108,7 +108,7 @@ class _Bits:
         return b"".join([*self._packed, rest])
 
 
-def _write_index(file: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
+def write_index(file: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
     """An `.idx` in which every sequence is a document."""
     documents = len(lengths)
     file.write(HEADER.pack(MAGIC, 1, CODES[dtype], documents, documents + 1))
