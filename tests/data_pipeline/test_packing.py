@@ -34,16 +34,29 @@ def padding(packing: Packing) -> float:
     seed=st.integers(0, 3),
 )
 def test_no_slot_is_lost_or_there_twice(lengths, seq_len, most, how, seed) -> None:
+    packing = pack(np.array(lengths), seq_len, how, most=most, seed=seed)
+    check_all_are_there_once(np.array(lengths), packing, most)
+
+
+def check_all_are_there_once(lengths: np.ndarray, packing: Packing, most: int) -> None:
     found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(lengths))}
-    for row in rows_of(pack(np.array(lengths), seq_len, how, most=most, seed=seed)):
+    for row in rows_of(packing):
         assert 1 <= len(row) <= most
-        assert sum(slots for _, _, slots in row) <= seq_len
+        assert sum(slots for _, _, slots in row) <= packing.seq_len
         for document, begin, slots in row:
             found[document].append((begin, begin + slots))
     for document, pieces in found.items():
         ends = [0, *(end for _, end in sorted(pieces))]
         assert [begin for begin, _ in sorted(pieces)] == ends[:-1]
         assert ends[-1] == lengths[document] - 1
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("most", [3, 64])
+def test_no_slot_is_lost_of_many_documents_of_few_lengths(how: str, most: int) -> None:
+    """Of which many rows are filled alike, and groups of such rows are taken apart again."""
+    lengths = np.repeat([12, 6, 5, 3, 2], [60, 40, 15, 90, 70])
+    check_all_are_there_once(lengths, pack(lengths, 16, how, most=most), most)
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(2, 20))
