@@ -8,7 +8,7 @@ from compare import CAL_DIFF, assert_same, cal_diff
 from meshes import ROWS, packed, pipeline_of, problem, rows_of, run, wanted, without_key_biases
 from oracles import ragged
 
-from jaxpipe.pipeline import losses_and_gradients_ref
+from jaxpipe.pipeline import Context, losses_and_gradients_ref
 from jaxpipe.schedule import BUILDERS, Lockstep
 from jaxpipe.schedule import build as schedule_of
 
@@ -78,6 +78,24 @@ def test_the_reference_is_of_documents_and_nothing_else():
             total += loss.sum() * share
             summed = jax.tree.map(lambda s, g, w=share: s + g * w, summed, gradient)
         assert_same((losses.sum(), gradients), (total, summed))
+
+
+@pytest.mark.parametrize("model", ["packed", "packed_fused", "packed_gpt2"])
+def test_a_documents_loss_has_no_gradient_at_another(model, monkeypatch):
+    """At embeddings, through all layers, it is exactly zero; at its own tokens it is not."""
+    ragged.stands_in(monkeypatch)
+    decoder, shared, layers, batch = problem(model, jnp.float32)
+    rows = {name: leaf[0] for name, leaf in batch.items()}
+    own = rows["segments"] == 1
+
+    def loss(x):
+        for index, layer in enumerate(layers):
+            x = decoder.layer(layer, x, Context(rows, jnp.int32(index))).y
+        return decoder.head(shared, x, rows | {"targets": jnp.where(own, 1, -100)})
+
+    gradient = jax.jit(jax.grad(loss))(decoder.embed(shared, rows))
+    assert own.any(axis=1).sum() > 1
+    assert ((gradient != 0).any(axis=2) == own).all()
 
 
 def test_metadata_of_another_microbatch_is_seen():

@@ -135,8 +135,17 @@ class _Packing(NamedTuple):
         return jnp.where(seen_BS[..., None, None], x_BSGK, 0)
 
     def offsets(self, heads: int, width: int) -> jax.Array:
-        """Where each sequence begins, in elements of an array `[B, S, heads, width]`."""
+        """Where each sequence begins, in elements of an array `[B, S, heads, width]`.
+
+        Raises `ValueError` where int32 cannot count them.
+        """
         examples, most = self.first_BN.shape
+        if examples * self.tokens * heads * width >= 2**31:
+            raise ValueError(
+                f"attention of cuDNN within documents counts elements in int32, but {examples} "
+                f"rows of {self.tokens} tokens with {heads} heads of {width} are 2^31 or more: "
+                f"lower train.microbatch_size, or set model.attention=xla."
+            )
         row_B1 = self.tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
         first = jnp.minimum(self.first_BN, self.tokens) + row_B1
         # An end to every row as jax has it; cuDNN reads B * N + 1 of them.

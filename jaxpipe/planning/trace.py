@@ -125,9 +125,11 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
-    rows |= {name: ids for name in ("samples", "segments") if name in (functions.reads or ())}
-    if "segments" in rows:
-        rows["positions"] = ids
+    reads = functions.reads or ()
+    if "samples" in reads:
+        rows["samples"] = ids
+    if "segments" in reads:
+        rows |= {"segments": ids, "positions": ids}
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

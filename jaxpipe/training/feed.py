@@ -102,16 +102,18 @@ class Feed:
 
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
-    """Random tokens `[M, B, L]` of a step, always the same; of packed rows each is one document."""
-    shape = *config.batch_shape.values(), config.train.seq_len + 1
+    """Random tokens `[M, B, L]` of a step, the same however they are dealt to replicas.
+
+    Packed rows have one document each.
+    """
+    sizes, length = config.batch_shape.values(), config.train.seq_len
+    shape = (*sizes, length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
     if not config.data.documents:
         return batch
-    positions = np.arange(config.train.seq_len, dtype=np.int32)
-    shape = batch["inputs"].shape
-    documents = {"segments": np.zeros(shape, np.int32)}
-    return batch | documents | {"positions": np.broadcast_to(positions, shape)}
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (*sizes, length))
+    return batch | {"segments": np.zeros_like(positions), "positions": positions}
 
 
 def _check_documents(batch: dict[str, np.ndarray], most: int) -> None:

@@ -9,7 +9,9 @@ import pytest
 from oracles import ragged
 
 from jaxpipe.model.attention import Attend, Past, causal_attention
+from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.model.packed import Documents, documents_of
+from jaxpipe.partition.devices import ONE_DEVICE
 
 ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # of 12 tokens; what they leave is padding
 
@@ -127,6 +129,23 @@ def test_the_fused_kernel_is_each_document_alone(window, parts, monkeypatch):
         equal(found, wanted)
 
 
+def test_shares_are_dropped_within_documents():
+    """Those of the row's own mask, of queries and keys at their places in the row."""
+    with jax.enable_x64(True):
+        (q, k, v), of = arguments(), documents()
+        masks = Masks.of(Dropout(0, 0.4), jnp.arange(len(ROWS)), 2, 0, ONE_DEVICE)
+        place = jnp.arange(12)
+        back = place[:, None] - place[None]
+        seen = (of.segments[:, :, None] == of.segments[:, None]) & (back >= 0)[None]
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        score = jnp.einsum("blhk,bshk->bhls", q, k) * 8**-0.5
+        share = masks.shares(jax.nn.softmax(score, axis=-1, where=seen[:, None]))
+        wanted = jnp.einsum("bhls,bshk->blhk", share, v)
+        found, _ = Attend()(q, k, v, masks=masks, documents=of)
+        real = of.segments >= 0
+        equal([found[real]], [wanted[real]])
+
+
 def test_documents_of_a_stretch():
     """One that began before it, whole ones, one that goes on after it, and padding."""
     of = documents(((3, 4, 5), (2, 2, 3), (12,), (4,)))
@@ -161,7 +180,20 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
 def test_what_cudnn_has_no_kernel_for(dtype, width):
     given = [jax.ShapeDtypeStruct((1, 16, 2, width), dtype)] * 3
     of = Documents(*[jax.ShapeDtypeStruct((1, 16), "int32")] * 2)
+    with pytest.raises(ValueError, match=f"but these are {dtype} of width {width}: change"):
+        lowered(given, of)
+
+
+def lowered(given, of):
     attend = Attend(kernel="cudnn", documents=2)
     traced = jax.jit(lambda given, of: attend(*given, documents=of)[0]).trace(given, of)
-    with pytest.raises(ValueError, match=f"but these are {dtype} of width {width}: change"):
-        traced.lower(lowering_platforms=("cuda",))
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+def test_what_cudnns_offsets_cannot_count():
+    given = [jax.ShapeDtypeStruct((32, 2**15, 16, 128), "bfloat16")] * 3
+    of = Documents(*[jax.ShapeDtypeStruct((32, 2**15), "int32")] * 2)
+    with pytest.raises(ValueError, match="32 rows of 32768 tokens with 16 heads of 128 are 2.31"):
+        lowered(given, of)
+    lowered([jax.ShapeDtypeStruct((31, *leaf.shape[1:]), leaf.dtype) for leaf in given],
+            Documents(*[jax.ShapeDtypeStruct((31, 2**15), "int32")] * 2))  # fmt: skip
