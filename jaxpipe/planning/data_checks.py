@@ -57,8 +57,8 @@ def _check_lengths(config: Config) -> None:
         product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
         raise ConfigError(
             f"train.length_bucket={train.length_bucket} must be a multiple of "
-            f"train.pad_to_multiple_of={multiple}{product}: so long is every device's equal part "
-            f"of a sequence; change one of them, or set length_bucket=0 to round up to that alone."
+            f"train.pad_to_multiple_of={multiple}{product}: every equal part of a sequence is a "
+            f"multiple of pad_to_multiple_of; change one of them, or set length_bucket=0."
         )
     if multiple * tp % train.loss_chunks:
         raise ConfigError(
