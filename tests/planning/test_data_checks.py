@@ -35,8 +35,8 @@ def test_lengths_of_steps(overrides, lengths):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["train.length_bucket=1000"], r"length_bucket=1000 must be .*pad_to_multiple_of=128: every"),
-        (["parallel.slices=16"], r"=1024 must be a multiple of .*=128 x parallel\.slices=16: every"),
+        (["train.length_bucket=1000"], r"length_bucket=1000 must be .*pad_to_multiple_of=128: e"),
+        (["parallel.slices=16"], r"=1024 must be a multiple of .*=128 x parallel\.slices=16: e"),
         (
             ["parallel.tp=2", "parallel.sequence_parallel=true", "train.length_bucket=128"],
             r"=128 must be a multiple of .* x parallel\.tp=2: every equal part",
