@@ -65,6 +65,9 @@ def _leave_others(error: Exception) -> NoReturn:
     """End this process of several at once: to meet the others on leaving could take for ever."""
     import jax
 
+    if isinstance(error, ConfigError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     if not isinstance(error, jax.errors.JaxRuntimeError):
         traceback.print_exc()
         os._exit(1)
@@ -154,7 +157,12 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             note_start(config, step)
             shown_on = boards(config, step)
             log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
-        return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
+        try:
+            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
+        except ConfigError as error:  # of data, of which others may not have read this part
+            if processes.started() == 1:
+                raise
+            _leave_others(error)
 
 
 def _data(config: Config, directory: Path) -> "Data":

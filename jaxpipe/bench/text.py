@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.pieces import Piece, cut, input_files
 from jaxpipe.data.prepare import Options, grouped, prepare
 from jaxpipe.data.readers import Reader
@@ -30,12 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text, JSON lines")
     parser.add_argument("--tokenizer", required=True, metavar="PATH")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--piece", type=parse_bytes, default="32MiB", metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=3, help="of one after the other")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure both in turn, and print them and the ratio of every round."""
-    options = Options(tokenizer=arguments.tokenizer)
+    options = Options(tokenizer=arguments.tokenizer, piece_size=arguments.piece)
     pieces = cut(input_files(arguments.inputs), options.piece_size)
     ratios: list[Rates] = []
     for number in range(1, arguments.rounds + 1):
