@@ -48,7 +48,8 @@ def test_reads_overrides_and_names_the_run(path):
 
 
 def test_round_trip(path, tmp_path):
-    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1"])
+    sources = "data.sources=[{path='a', weight=2}, {path='b'}]"
+    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1", sources])
     again = tmp_path / "again.toml"
     again.write_text(to_toml(config))
     assert load(again) == config
@@ -110,6 +111,7 @@ def test_presets_have_the_published_parameter_counts(path, preset):
             ["data.sources=[{path='a', weight=-1}]"],
             r"data.sources\[0\].weight: expected `float` >=",
         ),
+        (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
         (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
         (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -107,7 +107,7 @@ class ShardedDocuments:
         return self.counted_in_stream(*self._stretch(index, begin, end))
 
     def stream(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`, across the borders of documents.
+        """Ids of the tokens from `begin` to `end`, across borders of documents: `int32 [tokens]`.
 
         Raises `ConfigError` with file and offset where one is outside the vocabulary.
         """
@@ -116,7 +116,7 @@ class ShardedDocuments:
             ids = shard.read(first, last)
             if not shard.vouched:
                 check_ids(ids, self.vocab_size, shard.path, first)
-            parts.append(ids)
+            parts.append(ids.astype(np.int32))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def counted_in_stream(self, begin: int, end: int) -> np.ndarray | None:
@@ -187,11 +187,10 @@ class ShardedDocuments:
         """The shards of a stretch of this stream, and what of each."""
         begin, end = self.begin + begin, self.begin + end
         parts, number = [], self._shard_at(begin)
-        for start, stop in pairwise(self._starts[number:]):
-            parts.append((self.shards[number], max(begin, start) - start, min(end, stop) - start))
-            number += 1
-            if stop >= end:
-                break
+        while begin < end:
+            start, stop = self._starts[number : number + 2]
+            parts.append((self.shards[number], begin - start, min(end, stop) - start))
+            begin, number = stop, number + 1
         return parts
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import Shard, ShardedDocuments, check_ids
 from jaxpipe.data.indexed import Index, IndexedShard, open_indexed, size_fault
-from jaxpipe.data.manifest import MANIFEST, Manifest, read_manifest
+from jaxpipe.data.manifest import JOURNAL, MANIFEST, Manifest, read_manifest
 from jaxpipe.data.parquet import open_parquet
 from jaxpipe.data.tokens import WHOLE, IdFile, open_tokens
 
@@ -53,13 +53,21 @@ def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
 
 
 def _found(path: str) -> list[Path]:
-    """The files and folders of a path, in the order of their names."""
+    """The files and folders of a path, in the order of their names.
+
+    Of a pattern these are files of token ids and prepared folders, whose files are not meant twice.
+    """
     if Path(path).exists():
         return [Path(path)]
     if Path(f"{path}.bin").is_file():  # Megatron's way to name a shard
         return [Path(f"{path}.bin")]
-    found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
-    found = [file for file in found if file.is_dir() or file.suffix in _SUFFIXES]
+    named = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+    prepared = {p for p in named if (p / MANIFEST).exists() or (p / JOURNAL).exists()}
+    found = [
+        file
+        for file in named
+        if file in prepared or (file.suffix in _SUFFIXES and file.parent not in prepared)
+    ]
     if not found:
         raise ConfigError(f"{path} does not exist: correct its path in [data].")
     return found
@@ -70,6 +78,9 @@ def _files(path: Path) -> list[Path]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        for index in path.glob("*.idx"):
+            if index.with_suffix(".bin") not in files:
+                raise ConfigError(f"{index} has no {index.stem}.bin beside it: copy it there.")
     elif path.suffix not in _SUFFIXES:
         files = []
     if not files:

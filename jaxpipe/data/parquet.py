@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,11 @@ class ParquetShard:
     def read(self, begin: int, end: int) -> np.ndarray:
         """Ids of the tokens from `begin` to `end`."""
         number, parts = bisect.bisect_right(self.starts, begin) - 1, []
-        for start, stop in pairwise(self.starts[number:]):
-            parts.append(self.group(number)[0][max(begin - start, 0) : end - start])
+        while begin < end:
+            start = self.starts[number]
+            parts.append(self.group(number)[0][begin - start : end - start])
             number += 1
-            if stop >= end:
-                break
+            begin = self.starts[number]
         return np.concatenate(parts)
 
     def counted(self, begin: int, end: int) -> None:

@@ -83,31 +83,28 @@ def prepare(
     entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
     keys = [_key(piece, options.field, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
-    if manifest := _finished(folder, origin):
-        return manifest
-    with _journal(folder, keys, options.skip_bad_lines) as (journal, done):
-        left = [piece for piece in pieces if piece.number not in done]
-        work = partial(write_piece, options=options, entry=entry, folder=folder)
-        with (
-            workers(min(processes, len(left)), work, iter(left)) as results,
-            _shown(pieces, left, console) as show,
-        ):
-            for is_result, value in results:
-                if is_result:
-                    done[value.piece] = msgspec.structs.replace(value, key=keys[value.piece])
-                    journal.write(msgspec.json.encode(done[value.piece]) + b"\n")
-                    os.fsync(journal.fileno())
-                else:
-                    show(*value)
-        manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
-        if not manifest.documents:
-            raise ConfigError(f"there is no text in the inputs of {folder}: give others.")
-        if options.tokenizer != BYTES:
-            with replacing(folder / TOKENIZER) as file:
-                file.write(tokenizer_file(Path(options.tokenizer)).read_bytes())
-        with replacing(folder / MANIFEST) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-        sync_folder(folder)
+    with _locked(folder):
+        if manifest := _finished(folder, origin):
+            return manifest
+        with _journal(folder, keys, options.skip_bad_lines) as (journal, done):
+            left = [piece for piece in pieces if piece.number not in done]
+            work = partial(write_piece, options=options, entry=entry, folder=folder)
+            with (
+                workers(min(processes, len(left)), work, iter(left)) as results,
+                _shown(pieces, left, console) as show,
+            ):
+                for is_result, value in results:
+                    if is_result:
+                        one = msgspec.structs.replace(value, key=keys[value.piece])
+                        journal.write(msgspec.json.encode(one) + b"\n")
+                        os.fsync(journal.fileno())
+                        done[one.piece] = one
+                    else:
+                        show(*value)
+            manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
+            if not manifest.documents:
+                raise ConfigError(f"there is no text in the inputs of {folder}: give others.")
+            _finish(folder, manifest, options.tokenizer)
     return manifest
 
 
@@ -181,6 +178,20 @@ def _key(piece: Piece, field: str, entry: TokenizerEntry) -> str:
     return hashlib.blake2b(known, digest_size=16).hexdigest()
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A folder, made if need be, that no other process prepares."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
+    finally:
+        os.close(handle)
+
+
 def _finished(folder: Path, origin: str) -> Manifest | None:
     """The manifest of a folder where there is nothing more to do.
 
@@ -191,7 +202,7 @@ def _finished(folder: Path, origin: str) -> Manifest | None:
     if (manifest := read_manifest(folder)) and manifest.origin == origin:
         (folder / JOURNAL).unlink(missing_ok=True)
         return manifest
-    if manifest or (folder.exists() and any(folder.iterdir())):
+    if manifest or any(file.suffix != ".tmp" for file in folder.iterdir()):
         raise ConfigError(
             f"{folder} already holds {'what was prepared of others' if manifest else 'files'}: "
             f"remove it, or give another --out."
@@ -205,38 +216,28 @@ def _journal(
 ) -> Iterator[tuple[BinaryIO, dict[int, Done]]]:
     """The journal to append to, and the pieces that it says are done, by number.
 
-    It is gone when what uses it ends well, and where nothing was done. One process has it at a
-    time.
+    It is gone when what uses it ends well, and so is the folder where no shard was written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
-        done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
-        whole = {f"{number:06d}" for number in done}
-        for file in folder.iterdir():
-            if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
-                file.unlink()
-        with replacing(folder / JOURNAL) as file:
-            file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
-        with (folder / JOURNAL).open("ab", buffering=0) as file:
-            try:
-                yield file, done
-            except ConfigError:
-                if not any(one.shard for one in done.values()):
-                    (folder / JOURNAL).unlink()
-                    _remove(folder)
-                raise
-        (folder / JOURNAL).unlink()
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
-    finally:
-        os.close(handle)
+    done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
+    done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
+    whole = {f"{number:06d}" for number in done}
+    for file in folder.iterdir():
+        if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
+            file.unlink()
+    with replacing(folder / JOURNAL) as file:
+        file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
+    with (folder / JOURNAL).open("ab", buffering=0) as file:
+        try:
+            yield file, done
+        except ConfigError:
+            if not any(one.shard for one in done.values()):
+                _remove(folder)
+            raise
+    (folder / JOURNAL).unlink()
 
 
 def _remove(folder: Path) -> None:
-    """Take back a folder in which no piece was done."""
+    """Take back a folder in which no shard is done."""
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
@@ -250,6 +251,16 @@ def _read_journal(folder: Path) -> Iterator[Done]:
                 yield msgspec.json.decode(line, type=Done)
             except msgspec.DecodeError:
                 return
+
+
+def _finish(folder: Path, manifest: Manifest, tokenizer: str) -> None:
+    """Write what makes a folder of shards a prepared one."""
+    if tokenizer != BYTES:
+        with replacing(folder / TOKENIZER) as file:
+            file.write(tokenizer_file(Path(tokenizer)).read_bytes())
+    with replacing(folder / MANIFEST) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    sync_folder(folder)
 
 
 def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:

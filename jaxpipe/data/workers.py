@@ -22,7 +22,7 @@ def workers(count: int, work: Work, jobs: Iterator[Any]) -> Iterator[Iterator[tu
     """What `work` says of all jobs, as it comes: (False, a report) or (True, a result).
 
     The processes end with this one, whatever ends it. Iterating raises `ConfigError` where a
-    worker does, and `WorkerDied` where one is killed.
+    worker does, or cannot read or write a file, and `WorkerDied` where one is killed.
     """
     context = get_context("spawn")  # a fork of a process with threads may hang
     processes, lines = [], []
@@ -77,5 +77,8 @@ def _serve(line: connection.Connection, work: Work) -> None:
                 line.send(("result", work(job, lambda report: line.send(("report", report)))))
             except ConfigError as error:
                 line.send(("fault", str(error)))
+            except OSError as error:
+                said = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}."
+                line.send(("fault", said))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass

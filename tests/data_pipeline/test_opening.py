@@ -165,6 +165,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, fault: str) -> No
     [
         (lambda d: None, r"ends in \.bin, \.npy or \.parquet, unlike .* and all that is in it"),
         (lambda d: (d / "a.bin").touch(), r"a\.bin is empty"),
+        (lambda d: layout.write(d / "a.bin", [[[1]]], "uint16").unlink(), r"a\.idx has no a\.bin"),
         (lambda d: layout.write(d / "a.bin", [[[]]], "uint16"), r"holds no tokens: write it again"),
         (lambda d: write_parquet(d / "a.parquet", [[], None]), r"holds no tokens: write it again"),
         (lambda d: (d / "a.parquet").write_bytes(b"PAR1"), r"a\.parquet is no Parquet file"),

@@ -100,7 +100,7 @@ def test_pieces_that_are_done_stay_when_a_line_is_corrected(
 def test_one_process_prepares_a_folder(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     with (
-        preparing._journal(tmp_path / "out", [], False),
+        preparing._locked(tmp_path / "out"),
         pytest.raises(ConfigError, match=r"out is being prepared by another process: wait"),
     ):
         prepared([path], tmp_path / "out")
@@ -167,6 +167,35 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--out", str(tmp_path / "none"), "--workers", "2"]) == 2
     assert "bad.jsonl, line 1, is no document: it is no JSON object" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_a_crash_leaves_is_no_hindrance(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
+    whole = prepared([path], tmp_path / "whole", piece_size=60)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f"{JOURNAL}.7.tmp").touch()  # before its first line
+    prepared([path], tmp_path / "out", piece_size=60)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    (tmp_path / "out" / JOURNAL).touch()  # the manifest was the last that was written
+    assert prepared([path], tmp_path / "out", piece_size=60) == whole
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.7.tmp")
+    (tmp_path / "out" / JOURNAL).write_text('{"piece":')  # half a line
+    prepared([path], tmp_path / "out", piece_size=60)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_pattern_means_a_prepared_folder_once(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
+    prepared([path], tmp_path / "x" / "out")
+    layout.write(tmp_path / "x" / "b.bin", [[[7]]], "uint16")
+    documents = open_documents(str(tmp_path / "x" / "**"), 256)
+    assert documents.lengths.tolist() == [4, 11, 13, 201, 1]
+    (tmp_path / "x" / "out" / MANIFEST).rename(tmp_path / "x" / "out" / JOURNAL)
+    with pytest.raises(ConfigError, match=r"out is not prepared to its end"):
+        open_documents(str(tmp_path / "x" / "*"), 256)
 
 
 @pytest.mark.usefixtures("in_process")
