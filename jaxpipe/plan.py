@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import parse_bytes
+from jaxpipe.data.expected import Expected, expected
 from jaxpipe.gpu.cards import CARDS
 from jaxpipe.planning import (
     Advice,
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
+    add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
@@ -107,7 +109,15 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     if not estimates:
         raise ConfigError(next(iter(refused.values())))
+    rows = None
+    if arguments.lengths:
+        rows = expected(arguments.lengths, config.data, config.train.seq_len)
+        estimates = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in estimates]
     advice = advise(config, estimates, seconds, memory=memory, bubble=arguments.bubble)
+    if rows and advice.best:
+        best = next(one for one in estimates if one.candidate.label == advice.best)
+        sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
+        advice = replace(advice, sentences=(*advice.sentences, sentence))
     shown = _shown(estimates, arguments.show or advice.best)
     if arguments.json:
         print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
@@ -121,6 +131,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.write:
         _write(config, shown, arguments.write)
     return 0
+
+
+def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -> str:
+    """What packed rows make of a plan's fastest."""
+    tokens = sum(length * count for length, count in rows.documents.items())
+    flops = config.model.flops_of_documents(rows.documents) / tokens
+    parallel = config.parallel
+    devices = parallel.pp * parallel.dp * parallel.tp
+    mfu = best.tokens_per_second / devices * flops / peak
+    return (
+        f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "
+        f"only that is in tokens/s; {best.candidate.label}: MFU {mfu:.1%}, attention counted as "
+        f"long as documents are."
+    )
 
 
 def _check_gpu(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.data import Data
+    from jaxpipe.data.sources import Data
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +65,9 @@ def _leave_others(error: Exception) -> NoReturn:
     """End this process of several at once: to meet the others on leaving could take for ever."""
     import jax
 
+    if isinstance(error, ConfigError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     if not isinstance(error, jax.errors.JaxRuntimeError):
         traceback.print_exc()
         os._exit(1)
@@ -99,7 +102,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
-    from jaxpipe.training.start import describe, on_one_device, start
+    from jaxpipe.training.start import Seen, describe, on_one_device, start
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
@@ -143,23 +146,28 @@ def train(config: Config, *, only_seed: bool = False) -> int:
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
             state = trainer.init()
-            checkpoints.save(0, state.parts(), describe(trainer, data, 0, state.guard))
+            checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
             return 0
         for part in (*said, summary(trainer)):
             progress.say(part)
-        state, position = start(trainer, data, checkpoints, progress.say)
+        state, seen = start(trainer, data, checkpoints, progress.say)
         log = None
         if processes.first():
             step = int(state.step)
             note_start(config, step)
             shown_on = boards(config, step)
             log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
-        return Run(trainer, data, checkpoints, progress, log).loop(state, position)
+        try:
+            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
+        except ConfigError as error:  # of data, of which others may not have read this part
+            if processes.started() == 1:
+                raise
+            _leave_others(error)
 
 
 def _data(config: Config, directory: Path) -> "Data":
     """The run's data, made ready by the first process if that is needed."""
-    from jaxpipe.data import open_data
+    from jaxpipe.data.sources import open_data
 
     try:
         with processes.first_before_others("data"):
@@ -169,6 +177,7 @@ def _data(config: Config, directory: Path) -> "Data":
                 vocab_size=config.model.vocab_size,
                 seed=config.train.seed,
                 directory=directory / "data",
+                variable_length=config.train.variable_length,
             )
     except OSError as error:
         raise ConfigError(

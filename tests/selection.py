@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 ELSEWHERE = (  # functions that run before a session begins, in its children or in several processes
     "runtime.environment:use_cpu_devices",
     "checkpoint.__main__:_unraisable",
+    "data.workers:_serve",
     "gpu.check:*",
     "gpu.report:*",
     "bench.pages:keep",

@@ -48,7 +48,8 @@ def test_reads_overrides_and_names_the_run(path):
 
 
 def test_round_trip(path, tmp_path):
-    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1"])
+    sources = "data.sources=[{path='a', weight=2}, {path='b'}]"
+    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1", sources])
     again = tmp_path / "again.toml"
     again.write_text(to_toml(config))
     assert load(again) == config
@@ -109,6 +110,12 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
         (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
         (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
+        (["train.seq_len=1"], "train.seq_len: expected `int` >= 2, got 1"),
+        (
+            ["data.sources=[{path='a', weight=-1}]"],
+            r"data.sources\[0\].weight: expected `float` >=",
+        ),
+        (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
         (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
         (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),
@@ -245,6 +252,10 @@ def test_load_rejects(path, overrides, message):
             "log.bubble_every=5 with parallel.pp=1: with",
         ),
         (["data.source=file"], "data.source='file' needs data.path"),
+        (["data.sources=[{path='a.bin'}]", "data.path=b.bin"], "takes the place of data.source="),
+        (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
+        (["data.sources=[{path='a.bin', weight=inf}]"], r"shares of the samples, but .* \[inf\]"),
+        (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),
         (["data.path=x.bin"], "read only with data.source='file', but it is 'stdlib'"),
     ],
 )

@@ -10,6 +10,7 @@ from commands import SMALL
 from rich.console import Console
 
 from jaxpipe.config import LogConfig, load
+from jaxpipe.data.batches import Contents
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
@@ -40,9 +41,9 @@ def test_flops_of_llama3_8b():
 
 
 def test_rates_of_a_step():
-    """Of the third step, after 8 sequences of another batch size, on eight devices."""
+    """Of the third step, after as many tokens of other steps, on eight devices."""
     config = load(SMALL)
-    rates = Trainer(config).rates(3, 8 + 8, seconds=0.5)
+    rates = Trainer(config).rates(3, (8 + 8) * 32, seconds=0.5)
     per_second = 8 * 32 / 0.5
     assert rates == {
         "lr": pytest.approx(1e-2),
@@ -52,6 +53,24 @@ def test_rates_of_a_step():
         "tflops_per_device": per_second / 8 * config.model.flops_per_token(32) / 1e12,
         "step_seconds": 0.5,
     }
+
+
+def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
+    """Of 8 rows of 32 tokens, of which 200 are no padding; half of them in documents of 25."""
+    config = load(SMALL, ["data.packing=best_fit"])
+    contents = Contents(8, 30, np.array([25] * 4 + [10] * 10))
+    rates = Trainer(config).rates(3, 700, seconds=0.5, contents=contents)
+    of_model = config.model.flops_per_token
+    flops = 100 * of_model(25) + 100 * of_model(10)
+    assert flops < 200 * of_model(32)
+    assert rates["tokens_seen"] == 700
+    assert rates["tokens_per_second"] == 400
+    assert rates["tflops_per_device"] == pytest.approx(flops / 0.5 / 8 / 1e12, rel=1e-12)
+    assert rates["padded_tokens"] == 8 * 32 - 200
+    assert rates["packing_efficiency"] == 200 / 256
+    line = describe(3, 4, VALUES | rates, None)
+    assert "78.1% no padding" in line
+    assert "padded_tokens" not in line
 
 
 def test_the_largest_loss_of_a_microbatch():

@@ -10,6 +10,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import layout
 import numpy as np
 import pytest
 from commands import SMALL, losses, start, train_command
@@ -172,6 +173,21 @@ def test_when_one_dies_the_others_stop_and_fewer_go_on(tmp_path, killed):
     assert code == 0, output
     assert "resumed from step" in output
     assert list(losses(tmp_path)) == list(range(1, done + 4))
+
+
+def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
+    """The second process has the second row of every microbatch, and alone finds it."""
+    ids = np.zeros(40_000, "<u2")
+    ids[1 * 32 + 5] = 999  # of the second sample
+    layout.write(tmp_path / "a.bin", [[ids.tolist()]], "uint16")
+    data = ["data.source=file", f"data.path={tmp_path}/a.bin", "data.shuffle=false"]
+    mesh = ["parallel.pp=4", "parallel.dp=2", "parallel.pipeline_first=true"]
+    start = time.monotonic()
+    first, second = ends(spawn(2, tmp_path / "run", "train.steps=100000", *mesh, *data))
+    assert second[0] == 2, second[1] + first[1]
+    assert "has 999 at position" in second[1]
+    assert first[0] != 0
+    assert time.monotonic() - start < 90
 
 
 @pytest.mark.parametrize(

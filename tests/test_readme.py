@@ -23,7 +23,7 @@ ROOMS = sorted(path.parent for path in HOUSE.glob("*/__init__.py"))
 SUFFIXES = "py|toml|sh|sbatch|yaml|md|svg|txtpb|txt"
 MADE = {"plan.svg", "orders.csv", "compare.svg", "config.toml"}  # by a command of the page
 STANDS_FOR = {"CONFIG": "configs/quickstart.toml"}
-SCRIPTS = {"train.sh": "train", "plan.sh": "plan", "bench.sh": "bench"}
+SCRIPTS = {"train.sh": "train", "plan.sh": "plan", "bench.sh": "bench", "data.sh": "data"}
 
 
 def name(path):

@@ -5,6 +5,8 @@
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
   scale CONFIG   weak and strong scaling by simulation
+  text INPUT...  text to shards of token ids, beside the tokenizer alone
+  opening        a large set of documents opened
   show           tables and pictures of the kept results, into the README
   pages          pictures and timelines of the READMEs
 
@@ -15,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, pages, show, step, train
+from jaxpipe.bench import costs, opening, pages, show, step, text, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -27,6 +29,8 @@ _COMMANDS = {
     "step": step,
     "torch": step,
     "scale": scale,
+    "text": text,
+    "opening": opening,
     "show": show,
     "pages": pages,
 }

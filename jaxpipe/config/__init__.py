@@ -11,6 +11,7 @@ from jaxpipe.config.sections import (
     ParallelConfig,
     RunConfig,
     RuntimeConfig,
+    SourceConfig,
     TrainConfig,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SourceConfig",
     "TrainConfig",
     "first_line",
     "from_builtins",

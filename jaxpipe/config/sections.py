@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model import ModelConfig
+from jaxpipe.partition.sequence import padded_length
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -73,6 +74,11 @@ class ParallelConfig(_Section, kw_only=True):
         return f"pp={self.pp} dp={self.dp}{groups}{shared} tp={self.tp}"
 
     @property
+    def stretches(self) -> int:
+        """Equal parts that a sequence is cut into, in time and over devices."""
+        return self.slices * self.sdp * (self.tp if self.sequence_parallel else 1)
+
+    @property
     def least_devices(self) -> int:
         """Devices of the fewest replicas that there can be."""
         return self.pp * self.tp * self.sdp
@@ -97,7 +103,11 @@ class TrainConfig(_Section, kw_only=True):
     grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
     batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
-    seq_len: Positive  # tokens in a sequence
+    seq_len: Annotated[int, Meta(ge=2)]  # tokens in a sequence
+    # a step is as long as the longest of its rows, which hold whole documents of up to seq_len
+    variable_length: bool = False
+    length_bucket: Count = 1024  # of variable lengths, rounded up to a multiple; 0: as below alone
+    pad_to_multiple_of: Positive = 128  # the stretch of a sequence that a device then computes
     seed: Count = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -136,16 +146,24 @@ class OptimizerConfig(_Section, kw_only=True):
     wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd and wsd_sqrt decay in
 
 
+class SourceConfig(_Section, kw_only=True):
+    """`[[data.sources]]`: one of several that are mixed."""
+
+    path: str  # a file of token ids, a folder of them, or a pattern such as "tokens/*.bin"
+    weight: Annotated[float, Meta(ge=0)] = 1.0  # of the samples, beside the others'
+
+
 class DataConfig(_Section, kw_only=True):
     """`[data]`: where tokens come from."""
 
     source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
-    path: str = ""  # file: a .bin or .npy of token ids
-    heldout_path: str = ""  # file: another for held-out losses; empty: the end of `path`
-    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no file is given
+    path: str = ""  # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    sources: tuple[SourceConfig, ...] = ()  # several, mixed, in place of source and path
+    heldout_path: str = ""  # another for held-out losses; empty: the end of each source
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no path is given
     shuffle: bool = True  # a new order of samples every epoch
     # documents in rows that they share without seeing each other: in their order, or where they
-    # fit best; none: rows are cut out of the stream of tokens
+    # fit best; none: rows are seq_len tokens on end, or with train.variable_length a document each
     packing: Literal["none", "sequential", "best_fit"] = "none"
     max_documents: Positive = 64  # that a packed row may hold
 
@@ -211,3 +229,18 @@ class Config(_Section, Generic[Model], kw_only=True):
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows have documents of their own lengths, so that they may end in padding."""
+        return self.train.variable_length or self.data.packing != "none"
+
+    def length_of(self, longest: int) -> int:
+        """Tokens of the rows of a step whose longest has so many."""
+        train = self.train
+        if not train.variable_length:
+            return train.seq_len
+        return padded_length(
+            longest, bucket=train.length_bucket, multiple=train.pad_to_multiple_of,
+            stretches=self.parallel.stretches, most=train.seq_len,
+        )  # fmt: skip

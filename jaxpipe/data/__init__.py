@@ -1,9 +1,5 @@
-"""Data: token files cut into samples, in an order that depends on (seed, position) alone.
+"""Data: documents of token ids made into samples, whose order depends on (seed, position) alone.
 
-numpy and grain; nothing here uses jax.
+`sources` opens what a run reads. Nothing is imported here: the processes that prepare text need
+neither grain nor jax.
 """
-
-from jaxpipe.data.batches import Batch, Split
-from jaxpipe.data.sources import Data, open_data
-
-__all__ = ["Batch", "Data", "Split", "open_data"]

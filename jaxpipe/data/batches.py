@@ -6,32 +6,69 @@ number of processes, of which each makes the rows that its devices take. M micro
 in one microbatch over all dp ranks, L tokens.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 
 import grain
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.samples import Samples
+from jaxpipe.data.samples import PADDING, Sample, Samples
 
 Batch = dict[str, np.ndarray]
+LengthOf = Callable[[int], int]  # L of a step, from the tokens of its longest row
 
 _PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches
 
 
-def training_order(samples: int, seed: int | None) -> grain.MapDataset[int]:
-    """Endless order: every epoch has each of N samples once, in another order with another seed.
+def training_order(
+    samples: Sequence[int], weights: Sequence[float], seed: int | None
+) -> grain.MapDataset[int]:
+    """Endless order of the samples of several sources, mixed in the proportion of their weights.
 
-    With seed None every epoch is 0, 1, ..., N-1.
+    `samples` is how many each has; their numbers follow on each other. Every epoch of a source has
+    each of its N samples once, in another order with another seed; with seed None 0, 1, ..., N-1.
     """
-    order = grain.MapDataset.range(samples)
-    return (order if seed is None else order.seed(seed).shuffle()).repeat()
+    # The order of the first is that of a run which has no other.
+    seeds = [seed, *np.random.SeedSequence(seed or 0).generate_state(len(samples) - 1).tolist()]
+    orders = _ranges(samples)
+    if seed is not None:
+        orders = [order.seed(own).shuffle() for order, own in zip(orders, seeds)]
+    return _mixed([order.repeat() for order in orders], weights)
 
 
-def heldout_order(samples: int) -> grain.MapDataset[int]:
-    """Each of N samples once: 0, 1, ..., N-1."""
-    return grain.MapDataset.range(samples)
+def heldout_order(samples: Sequence[int], weights: Sequence[float]) -> grain.MapDataset[int]:
+    """Each of N samples of a source once: 0, 1, ..., N-1; of several until one of them ends."""
+    return _mixed(_ranges(samples), weights)
+
+
+def _ranges(samples: Sequence[int]) -> list[grain.MapDataset[int]]:
+    return [grain.MapDataset.range(*ends) for ends in pairwise(accumulate(samples, initial=0))]
+
+
+def _mixed(
+    orders: Sequence[grain.MapDataset[int]], weights: Sequence[float]
+) -> grain.MapDataset[int]:
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the rows of a step hold, those of all processes: a function of (seed, position) alone.
+
+    `documents` has the tokens of each, as far as they are inputs; no padding is among them.
+    """
+
+    rows: int
+    longest: int  # tokens of a row
+    documents: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Those that are no padding."""
+        return int(self.documents.sum())
 
 
 @dataclass(frozen=True)
@@ -45,38 +82,73 @@ class Split:
     fingerprint: str
     samples: Samples
     order: grain.MapDataset[int]  # indices into samples; longer than them if endless
+    # the same by a digest of whole files, which takes reading them: older checkpoints hold it
+    whole_fingerprint: Callable[[], str] | None = None
 
     def __len__(self) -> int:
         """Number of samples in one epoch."""
-        return len(self.samples)
+        return min(len(self.samples), len(self.order))
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether a fingerprint, perhaps of an older checkpoint, is that of these samples."""
+        if fingerprint == self.fingerprint or self.whole_fingerprint is None:
+            return fingerprint == self.fingerprint
+        return fingerprint == self.whole_fingerprint()
+
+    def contents(self, position: int, step: int) -> Contents:
+        """What the `step` samples from a position on hold, as their index tells: nothing is read.
+
+        Every process finds the same, so none has to ask the others for the longest.
+        """
+        return self._contents(position, step)
+
+    @cached_property
+    def _contents(self) -> Callable[[int, int], Contents]:
+        def of(position: int, step: int) -> Contents:
+            numbers = (self.order[at] for at in range(position, position + step))
+            found = list(map(self.samples.documents_of, numbers))
+            return Contents(step, max(map(sum, found)), np.concatenate(found))
+
+        return lru_cache(maxsize=128)(of)
 
     def batch(
-        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None)
-    ) -> Batch:
-        """`inputs` and `targets`, int32 `[M, B, L]`, of the step that starts at a position.
+        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
+        length_of: LengthOf | None = None,
+    ) -> Batch:  # fmt: skip
+        """`inputs`, `targets`, ..., int32 `[M, B, L]`, of the step that starts at a position.
 
         `batch_size` is B of the whole step; `rows` picks examples of each microbatch, so that the
-        batches of all rows, joined on the second dim, are the batch of the step.
+        batches of all rows, joined on the second dim, are the batch of the step. Where samples
+        differ in length, `length_of` makes L of that of the step's longest.
 
-        Raises `IndexError` where held-out samples run out.
+        Raises `IndexError` where held-out samples run out, `ConfigError` where their files turn out
+        to be faulty.
         """
-        if position + microbatches * batch_size > len(self.order):
+        step = microbatches * batch_size
+        if position + step > len(self.order):
             raise IndexError(
                 f"no {microbatches} x {batch_size} samples at position {position}: the {self.name} "
                 f"data has {len(self)}."
             )
-        indices_MB = np.array(
+        taken = [
             [
-                [self.order[position + m * batch_size + b] for b in range(batch_size)[rows]]
-                for m in range(microbatches)
+                self.samples[self.order[position + m * batch_size + b]]
+                for b in range(batch_size)[rows]
             ]
-        )
-        samples_MBL = self.samples[indices_MB].astype(np.int32)
-        return {"inputs": samples_MBL[..., :-1], "targets": samples_MBL[..., 1:]}
+            for m in range(microbatches)
+        ]
+        if length_of is not None:
+            length = length_of(self.contents(position, step).longest)
+            taken = [[_padded(sample, length) for sample in row] for row in taken]
+        return {
+            name: np.stack([[sample[name] for sample in row] for row in taken])
+            for name in taken[0][0]
+        }
 
     def batches(
-        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None)
-    ) -> grain.DatasetIterator[Batch]:
+        self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
+        length_of: LengthOf | None = None,
+    ) -> grain.DatasetIterator[Batch]:  # fmt: skip
         """Batches from a position on, read ahead in threads; `close()` ends these.
 
         Training batches never end. Held-out ones stop with the last whole batch, so no sample
@@ -91,6 +163,17 @@ class Split:
                 f"the {self.name} data has {len(self)}: use more data, or a smaller "
                 f"train.grad_accum_steps, train.microbatch_size or train.seq_len."
             )
-        read = partial(self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows)
+        read = partial(
+            self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows,
+            length_of=length_of,
+        )  # fmt: skip
         starts = grain.MapDataset.range(position, len(self.order) - step + 1, step)
         return iter(starts.map(read).to_iter_dataset(_PREFETCH))
+
+
+def _padded(sample: Sample, length: int) -> Sample:
+    """A sample as a row of so many tokens."""
+    return {
+        name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING[name])
+        for name, leaf in sample.items()
+    }

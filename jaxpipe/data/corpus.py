@@ -13,12 +13,15 @@ import sys
 import sysconfig
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.documents import ShardedDocuments
+from jaxpipe.data.tokens import open_tokens
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 PARTS = ("train.npy", "heldout.npy")
@@ -34,6 +37,7 @@ class Manifest(msgspec.Struct, frozen=True):
     python: str  # version whose sources these are
     heldout_fraction: float
     digests: dict[str, str]  # by file name
+    documents: dict[str, list[int]]  # bytes of each source file in a part, in order
 
 
 def stdlib_corpus(
@@ -52,12 +56,17 @@ def stdlib_corpus(
         chosen = _choose_heldout(
             {name: len(text) for name, text in texts.items()}, heldout_fraction
         )
+        parts = {
+            part: [texts[name] for name in sorted(names)]
+            for part, names in zip(PARTS, (texts.keys() - chosen, chosen))
+        }
+        lengths = {part: list(map(len, filter(None, parts[part]))) for part in PARTS}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _write(train, _npy(texts[name] for name in sorted(texts.keys() - chosen)))
-            _write(heldout, _npy(texts[name] for name in sorted(chosen)))
+            for part in PARTS:
+                _write(directory / part, _npy(parts[part]))
             digests = {part: _digest(directory / part) for part in PARTS}
-            manifest = Manifest(platform.python_version(), heldout_fraction, digests)
+            manifest = Manifest(platform.python_version(), heldout_fraction, digests, lengths)
             _write(directory / MANIFEST, msgspec.json.encode(manifest))
         except OSError as error:
             raise ConfigError(
@@ -67,10 +76,32 @@ def stdlib_corpus(
     return train, heldout
 
 
+def corpus_documents(
+    directory: Path, heldout_fraction: float, vocab_size: int
+) -> tuple[ShardedDocuments, ShardedDocuments]:
+    """The sources to train on and those held out, each of whose files is a document.
+
+    Raises `ConfigError` as `stdlib_corpus` does.
+    """
+    paths = stdlib_corpus(directory, heldout_fraction)
+    lengths = _read_manifest(directory).documents
+    train, heldout = (_documents_of(path, lengths[path.name], vocab_size) for path in paths)
+    return train, heldout
+
+
+def _documents_of(path: Path, lengths: list[int], vocab_size: int) -> ShardedDocuments:
+    shard = replace(open_tokens(path, vocab_size, whole=True), ends=np.cumsum(lengths))
+    return ShardedDocuments([shard], vocab_size, 0, shard.size, str(path))
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+
+
 def _is_intact(directory: Path, heldout_fraction: float) -> bool:
     """Whether the parts are there, cut by this fraction, and hold what the manifest says."""
     try:
-        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        manifest = _read_manifest(directory)
         digests = {part: _digest(directory / part) for part in PARTS}
     except (OSError, msgspec.DecodeError):
         return False

@@ -1,17 +1,30 @@
 """From the `[data]` table of a configuration to training and held-out samples."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data.batches import Split, heldout_order, training_order
-from jaxpipe.data.corpus import stdlib_corpus
-from jaxpipe.data.samples import DummySamples, Samples, cut_samples
-from jaxpipe.data.tokens import Tokens, open_tokens
+from jaxpipe.data.corpus import corpus_documents
+from jaxpipe.data.documents import ShardedDocuments
+from jaxpipe.data.opening import check_tokenizers, open_documents
+from jaxpipe.data.packing import pack
+from jaxpipe.data.samples import CutSamples, DummySamples, JoinedSamples, PackedSamples, Samples
+from jaxpipe.data.tokens import BareShard
 
 DUMMY_SAMPLES = 1 << 20
 
-Part = tuple[Samples, str]  # and what tells them from other samples
+
+@dataclass(frozen=True)
+class Part:
+    """What a source adds to a split: samples, what tells them from others, and their share."""
+
+    samples: Samples
+    fingerprint: str
+    weight: float = 1.0
+    whole_fingerprint: Callable[[], str] | None = None  # see `Split`
 
 
 @dataclass(frozen=True)
@@ -22,69 +35,146 @@ class Data:
     heldout: Split
 
 
+class _Rows(NamedTuple):
+    """What samples have: `seq_len` tokens on end, or up to `most` documents."""
+
+    seq_len: int
+    packing: Literal["none", "sequential", "best_fit"] = "none"
+    most: int = 1
+    seed: int = 0  # of which of equally long documents a row has
+
+    @property
+    def description(self) -> str:
+        """What tells them from rows of the same documents by other settings."""
+        if self.packing == "none":
+            return ""
+        drawn = f" of {self.seed}" if self.packing == "best_fit" else ""
+        return f" packing={self.packing}{drawn} max_documents={self.most}"
+
+
 def open_data(
-    config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path
-) -> Data:
-    """Open and check the source that a configuration names.
+    config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path,
+    variable_length: bool = False,
+) -> Data:  # fmt: skip
+    """Open the sources that a configuration names.
 
     `seq_len` is in tokens, `seed` >= 0 decides the order (and the tokens of `dummy`), `directory`
     is where the text of `stdlib` is kept. No token is in both splits: the held-out one is the last
-    `heldout_fraction` of the tokens of a file, unless it has a file of its own.
+    `heldout_fraction` of the tokens of each source, unless it has a path of its own. Its documents
+    are packed in their order, so that its first samples are of its first documents.
 
-    Raises `ConfigError` for every fault of the data: a file missing, empty, truncated or of another
-    kind, too few tokens for one sample, a token id outside the vocabulary.
+    Raises `ConfigError` for every fault that shows without reading all: a file missing, empty,
+    truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
     """
+    of_train = of_heldout = _Rows(seq_len)
+    if config.packing != "none":
+        of_train = _Rows(seq_len, config.packing, config.max_documents, seed)
+        of_heldout = of_train._replace(packing="sequential")
+    elif variable_length:
+        of_train = of_heldout = _Rows(seq_len, "sequential")
     if config.source == "dummy":
-        parts = _dummy_parts(config, seq_len, vocab_size, seed)
+        if of_train.packing != "none":
+            asked = "data.packing" if config.documents else "train.variable_length"
+            raise ConfigError(
+                f"{asked} makes rows of whole documents, but data.source='dummy' has none: choose "
+                f"another source, or leave {asked} out."
+            )
+        train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
     else:
-        parts = _file_parts(config, seq_len, vocab_size, directory)
-    (train, train_name), (heldout, heldout_name) = parts
+        to_train_on, held_out = _opened(config, vocab_size, directory)
+        # In this order: what the few held-out documents take for a moment is free for the others.
+        heldout = [_part(config, of_heldout, *of) for of in held_out]
+        train = [_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
     return Data(
-        train=Split(
-            "training",
-            f"{train_name} seq_len={seq_len} shuffle={order_seed}",
-            train,
-            training_order(len(train), order_seed),
-        ),
-        heldout=Split(
-            "held-out", f"{heldout_name} seq_len={seq_len}", heldout, heldout_order(len(heldout))
-        ),
+        train=_split("training", train, f"seq_len={seq_len} shuffle={order_seed}", order_seed),
+        heldout=_split("held-out", heldout, f"seq_len={seq_len}"),
     )
 
 
-def _dummy_parts(config: DataConfig, seq_len: int, vocab_size: int, seed: int) -> tuple[Part, Part]:
+def _split(name: str, parts: Sequence[Part], sizes: str, seed: int | None = None) -> Split:
+    """The samples of all parts in order: training ones without end, shuffled if there is a seed."""
+    lengths, weights = [len(part.samples) for part in parts], [part.weight for part in parts]
+    training = name == "training"
+    order = training_order(lengths, weights, seed) if training else heldout_order(lengths, weights)
+    if len(parts) == 1:
+        part, whole = parts[0], parts[0].whole_fingerprint
+        whole_fingerprint = whole and (lambda: f"{whole()} {sizes}")
+        return Split(name, f"{part.fingerprint} {sizes}", part.samples, order, whole_fingerprint)
+    shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
+    samples = JoinedSamples([part.samples for part in parts])
+    return Split(name, f"{' + '.join(shares)} {sizes}", samples, order)
+
+
+def _dummy_parts(
+    config: DataConfig, seq_len: int, vocab_size: int, seed: int
+) -> tuple[list[Part], list[Part]]:
     cut = DUMMY_SAMPLES - round(config.heldout_fraction * DUMMY_SAMPLES)
     train, heldout = (
-        (DummySamples(seed, vocab_size, seq_len, part), f"dummy {seed=} {vocab_size=} {part}")
+        [Part(DummySamples(seed, vocab_size, seq_len, part), f"dummy {seed=} {vocab_size=} {part}")]
         for part in (range(cut), range(cut, DUMMY_SAMPLES))
     )
     return train, heldout
 
 
-def _file_parts(
-    config: DataConfig, seq_len: int, vocab_size: int, directory: Path
-) -> tuple[Part, Part]:
-    train, heldout = (
-        (cut_samples(tokens, seq_len), f"{config.source} {tokens.digest} tokens={len(tokens)}")
-        for tokens in _open_files(config, vocab_size, directory)
+def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: float) -> Part:
+    """The samples of a source's documents."""
+    name = "file" if config.sources else config.source
+    if rows.packing != "none":
+        samples = _packed(documents, rows, shared=config.packing != "none")
+        return Part(samples, f"{name} {documents.fingerprint}{rows.description}", weight)
+    whole = documents.whole_fingerprint
+    return Part(
+        CutSamples(documents, rows.seq_len),
+        f"{name} {documents.fingerprint}",
+        weight,
+        whole and (lambda: f"{name} {whole()}"),
     )
-    return train, heldout
 
 
-def _open_files(config: DataConfig, vocab_size: int, directory: Path) -> tuple[Tokens, Tokens]:
-    if config.source == "stdlib":
+def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> PackedSamples:
+    """Rows of documents; `ConfigError` where none can be told apart, or none has two tokens."""
+    asked = "data.packing" if shared else "train.variable_length"
+    for shard in documents.shards:
+        if isinstance(shard, BareShard) and shard.ends is None:
+            raise ConfigError(
+                f"{asked} makes rows of whole documents, but {shard.path} is one row of tokens "
+                f"without borders: prepare it with documents, or leave {asked} out."
+            )
+    packing = pack(documents.lengths, rows.seq_len, rows.packing, most=rows.most, seed=rows.seed)
+    if not len(packing):
+        raise ConfigError(
+            f"{asked} makes rows of whole documents, but none in {documents.place} has two tokens, "
+            f"an input and its target: use other data."
+        )
+    return PackedSamples(documents, packing, shared)
+
+
+Weighted = tuple[ShardedDocuments, float]
+
+
+def _opened(
+    config: DataConfig, vocab_size: int, directory: Path
+) -> tuple[list[Weighted], list[Weighted]]:
+    """The documents of every source to train on, and those held out."""
+    if config.source == "stdlib" and not config.sources:
         if vocab_size < 256:
             raise ConfigError(
                 f"data.source = 'stdlib' is bytes, 0..255, but model.vocab_size={vocab_size}: use "
                 f"model.vocab_size=256 or more."
             )
-        paths = stdlib_corpus(directory, config.heldout_fraction)
-    elif not config.path:
-        raise ConfigError("data.source = 'file' needs data.path: set it to a .bin or .npy file.")
-    elif not config.heldout_path:
-        return open_tokens(Path(config.path), vocab_size).split(config.heldout_fraction)
-    else:
-        paths = (Path(config.path), Path(config.heldout_path))
-    train, heldout = (open_tokens(path, vocab_size) for path in paths)
-    return train, heldout
+        train, heldout = corpus_documents(directory, config.heldout_fraction, vocab_size)
+        return [(train, 1.0)], [(heldout, 1.0)]
+    sources = config.sources or (SourceConfig(path=config.path),)
+    opened = [
+        (open_documents(source.path, vocab_size), source.weight)
+        for source in sources
+        if source.weight
+    ]
+    apart = [(open_documents(config.heldout_path, vocab_size), 1.0)] if config.heldout_path else []
+    known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
+    check_tokenizers({documents.tokenizer: documents.place for documents in known})
+    if apart:
+        return opened, apart
+    cut = [(documents.split(config.heldout_fraction), weight) for documents, weight in opened]
+    return [(train, w) for (train, _), w in cut], [(heldout, w) for (_, heldout), w in cut]

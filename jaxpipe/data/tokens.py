@@ -1,7 +1,8 @@
-"""Files of token ids, memory-mapped, and checked as a whole before the first step."""
+"""Bare files of token ids, `.npy` or `.bin`: one long row of them without borders."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -9,28 +10,101 @@ import msgspec
 import numpy as np
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.documents import check_ids
 
-_CHUNK = 1 << 20  # tokens checked at a time
+WHOLE = 1 << 30  # bytes of a source up to which its bare files are read whole on opening: a second
+_CHUNK = 1 << 20  # tokens read at a time
+_BLOCKS, _BLOCK = 16, 4096  # a large file is known by so many stretches of so many bytes
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Token ids in text order, all of them in the vocabulary."""
+class IdFile:
+    """Integers in a file, of which any stretch can be read. It is not held open."""
 
-    ids: np.ndarray  # integers [tokens], a memory map
-    digest: str  # of the whole file
-    place: str  # where they are, for messages
+    path: Path
+    dtype: np.dtype
+    offset: int  # bytes before the first
+    size: int  # integers
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Those from `begin` to `end`. Raises `ConfigError` where the file has become shorter."""
+        try:
+            at = self.offset + begin * self.dtype.itemsize
+            ids = np.fromfile(self.path, self.dtype, end - begin, offset=at)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read any more ({error.strerror}): put it back."
+            ) from error
+        if len(ids) < end - begin:
+            raise ConfigError(f"{self.path} has become shorter since it was opened: put it back.")
+        return ids
 
-    def split(self, fraction: float) -> tuple["Tokens", "Tokens"]:
-        """All but the last `fraction` of the tokens, and these."""
-        cut = len(self) - round(fraction * len(self))
-        return (
-            replace(self, ids=self.ids[:cut], place=f"{self.place}[:{cut}]"),
-            replace(self, ids=self.ids[cut:], place=f"{self.place}[{cut}:]"),
-        )
+    def one(self, index: int) -> int:
+        """That of a number."""
+        return int(self.read(index, index + 1)[0])
+
+    def sampled_digest(self) -> str:
+        """Digest of the type, the length and a few stretches of the file."""
+        digest = hashlib.blake2b(f"{self.dtype.str} {self.size}".encode(), digest_size=8)
+        last = max(self.size * self.dtype.itemsize - _BLOCK, 0)
+        with self.path.open("rb", buffering=0) as file:
+            for at in sorted({last * part // (_BLOCKS - 1) for part in range(_BLOCKS)}):
+                file.seek(self.offset + at)
+                digest.update(file.read(min(_BLOCK, self.size * self.dtype.itemsize)))
+        return f"~{digest.hexdigest()}"
+
+    def whole_digest(self, check: Callable[[np.ndarray, int], None] = lambda *_: None) -> str:
+        """Digest of all: 16 hex digits, at about 1 GB/s; `check` is given ids and their begin."""
+        digest = hashlib.blake2b(self.dtype.str.encode(), digest_size=8)
+        for begin in range(0, self.size, _CHUNK):
+            ids = self.read(begin, min(begin + _CHUNK, self.size))
+            check(ids, begin)
+            digest.update(ids.data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class BareShard:
+    """Token ids in text order.
+
+    `ends` has the tokens up to the end of each document; None: there are no borders, all is one
+    document, which may be cut anywhere.
+    """
+
+    ids: IdFile
+    digest: str
+    vouched: bool
+    whole_digest: Callable[[], str] | None = None
+    ends: np.ndarray | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.ids.path
+
+    @property
+    def size(self) -> int:
+        """Tokens in it."""
+        return self.ids.size
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document, integers `[documents]`."""
+        return np.array([self.size]) if self.ends is None else np.diff(self.ends, prepend=0)
+
+    def document_start(self, token: int) -> int:
+        """Where the document with this token begins; without borders any may be the first."""
+        if self.ends is None:
+            return token
+        before = int(np.searchsorted(self.ends, token, side="right"))
+        return int(self.ends[before - 1]) if before else 0
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Ids of the tokens from `begin` to `end`."""
+        return self.ids.read(begin, end)
+
+    def counted(self, begin: int, end: int) -> None:
+        """None: all count in the loss."""
+        return None
 
 
 class Sidecar(msgspec.Struct, frozen=True):
@@ -39,29 +113,25 @@ class Sidecar(msgspec.Struct, frozen=True):
     dtype: Literal["uint8", "uint16", "uint32"]
 
 
-def open_tokens(path: Path, vocab_size: int) -> Tokens:
-    """Map a file of token ids and read it once to check it, at about 1 GB/s.
+def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
+    """Open a file of token ids.
 
     A `.npy` file names its integer type itself. A `.bin` file is bare little-endian integers of the
     type in its sidecar, `{"dtype": "uint8" | "uint16" | "uint32"}` in the `.json` file of the same
-    name, or uint16 where there is none.
+    name, or uint16 where there is none. With `whole` it is read once to check and digest it, at
+    about 1 GB/s; else it is known by stretches of it, and ids are checked as they are read.
 
-    Raises `ConfigError` where the file is missing, empty, truncated or not 1-D integers, or where
-    an id is not in 0..vocab_size-1.
+    Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
+    0..vocab_size-1.
     """
-    if path.suffix not in (".bin", ".npy"):
-        raise ConfigError(
-            f"a token file ends in .bin or .npy, unlike {path}: convert it, or rename it."
-        )
-    if not path.is_file():
-        raise ConfigError(f"the token file {path} does not exist: correct its path in [data].")
-    if path.stat().st_size == 0:
-        raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
-    ids = _map_npy(path) if path.suffix == ".npy" else _map_bin(path)
-    return Tokens(ids, _check(ids, path, vocab_size), str(path))
+    ids = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
+    if not whole:
+        return BareShard(ids, ids.sampled_digest(), False, ids.whole_digest)
+    digest = ids.whole_digest(lambda part, begin: check_ids(part, vocab_size, path, begin))
+    return BareShard(ids, digest, vouched=True)
 
 
-def _map_npy(path: Path) -> np.ndarray:
+def _open_npy(path: Path) -> IdFile:
     try:
         ids = np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
@@ -74,10 +144,10 @@ def _map_npy(path: Path) -> np.ndarray:
             f"a token file is a 1-D array of integers, but {path} has shape {ids.shape} and dtype "
             f"{ids.dtype}: flatten it, or convert it."
         )
-    return ids
+    return IdFile(path, ids.dtype, ids.offset, len(ids))
 
 
-def _map_bin(path: Path) -> np.ndarray:
+def _open_bin(path: Path) -> IdFile:
     sidecar, size = path.with_suffix(".json"), path.stat().st_size
     try:
         name = "uint16"
@@ -94,23 +164,4 @@ def _map_bin(path: Path) -> np.ndarray:
             f"the token file {path} has {size} bytes, not a multiple of the {dtype.itemsize} bytes "
             f"of a {name}: it is truncated, or {sidecar.name} must name another dtype."
         )
-    return np.memmap(path, dtype, mode="r")
-
-
-def _check(ids: np.ndarray, path: Path, vocab_size: int) -> str:
-    """Digest of `[tokens]`: 16 hex digits."""
-    digest = hashlib.blake2b(ids.dtype.str.encode(), digest_size=8)
-    outside: list[int] = []  # positions of the smallest and largest id of a chunk, where too far
-    for start in range(0, len(ids), _CHUNK):
-        chunk = ids[start : start + _CHUNK]
-        extremes = (start + int(chunk.argmin()), start + int(chunk.argmax()))
-        outside += (place for place in extremes if not 0 <= ids[place] < vocab_size)
-        digest.update(chunk.data)
-    if outside:
-        place = max(outside, key=lambda place: abs(int(ids[place])))
-        raise ConfigError(
-            f"token ids lie in 0..model.vocab_size-1, but {path} has {ids[place]} at position "
-            f"{place} and model.vocab_size is {vocab_size}: raise it, or use data of this "
-            f"vocabulary."
-        )
-    return digest.hexdigest()
+    return IdFile(path, dtype, 0, size // dtype.itemsize)

@@ -120,12 +120,7 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
-    shape = (*trainer.config.batch_shape.values(), trainer.config.train.seq_len)
-    ids = jax.ShapeDtypeStruct(shape, "int32")
-    batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=trainer.feed.sharding),
-        jax.eval_shape(trainer.feed.deal, {name: ids for name in trainer.feed.leaves}),
-    )
+    batch = trainer.feed.shapes(trainer.config.train.seq_len)
     try:
         traced = trainer.train_step.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)

@@ -47,6 +47,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """FLOPs that training is said to take a token, by which utilisation is measured."""
         raise NotImplementedError
 
+    def flops_of_documents(self, documents: Mapping[int, int]) -> float:
+        """FLOPs of so many documents of each length, in which attention looks no further."""
+        return sum(
+            length * count * self.flops_per_token(length) for length, count in documents.items()
+        )
+
     def part(self, tp: int) -> Self:
         """A model that has whole what each of `tp` devices has of this one's layers."""
         raise NotImplementedError

@@ -39,3 +39,19 @@ def query_blocks(length: int) -> int:
     [1, 2, 1, 2]
     """
     return 2 if length % 2 == 0 and length >= 256 else 1
+
+
+def padded_length(longest: int, *, bucket: int, multiple: int, stretches: int, most: int) -> int:
+    """What rows are padded to, so that few lengths differ and every device has as many tokens.
+
+    That is `longest`, rounded up to a multiple of `bucket` (0: of 1), and so that each of its equal
+    `stretches` is one of `multiple`; but never more than `most`.
+
+    >>> [padded_length(n, bucket=1024, multiple=128, stretches=2, most=4096) for n in (9, 1025)]
+    [1024, 2048]
+    >>> padded_length(300, bucket=0, multiple=128, stretches=2, most=4096)
+    512
+    """
+    length = -(-longest // bucket) * bucket if bucket else longest
+    unit = multiple * stretches
+    return min(-(-length // unit) * unit, most)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
+from jaxpipe.planning.data_checks import check_data
 from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
@@ -33,7 +34,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    for check in (_check_rest, _check_optimizer, _check_start, _check_log):
+    for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:
@@ -268,13 +269,6 @@ def _check_rest(config: Config) -> None:
         raise ConfigError(
             f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
             f"there is no bubble; leave it out."
-        )
-    if config.data.source == "file" and not config.data.path:
-        raise ConfigError("data.source='file' needs data.path: give a .bin or .npy of token ids.")
-    if config.data.source != "file" and (config.data.path or config.data.heldout_path):
-        raise ConfigError(
-            f"data.path and data.heldout_path are read only with data.source='file', but it is "
-            f"{config.data.source!r}: set data.source=file or leave the paths out."
         )
 
 

@@ -19,6 +19,7 @@ from jaxpipe.training.recording import recording
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
+Step = Callable[[State, Tree], tuple[State, dict[str, Any]]]
 
 
 class BubbleMeter:
@@ -28,8 +29,8 @@ class BubbleMeter:
     this process, and `bubble_predicted`, the simulator's for the lockstep.
     """
 
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]):
-        self._trainer, self._say = trainer, say
+    def __init__(self, trainer: Trainer, train_step: Step, say: Callable[[str], None]):
+        self._trainer, self._train_step, self._say = trainer, train_step, say
         self._every = trainer.config.log.bubble_every
         self._compiled = False
 
@@ -38,11 +39,11 @@ class BubbleMeter:
         due = self._compiled and self._every and number % self._every == 0
         self._compiled = True
         if not due:
-            return self._trainer.train_step(state, batch)
+            return self._train_step(state, batch)
         state = jax.block_until_ready(state)
         with tempfile.TemporaryDirectory() as folder:
             (state, metrics), events = recorded(
-                lambda: self._trainer.train_step(state, batch), Path(folder)
+                lambda: self._train_step(state, batch), Path(folder)
             )
             try:
                 found = bubbles(ticks(self._trainer, events))

@@ -50,8 +50,18 @@ class Feed:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """M, B and this process's rows, as the data's readers take them."""
-        return {**self.config.batch_shape, "rows": self.rows()}
+        """M, B, this process's rows and how long they are, as the data's readers take them."""
+        padding = {"length_of": self.config.length_of} if self.config.pads else {}
+        return {**self.config.batch_shape, "rows": self.rows(), **padding}
+
+    def shapes(self, length: int, *, trains: bool = True) -> dict[str, jax.ShapeDtypeStruct]:
+        """Batches of so many tokens a row as the compiled steps take them."""
+        ids = np.broadcast_to(np.int32(0), (*self.config.batch_shape.values(), length))
+        names = [name for name in self.leaves if trains or name != "samples"]
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
+            for name, leaf in jax.eval_shape(self.deal, dict.fromkeys(names, ids)).items()
+        }
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
         """A host batch on the devices: the whole one, or this process's rows of it.

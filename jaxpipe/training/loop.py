@@ -8,18 +8,21 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.data import Data
+from jaxpipe.data.batches import Contents
+from jaxpipe.data.sources import Data
 from jaxpipe.runtime import processes
 from jaxpipe.training.bubble import BubbleMeter
+from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
-from jaxpipe.training.start import describe
+from jaxpipe.training.start import Seen, describe
 from jaxpipe.training.trainer import State, Trainer
 
 
@@ -28,7 +31,9 @@ class _Dispatched:
     """A step that the devices were given, and whose metrics nobody has read."""
 
     step: int
-    position: int  # of its first sample
+    before: Seen  # of the data
+    after: Seen
+    contents: Contents | None  # if its rows may have padding
     metrics: dict[str, Any]
     begun: float  # seconds, of the host's clock
     spent: dict[str, float]  # seconds of the host since the step before it, by what they went to
@@ -45,7 +50,12 @@ class Run:
     progress: Progress
     log: MetricsLog | None  # of the first process
 
-    def loop(self, state: State, position: int) -> int:
+    @cached_property
+    def steps(self) -> CompiledSteps:
+        """What runs a step."""
+        return CompiledSteps(self.trainer, self.progress.say)
+
+    def loop(self, state: State, seen: Seen) -> int:
         """Step until the last one, a signal, or a loss that is not finite; return the exit code.
 
         The metrics of a step are read when the next one is dispatched, so that devices never wait
@@ -56,21 +66,24 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(position, **trainer.feed.sizes)
+        batches = self.data.train.batches(seen.samples, **trainer.feed.sizes)
         unread, spent = _Unread(), {}
-        meter = BubbleMeter(trainer, self.progress.say)
+        meter = BubbleMeter(trainer, self.steps.train_step, self.progress.say)
         window = Window(trainer.config, self.progress.say)
-        with contextlib.closing(batches), window, _signals() as received:
+        with contextlib.closing(batches), self.steps, window, _signals() as received:
             window.turn(done)
             for step in range(done + 1, train.steps + 1):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
                 with _timed(spent, "data_seconds"):
-                    batch = trainer.put(next(batches), position)
+                    batch = trainer.put(next(batches), seen.samples)
                 state, metrics = meter.step(step, state, batch)
+                before, (seen, contents) = seen, self._see(seen)
                 first = step == done + 1
-                unread.add(_Dispatched(step, position, metrics, begun, spent, first=first))
-                position += trainer.samples_per_step
+                unread.add(
+                    _Dispatched(step, before, seen, contents, metrics, begun, spent, first=first)
+                )
+                self.steps.look_ahead(self.data.train, before.samples, train.steps - step)
                 spent = {}
                 if failed := self._log_all_but(0 if window.turns_at(step) else 1, unread, state):
                     return self._stop_at_non_finite(state, *failed)
@@ -82,7 +95,7 @@ class Run:
                     return self._stop_at_non_finite(state, *failed)
                 if number or self._saves_at(step):
                     with _timed(spent, "save_seconds"):
-                        self._save(step, state, position)
+                        self._save(step, state, seen)
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
@@ -104,10 +117,11 @@ class Run:
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
-            samples = dispatched.position + self.trainer.samples_per_step
             skipped = values.get("skipped_steps", 0)
             values |= dispatched.spent
-            values |= self.trainer.rates(dispatched.step, samples, seconds, skipped)
+            values |= self.trainer.rates(
+                dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
+            )
             stops = unread.not_finite > limit
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
@@ -124,8 +138,15 @@ class Run:
                 )
         return None
 
-    def _save(self, step: int, state: State, position: int) -> None:
-        meta = describe(self.trainer, self.data, position, state.guard)
+    def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
+        """What the run has seen after one more step, and what is in that."""
+        config, samples = self.trainer.config, self.trainer.samples_per_step
+        contents = self.data.train.contents(seen.samples, samples) if config.pads else None
+        tokens = config.tokens_per_step if contents is None else contents.tokens
+        return Seen(seen.samples + samples, seen.tokens + tokens), contents
+
+    def _save(self, step: int, state: State, seen: Seen) -> None:
+        meta = describe(self.trainer, self.data, seen, state.guard)
         self.checkpoints.save(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
@@ -138,7 +159,7 @@ class Run:
         batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
             losses = [
-                float(trainer.eval_step(state, trainer.put(batch)))
+                float(self.steps.eval_step(state, trainer.put(batch)))
                 for batch in itertools.islice(batches, trainer.config.train.eval_steps)
             ]
         return sum(losses) / len(losses)
@@ -147,11 +168,10 @@ class Run:
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
         """Save the state before that step, which no step since has changed; the exit code."""
-        step, position = dispatched.step, dispatched.position
-        self._save(step - 1, state, position)
-        last = position + self.trainer.samples_per_step - 1
+        step, first, last = dispatched.step, dispatched.before.samples, dispatched.after.samples - 1
+        self._save(step - 1, state, dispatched.before)
         self.progress.say(
-            f"error: {_not_finite(values)} at step {step}, samples {position}..{last} of the "
+            f"error: {_not_finite(values)} at step {step}, samples {first}..{last} of the "
             f"training order: stopped before the update; the parameters of step {step - 1} are "
             f"saved."
         )

@@ -81,12 +81,13 @@ _FORMS = {  # of the numbers of a step, in the order of its line
     "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
     "mfu": "MFU {:.1%}",
     "step_seconds": "{:.3f} s/step",
+    "packing_efficiency": "{:.1%} no padding",
     "eval_loss": "eval_loss {:.4f}",
 }
 _MEMORY = "peak_memory_bytes"
 _LOGGED_ONLY = {  # the line is long enough
-    "loss_max", "z_loss", "tokens_seen", "tflops_per_device", "data_seconds", "save_seconds",
-    "eval_seconds",
+    "loss_max", "z_loss", "tokens_seen", "padded_tokens", "tflops_per_device", "data_seconds",
+    "save_seconds", "eval_seconds",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The names of what is logged of a step, and what of it is not computed in the step: its rates."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.config import Config
+from jaxpipe.data.batches import Contents
 from jaxpipe.pipeline import Side
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training import optimizer as optimizers
@@ -16,8 +18,9 @@ from jaxpipe.training import optimizer as optimizers
 # and the held-out loss, the progress line the smoothed loss.
 NAMES = (
     "step", "loss", "z_loss", "loss_max", "grad_norm", "lr", "skipped_steps", "loss_scale",
-    "tokens_seen", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
-    "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
+    "tokens_seen", "padded_tokens", "packing_efficiency", "tokens_per_second",
+    "tokens_per_second_per_device", "tflops_per_device", "mfu", "step_seconds", "data_seconds",
+    "save_seconds", "eval_seconds", "peak_memory_bytes",
     "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
 
@@ -30,25 +33,36 @@ class Rates:
     mesh: Mesh
 
     def __call__(
-        self, step: int, samples: int, seconds: float, skipped: int = 0
-    ) -> dict[str, float]:
-        """Of a step that took so long, after which `samples` sequences of the data are seen.
+        self, step: int, tokens_seen: int, seconds: float, skipped: int = 0,
+        contents: Contents | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Of a step that took so long, after which so many tokens of the data are seen.
 
-        The learning rate is that of its update, of which so many have been `skipped`.
+        The learning rate is that of its update, of which so many have been `skipped`. Tokens and
+        FLOPs are those of the step's `contents` if it may have padding: that counts for nothing,
+        and attention as long as the documents are, not the rows.
         `mfu` is there where the peak of the device is known, `peak_memory_bytes` where the device
         counts; jax cannot reset that count, so it is of the process so far.
         """
-        per_second = self.config.tokens_per_step / seconds
+        tokens = self.config.tokens_per_step if contents is None else contents.tokens
+        per_second = tokens / seconds
         of_device = per_second / self.mesh.size
         flops = of_device * self.config.model.flops_per_token(self.config.train.seq_len)
+        if contents is not None:
+            documents = Counter(contents.documents.tolist())
+            flops = of_device / tokens * self.config.model.flops_of_documents(documents)
         values = {
             "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
-            "tokens_seen": samples * self.config.train.seq_len,
+            "tokens_seen": tokens_seen,
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": of_device,
             "tflops_per_device": flops / 1e12,
             "step_seconds": seconds,
         }
+        if contents is not None:
+            computed = contents.rows * self.config.length_of(contents.longest)
+            values["padded_tokens"] = computed - tokens
+            values["packing_efficiency"] = tokens / computed
         device: jax.Device = self.mesh.devices.flat[0]
         if (peak := peak_flops(device.device_kind)) is not None:
             values["mfu"] = flops / peak

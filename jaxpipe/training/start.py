@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Exclusion, newest, read_state
 from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
-from jaxpipe.data import Data
+from jaxpipe.data.sources import Data
 from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
 from jaxpipe.training.guard import Guard
@@ -18,8 +18,15 @@ from jaxpipe.training.trainer import State, Trainer
 Say = Callable[[str], None]
 
 
-def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, int]:
-    """The state to go on from, and its position in the data.
+class Seen(NamedTuple):
+    """How far a run has come in its training data."""
+
+    samples: int = 0
+    tokens: int = 0  # without padding
+
+
+def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
+    """The state to go on from, and what it has seen of the data.
 
     Raises `ConfigError` for checkpoints that do not belong to this run's model or data.
     """
@@ -34,7 +41,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         restored, meta = found
         return _resumed(trainer, restored, meta, data, say)
     if resume in ("auto", "none"):
-        return trainer.init(), 0
+        return trainer.init(), Seen()
     path = newest(Path(resume))
     if trainer.config.checkpoint.parameters_only:
         patterns, exclusion, but = trainer.config.checkpoint.exclude, None, ""
@@ -43,16 +50,17 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
             but = f", but {', '.join(patterns)} new"
         restored, meta = _read(path, checkpoints, {"params": shapes.params}, exclusion)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        return trainer.fresh(restored["params"]), 0
+        return trainer.fresh(restored["params"]), Seen()
     restored, meta = _read(path, checkpoints, shapes.parts())
     return _resumed(trainer, restored, meta, data, say)
 
 
-def describe(trainer: Trainer, data: Data, position: int, guard: Guard) -> dict[str, Any]:
+def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:
     """What is stored beside a state: where the data stands, and what it was trained with."""
     parallel = trainer.config.parallel
     return {
-        "position": position,
+        "position": seen.samples,
+        "tokens": seen.tokens,
         "guard": guard.saved(),
         "data": data.train.fingerprint,
         "layout": f"{parallel.mesh} {parallel.schedule}",
@@ -68,15 +76,17 @@ def on_one_device(config: Config) -> Config:
 
 def _resumed(
     trainer: Trainer, parts: dict[str, Any], meta: dict[str, Any], data: Data, say: Say
-) -> tuple[State, int]:
-    if meta["data"] != data.train.fingerprint:
+) -> tuple[State, Seen]:
+    if not data.train.has(meta["data"]):
         raise ConfigError(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
             f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "
             f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
-    return trainer.state_of(parts, meta.get("guard", {})), meta["position"]
+    position = meta["position"]
+    tokens = meta.get("tokens", position * trainer.config.train.seq_len)  # older ones: no padding
+    return trainer.state_of(parts, meta.get("guard", {})), Seen(position, tokens)
 
 
 def _read(

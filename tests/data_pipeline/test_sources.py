@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.config import ConfigError, DataConfig
-from jaxpipe.data import Data, open_data
+from jaxpipe.config import ConfigError, DataConfig, SourceConfig
+from jaxpipe.data import opening
+from jaxpipe.data.sources import Data, open_data
 
 SIZES = {"seq_len": 16, "vocab_size": 1000, "seed": 7}
 SHAPE = {"microbatches": 2, "batch_size": 4}
@@ -45,7 +46,8 @@ def test_file_and_dummy_write_nothing(file: Path, tmp_path: Path) -> None:
 
 def all_ids(data: Data) -> tuple[set[int], set[int]]:
     train, heldout = (
-        np.unique(split.samples[np.arange(len(split))]) for split in (data.train, data.heldout)
+        np.unique([[*split.samples[i].values()] for i in range(len(split))])
+        for split in (data.train, data.heldout)
     )
     return set(train.tolist()), set(heldout.tolist())
 
@@ -105,6 +107,69 @@ def test_fingerprint_notices_what_changes_the_samples(file: Path, tmp_path: Path
     assert len(others | {first}) == 6
 
 
+def test_a_large_file_is_known_by_parts_of_it_and_by_its_older_fingerprint(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(source="file", path=str(file))
+    whole = open_data(config, **SIZES, directory=tmp_path)
+    monkeypatch.setattr(opening, "WHOLE", 1999)
+    parts = open_data(config, **SIZES, directory=tmp_path)
+    assert parts.train.fingerprint != whole.train.fingerprint
+    for split, other in ((parts.train, whole.train), (parts.heldout, whole.heldout)):
+        assert split.has(split.fingerprint)
+        assert split.has(other.fingerprint)
+        assert other.has(other.fingerprint)
+        assert not other.has(split.fingerprint)
+        assert not split.has(f"{other.fingerprint}0")
+    np.testing.assert_array_equal(tokens_of(parts, 99), tokens_of(whole, 99))
+    ids = np.load(file)
+    ids[500] = 0
+    np.save(file, ids)
+    assert not open_data(config, **SIZES, directory=tmp_path).train.has(whole.train.fingerprint)
+
+
+def sources_of(*sources: tuple[Path, float], **data: Any) -> DataConfig:
+    tables = tuple(SourceConfig(path=str(path), weight=weight) for path, weight in sources)
+    return DataConfig(sources=tables, **data)
+
+
+def test_sources_are_mixed_and_each_is_held_out_in_part(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.npy"
+    np.save(other, np.full(2000, 5))
+    config = sources_of((file, 1), (other, 3), (tmp_path / "none.bin", 0), heldout_fraction=0.2)
+    data = open_data(config, **SIZES, directory=tmp_path)
+    assert len(data.train) == 49 + 99
+    firsts = data.train.batch(0, microbatches=5, batch_size=8)["inputs"][..., 0]
+    assert (firsts == 5).mean() == pytest.approx(0.75, abs=0.03)
+    train, heldout = all_ids(data)
+    assert train == {5, *range(785)}
+    assert heldout - {5} < set(range(800, 1000))
+    assert len(heldout) > 100
+
+    def fingerprint(*sources: tuple[Path, float]) -> str:
+        return open_data(sources_of(*sources), **SIZES, directory=tmp_path).train.fingerprint
+
+    same = fingerprint((file, 2), (other, 6))
+    assert same == fingerprint((file, 1), (other, 3))
+    assert same != fingerprint((file, 1), (other, 1))
+    assert same != fingerprint((other, 3), (file, 1))
+
+
+def test_one_source_is_a_path(file: Path, tmp_path: Path) -> None:
+    one = open_data(sources_of((file, 3)), **SIZES, directory=tmp_path)
+    config = DataConfig(source="file", path=str(file))
+    path = open_data(config, **SIZES, directory=tmp_path)
+    assert one.train.fingerprint == path.train.fingerprint
+    np.testing.assert_array_equal(tokens_of(one, 99), tokens_of(path, 99))
+
+
+def test_several_sources_have_one_heldout_path(file: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "heldout.npy", np.full(99, 7))
+    config = sources_of((file, 1), (file, 1), heldout_path=str(tmp_path / "heldout.npy"))
+    data = open_data(config, **SIZES, directory=tmp_path)
+    assert (len(data.train), all_ids(data)[1]) == (2 * 62, {7})
+
+
 def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:
     config = DataConfig(source="stdlib", heldout_fraction=0.05)
     one = open_data(config, **SIZES, directory=tmp_path)
@@ -116,11 +181,14 @@ def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sizes", "sentence"),
     [
-        ({"source": "file", "path": None}, {}, r"'file' needs data\.path: set it to"),
         ({"source": "file", "path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file", "heldout_path": "none.bin"}, {}, r"none\.bin does not exist"),
         ({"source": "file"}, {"vocab_size": 999}, r"has 999 at position 999 and .* is 999"),
-        ({"source": "file"}, {"seq_len": 950}, r"= 951 tokens, but .*tokens\.npy\[:950\] has 950"),
+        (
+            {"source": "file", "heldout_fraction": 0.96},
+            {"seq_len": 50},
+            r"= 51 tokens, but .*tokens\.npy\[:40\] has 40",
+        ),
         ({"source": "file"}, {"seq_len": 50}, r"= 51 tokens, but .*tokens\.npy\[950:\] has 50"),
         ({"source": "stdlib"}, {"vocab_size": 100}, "is bytes, 0..255, but model.vocab_size=100"),
     ],

@@ -75,6 +75,16 @@ def test_a_file_is_meant_from_where_the_user_stands(tree):
     assert said.splitlines()[-1] == f"{tree}:  -m jaxpipe.train {here}/own.toml run.dir=runs"
 
 
+def test_paths_of_data_are_meant_from_where_the_user_stands(tree):
+    here = tree.parent / "elsewhere"
+    (here / "prepare").mkdir(parents=True)  # a folder of this name is no path in the command
+    words = ["prepare", "own text", "--tokenizer", "bytes", "--out", "tokens"]
+    _, said, _ = run(tree, "data.sh", *words, cwd=here)
+    *_, installed, asked = said.splitlines()
+    assert asked == f"{here}:  -m jaxpipe.data {' '.join(words)}"
+    assert installed.endswith("--editable .[data]")
+
+
 def test_an_old_python_is_refused(tree):
     code, _, said = run(tree, "train.sh", "own.toml", VERSION="")
     assert code == 1

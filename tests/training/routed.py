@@ -102,18 +102,19 @@ def batches(position, microbatches, batch_size, rows=None):
 
 def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
     """Train, or go on, as the command does; the exit code."""
-    data = SimpleNamespace(train=SimpleNamespace(batches=data, fingerprint="toy"))
+    train = SimpleNamespace(batches=data, fingerprint="toy", has="toy".__eq__)
+    data = SimpleNamespace(train=train)
     keying = Keying(trainer.layout, trainer.sharding)
     saves = directory / "checkpoints"
     config = msgspec.structs.replace(trainer.config, run=RunConfig(dir=str(directory)))
     with Checkpoints(saves, keep=10, asynchronous=True, keying=keying, say=say) as checkpoints:
-        state, position = start(trainer, data, checkpoints, say)
+        state, seen = start(trainer, data, checkpoints, say)
         last, shown = int(state.step), LogConfig(progress=False, every=1)
         with (
             MetricsLog(directory, last_step=last, boards=boards(config, last)) as log,
             Progress(config.train.steps, shown, console, silent=console is None) as progress,
         ):
-            return Run(trainer, data, checkpoints, progress, log).loop(state, position)
+            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
 def restored(trainer, directory):

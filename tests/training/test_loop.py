@@ -17,6 +17,7 @@ from jaxpipe.training import loop
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.start import Seen
 from jaxpipe.training.trainer import State
 
 SAMPLES = 8  # of a step of `SMALL`
@@ -71,8 +72,8 @@ class Recorder:
         self.events.append(("evaluate", state.step))
         return 2.0
 
-    def rates(self, step, samples, seconds, skipped):
-        assert samples == step * SAMPLES
+    def rates(self, step, tokens, seconds, skipped, contents):
+        assert (tokens, contents) == (step * SAMPLES * 32, None)
         return {"lr": 0.1, "step_seconds": seconds}
 
     def save(self, step, parts, meta):
@@ -93,7 +94,7 @@ class Recorder:
     def run(self):
         with MetricsLog(self.directory, last_step=0) as log:
             fresh = State(None, None, 0, None, Guard.fresh(self.config.train))
-            return Run(self, self, self, self, log).loop(fresh, 0)
+            return Run(self, self, self, self, log).loop(fresh, Seen())
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]

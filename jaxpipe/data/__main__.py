@@ -1,0 +1,123 @@
+"""`python -m jaxpipe.data prepare | inspect`: text in, shards of token ids out.
+
+  prepare INPUT... --tokenizer PATH --out DIR   tokenise text, JSON lines and Parquet
+  inspect DIR                                   what a prepared folder holds
+
+Exit codes: 0 done; 1 a worker was killed; 2 bad input; 130 Ctrl-C. After 1 and 130, and after any
+other end, the same command goes on where it was.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxpipe.config import ConfigError
+from jaxpipe.config.units import parse_bytes, readable_bytes
+from jaxpipe.data.inspection import inspected
+from jaxpipe.data.prepare import Options, prepare
+from jaxpipe.data.workers import WorkerDied
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    arguments = _arguments(argv)
+    try:
+        arguments.run(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkerDied:
+        print(
+            "error: a worker was killed, perhaps for lack of memory: the same command goes on, "
+            "also with fewer --workers",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpipe.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    making = commands.add_parser("prepare", help="text to shards of token ids")
+    making.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files or folders")
+    making.add_argument(
+        "--tokenizer", required=True, metavar="PATH",
+        help="a tokenizer.json, a model's directory with one, or 'bytes'",
+    )  # fmt: skip
+    making.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if need be")
+    making.add_argument(
+        "--field", default="", help="with the text; default: messages, prompt and completion, text"
+    )
+    making.add_argument(
+        "--eod", default="", metavar="TOKEN",
+        help="at the end of every document: a token, its id, or none; default: the tokenizer's eos",
+    )  # fmt: skip
+    making.add_argument("--workers", type=_positive, default=os.cpu_count(), help="processes")
+    making.add_argument(
+        "--piece", type=parse_bytes, default="32MiB", metavar="SIZE",
+        help="of the inputs, that becomes a shard and is done again after a crash",
+    )  # fmt: skip
+    making.add_argument(
+        "--skip-bad-lines", action="store_true", help="count what cannot be read, and leave it out"
+    )
+    making.set_defaults(run=_prepare)
+
+    looking = commands.add_parser("inspect", help="show what a prepared folder holds")
+    looking.add_argument("folder", type=Path, metavar="DIR")
+    looking.add_argument("--documents", type=int, default=3, help="that are shown decoded")
+    looking.set_defaults(run=_inspect)
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    options = Options(
+        tokenizer=arguments.tokenizer,
+        eod=arguments.eod,
+        field=arguments.field,
+        skip_bad_lines=arguments.skip_bad_lines,
+        piece_size=arguments.piece,
+    )
+    out = arguments.out
+    try:
+        manifest = prepare(
+            arguments.inputs, out, options, processes=arguments.workers, console=Console()
+        )
+    except OSError as error:
+        raise ConfigError(f"{error.filename or out}: {error.strerror}; make room there.") from error
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
+        f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
+        f"{manifest.bad_lines:,} that cannot be read; to train on them: data.source=file "
+        f"data.path={out}"
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    console = Console(highlight=False, markup=False)
+    for part in inspected(arguments.folder, arguments.documents):
+        console.print(part)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What packed rows of a prepared folder will hold, from the lengths in its manifest alone."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.data.manifest import MANIFEST, Bin, read_manifest
+from jaxpipe.data.packing import pack, slots_of
+
+_MOST = 1 << 20  # documents that stand for all
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The share of the rows' tokens that is no padding; how many documents, or pieces, of a length.
+
+    These are of a sample: only their proportions count.
+    """
+
+    efficiency: float
+    documents: Counter[int]
+
+
+def expected(folder: Path, config: DataConfig, seq_len: int) -> Expected:
+    """Pack documents of such lengths as a folder has, into rows of `seq_len` tokens.
+
+    Raises `ConfigError` where it has no manifest, or rows are not packed.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ConfigError(
+            f"{folder / MANIFEST} does not exist: give a folder that `python -m jaxpipe.data "
+            f"prepare` has written."
+        )
+    if config.packing == "none":
+        raise ConfigError(
+            f"the lengths of the documents in {folder} count where rows are packed, but "
+            f"data.packing='none': set it to best_fit or sequential."
+        )
+    lengths = np.random.default_rng(0).permutation(lengths_like(manifest.histogram))
+    packing = pack(lengths, seq_len, config.packing, most=config.max_documents)
+    wholes, rests = np.divmod(slots_of(lengths), seq_len)
+    documents = Counter(rests[rests > 0].tolist())
+    documents[seq_len] += int(wholes.sum())
+    tokens = int(slots_of(lengths).sum())
+    if not tokens:
+        raise ConfigError(f"no document in {folder} has two tokens, an input and its target.")
+    return Expected(tokens / (len(packing) * seq_len), documents)
+
+
+def lengths_like(histogram: tuple[Bin, ...]) -> np.ndarray:
+    """Lengths of documents in the proportions of a histogram, spread evenly about each bar's mean.
+
+    >>> lengths_like((Bin(8, 2, 14), Bin(20, 1, 20)))
+    array([ 6,  8, 20])
+    """
+    every = max(1.0, sum(bar.documents for bar in histogram) / _MOST)
+    parts = [np.zeros(0, int)]
+    for bar in histogram:
+        mean, count = bar.tokens / bar.documents, round(bar.documents / every)
+        spread = (np.arange(count) + 0.5) / max(count, 1) * 2 - 1
+        parts.append(np.rint(mean + spread * min(bar.up_to - mean, mean - 1)).astype(int))
+    return np.concatenate(parts)

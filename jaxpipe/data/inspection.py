@@ -1,0 +1,81 @@
+"""What a prepared folder holds, for people: a table, the lengths, the first documents."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxpipe.config import ConfigError
+from jaxpipe.data.manifest import MANIFEST, Manifest, read_manifest
+from jaxpipe.data.opening import open_documents
+from jaxpipe.data.tokenizing import BYTES, TOKENIZER, load_tokenizer
+
+_BAR = 40  # characters of the longest bar
+_SHOWN = 400  # characters of a document
+
+
+def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
+    """What there is to say of a folder, and its first documents.
+
+    Raises `ConfigError` where it was not prepared, or not to its end.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ConfigError(f"{folder} has no {MANIFEST}: give a folder that was prepared.")
+    yield _table(manifest)
+    yield _histogram(manifest)
+    first = manifest.shards[0]
+    opened = open_documents(str(folder / f"{first.name}.bin"), manifest.largest_id + 1)
+    name = BYTES if manifest.tokenizer.digest == BYTES else str(folder / TOKENIZER)
+    tokenizer = load_tokenizer(name)
+    for number in range(min(documents, first.documents)):
+        ids, counted = opened.tokens(number), opened.counted(number)
+        yield Text(f"\ndocument {number}, {len(ids):,} tokens", style="bold")
+        text, left = Text(), _SHOWN
+        for begin, end, counts in _runs(np.ones(len(ids), bool) if counted is None else counted):
+            passage = tokenizer.decode(ids[begin:end][:left])
+            text.append(passage[:left], style="" if counts else "dim")
+            left = max(left - len(passage), 0)
+        yield text
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Begin, end and value of each stretch of equal flags."""
+    borders = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
+    return [(a, b, bool(flags[a])) for a, b in pairwise(borders)]
+
+
+def _table(manifest: Manifest) -> Table:
+    table = Table(show_header=False)
+    tokenizer, mean = manifest.tokenizer, manifest.tokens / manifest.documents
+    eod = "none" if tokenizer.eod is None else f"{tokenizer.eod}"
+    rows = {
+        "documents": f"{manifest.documents:,}",
+        "tokens": f"{manifest.tokens:,}",
+        "that count in the loss": f"{manifest.counted:,}",
+        "tokens of a document": f"{mean:,.1f} on average, {manifest.longest:,} at most",
+        "ids": f"{manifest.smallest_id}..{manifest.largest_id}",
+        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids",
+        "id at the end of a document": eod,
+        "left out": f"{manifest.empty:,} without text, {manifest.bad_lines:,} that cannot be read",
+        "shards": f"{len(manifest.shards):,}",
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _histogram(manifest: Manifest) -> Table:
+    """Documents by their lengths, in powers of 2."""
+    counts: dict[int, int] = {}
+    for bar in manifest.histogram:
+        power = 1 << (bar.up_to - 1).bit_length()
+        counts[power] = counts.get(power, 0) + bar.documents
+    table = Table("tokens, up to", "documents", "")
+    for power, count in counts.items():
+        table.add_row(f"{power:,}", f"{count:,}", "#" * -(-_BAR * count // max(counts.values())))
+    return table

@@ -1,0 +1,132 @@
+"""From a path to the shards that it stands for: a file, a folder of files, or a pattern."""
+
+import glob
+from pathlib import Path
+
+import numpy as np
+
+from jaxpipe.config import ConfigError
+from jaxpipe.data.documents import Shard, ShardedDocuments, check_ids
+from jaxpipe.data.indexed import Index, IndexedShard, open_indexed, size_fault
+from jaxpipe.data.manifest import JOURNAL, MANIFEST, Manifest, read_manifest
+from jaxpipe.data.parquet import open_parquet
+from jaxpipe.data.tokens import WHOLE, IdFile, open_tokens
+
+_SUFFIXES = (".bin", ".npy", ".parquet")
+_CHUNK = 1 << 20  # tokens checked at a time
+
+
+def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
+    """Open the files of token ids that a path stands for, in the order of their names.
+
+    Raises `ConfigError` where there is none, one is faulty, or they were made with different
+    tokenizers.
+    """
+    shards: list[Shard] = []
+    tokenizers: dict[str, Path] = {}
+    files: list[Path] = []  # of no prepared folder
+    for found in _found(path):
+        manifest = read_manifest(found) if found.is_dir() else None
+        if manifest:
+            shards += _prepared(found, manifest, vocab_size)
+            tokenizers[manifest.tokenizer.digest] = found
+        else:
+            files += _files(found)
+    check_tokenizers(tokenizers)
+    whole = sum(file.stat().st_size for file in files) <= WHOLE
+    shards += [_open_file(file, vocab_size, whole=whole) for file in files]
+    shards = [shard for shard in shards if shard.size]
+    if not shards:
+        raise ConfigError(f"{path} holds no tokens: write it again, or name another in [data].")
+    size = sum(shard.size for shard in shards)
+    return ShardedDocuments(shards, vocab_size, 0, size, path, "".join(tokenizers))
+
+
+def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
+    """Raise `ConfigError` where places, by the digest of their tokenizer, have several of these."""
+    if len(places) > 1:
+        one, other, *_ = places.values()
+        raise ConfigError(
+            f"{one} and {other} were prepared with different tokenizers, whose ids mean different "
+            f"text: prepare one of them again."
+        )
+
+
+def _found(path: str) -> list[Path]:
+    """The files and folders of a path, in the order of their names.
+
+    Of a pattern these are files of token ids and prepared folders, whose files are not meant twice.
+    """
+    if Path(path).exists():
+        return [Path(path)]
+    if Path(f"{path}.bin").is_file():  # Megatron's way to name a shard
+        return [Path(f"{path}.bin")]
+    named = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+    prepared = {p for p in named if (p / MANIFEST).exists() or (p / JOURNAL).exists()}
+    found = [
+        file
+        for file in named
+        if file in prepared or (file.suffix in _SUFFIXES and file.parent not in prepared)
+    ]
+    if not found:
+        raise ConfigError(f"{path} does not exist: correct its path in [data].")
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    """A file of token ids, or those in a folder."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        for index in path.glob("*.idx"):
+            if index.with_suffix(".bin") not in files:
+                raise ConfigError(f"{index} has no {index.stem}.bin beside it: copy it there.")
+    elif path.suffix not in _SUFFIXES:
+        files = []
+    if not files:
+        raise ConfigError(
+            f"a token file ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, unlike {path}"
+            f"{' and all that is in it' if path.is_dir() else ''}: convert it, or rename it."
+        )
+    return files
+
+
+def _open_file(path: Path, vocab_size: int, *, whole: bool) -> Shard:
+    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return open_indexed(path)
+    if path.stat().st_size == 0:
+        raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
+    if path.suffix == ".parquet":
+        return open_parquet(path)
+    return open_tokens(path, vocab_size, whole=whole)
+
+
+def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[IndexedShard]:
+    """The shards of a folder by its manifest; of their files only the sizes are looked at."""
+    shards = []
+    for entry in manifest.shards:
+        path = folder / f"{entry.name}.bin"
+        ids = IdFile(path, np.dtype(entry.dtype), 0, entry.tokens)
+        index = Index(path.with_suffix(".idx"), entry.documents, entry.documents + 1)
+        masked = entry.counted < entry.tokens
+        shard = IndexedShard(ids, index, masked, entry.digest, vouched=True)
+        try:
+            fault = size_fault(shard)
+        except OSError as error:
+            fault = f"{error.filename} cannot be read ({error.strerror})"
+        if fault:
+            raise ConfigError(
+                f"{folder / MANIFEST} does not fit {path.name}: {fault}; copy or "
+                f"prepare the folder again."
+            )
+        if not 0 <= entry.smallest_id <= entry.largest_id < vocab_size:
+            _find_outside(ids, vocab_size)
+        shards.append(shard)
+    return shards
+
+
+def _find_outside(ids: IdFile, vocab_size: int) -> None:
+    """Raise `ConfigError` with the place of an id that is not in the vocabulary."""
+    for begin in range(0, ids.size, _CHUNK):
+        part = ids.read(begin, min(begin + _CHUNK, ids.size))
+        check_ids(part, vocab_size, ids.path, begin)

@@ -1,0 +1,81 @@
+"""Inputs cut into pieces, each of which becomes a shard: what is done again after a crash."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from jaxpipe.config import ConfigError
+from jaxpipe.data.optional import needed
+from jaxpipe.data.readers import Part, is_compressed, kind
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Parts of inputs that become the shard of a number."""
+
+    number: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(part.size for part in self.parts)
+
+
+def input_files(paths: Iterable[Path]) -> list[Path]:
+    """The files, and those in the folders: all whose name has no dot in front, by their names.
+
+    Raises `ConfigError` where there are none.
+    """
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"the input {path} does not exist: correct its path.")
+        if not path.is_dir():
+            files.append(path)
+            continue
+        below = sorted(path.rglob("*"))
+        hidden = (any(p.startswith(".") for p in f.relative_to(path).parts) for f in below)
+        files += [file for file, no in zip(below, hidden) if file.is_file() and not no]
+    if not files:
+        raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
+    return files
+
+
+def cut(files: Iterable[Path], size: int) -> list[Piece]:
+    """Pieces of about so many bytes on disk; files that cannot be cut may make larger ones."""
+    pieces: list[tuple[Part, ...]] = []
+    taken: list[Part] = []
+    bytes_taken = 0
+    for part in (part for file in files for part in _parts(file, size)):
+        taken.append(part)
+        bytes_taken += part.size
+        if bytes_taken >= size:
+            pieces.append(tuple(taken))
+            taken, bytes_taken = [], 0
+    if taken:
+        pieces.append(tuple(taken))
+    return [Piece(number, parts) for number, parts in enumerate(pieces)]
+
+
+def _parts(file: Path, size: int) -> Iterator[Part]:
+    """A file in parts of about so many bytes, if it can be cut."""
+    whole = file.stat().st_size
+    if kind(file) == "rows":
+        yield from _row_groups(file)
+    elif kind(file) == "lines" and not is_compressed(file):
+        for begin in range(0, whole, size):
+            end = min(begin + size, whole)
+            yield Part(str(file), begin, end, end - begin)
+    else:
+        yield Part(str(file), 0, whole, whole)
+
+
+def _row_groups(file: Path) -> Iterator[Part]:
+    parquet = needed("pyarrow.parquet", f"reading {file}")
+    try:
+        metadata = parquet.read_metadata(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is no Parquet file, or is truncated: fetch it again.") from error
+    for group in range(metadata.num_row_groups):
+        yield Part(str(file), group, group + 1, metadata.row_group(group).total_byte_size)

@@ -1,0 +1,305 @@
+"""Text made into shards of token ids, by several processes, in pieces that survive a crash.
+
+Every piece of the inputs becomes one shard. A journal beside the shards names those that are whole;
+the manifest takes its place when all are. What is done depends on the inputs and the options alone,
+not on the number of processes or on how often they were killed.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxpipe.config import ConfigError
+from jaxpipe.data.manifest import (
+    JOURNAL,
+    MANIFEST,
+    Bin,
+    Manifest,
+    ShardEntry,
+    TokenizerEntry,
+    histogram,
+    merged,
+    read_manifest,
+)
+from jaxpipe.data.pieces import Piece, cut, input_files
+from jaxpipe.data.readers import Passages, Reader
+from jaxpipe.data.tokenizing import (
+    BYTES,
+    TOKENIZER,
+    Tokenizer,
+    describe,
+    load_tokenizer,
+    tokenizer_file,
+)
+from jaxpipe.data.workers import Report, workers
+from jaxpipe.data.writing import Batch, replacing, sync_folder, write_shard
+
+_BATCH = 1 << 18  # characters that are tokenised at a time
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the documents of a folder depend on, beside the inputs."""
+
+    tokenizer: str  # as `load_tokenizer` takes it
+    eod: str = ""  # as `describe` takes it
+    field: str = ""  # as `Reader` takes it
+    skip_bad_lines: bool = False
+    piece_size: int = 32 << 20  # bytes of the inputs on disk that become a shard, or a little more
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What became of a piece: a line of the journal."""
+
+    piece: int
+    key: str  # of the piece, see `_key`
+    shard: ShardEntry | None  # None: it had no document
+    histogram: tuple[Bin, ...]
+    longest: int
+    empty: int
+    bad: int
+
+
+def prepare(
+    inputs: Iterable[Path], folder: Path, options: Options, *, processes: int, console: Console
+) -> Manifest:
+    """Write the documents of all inputs to shards in a folder, and return its manifest.
+
+    A folder that was begun is gone on with: what has come of the same inputs and options stays. One
+    that is done is left as it is. Raises `ConfigError` for inputs that cannot be read, a folder
+    with something else in it, and where there is no document; `WorkerDied` where a process is
+    killed.
+    """
+    pieces = cut(input_files(list(inputs)), options.piece_size)
+    entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
+    keys = [_key(piece, options.field, entry) for piece in pieces]
+    origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
+    with _locked(folder):
+        if manifest := _finished(folder, origin):
+            return manifest
+        with _journal(folder, keys, options.skip_bad_lines) as (journal, done):
+            left = [piece for piece in pieces if piece.number not in done]
+            work = partial(write_piece, options=options, entry=entry, folder=folder)
+            with (
+                workers(min(processes, len(left)), work, iter(left)) as results,
+                _shown(pieces, left, console) as show,
+            ):
+                for is_result, value in results:
+                    if is_result:
+                        one = msgspec.structs.replace(value, key=keys[value.piece])
+                        journal.write(msgspec.json.encode(one) + b"\n")
+                        os.fsync(journal.fileno())
+                        done[one.piece] = one
+                    else:
+                        show(*value)
+            manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
+            if not manifest.documents:
+                raise ConfigError(f"there is no text in the inputs of {folder}: give others.")
+            _finish(folder, manifest, options.tokenizer)
+    return manifest
+
+
+def write_piece(
+    piece: Piece, report: Report, *, options: Options, entry: TokenizerEntry, folder: Path
+) -> Done:
+    """Write a piece to its shard, and report bytes on disk and tokens of it as they are done."""
+    tokenizer, read, empty = _loaded(options.tokenizer), 0, 0
+
+    def advance(size: int) -> None:
+        nonlocal read
+        read += size
+
+    def batches() -> Iterator[Batch]:
+        nonlocal read, empty
+        for documents in grouped(doc for part in piece.parts for doc in reader.documents(part)):
+            batch = tokenise(documents, tokenizer, entry.eod)
+            empty += len(documents) - len(batch.lengths)
+            report((read, len(batch.ids)))
+            read = 0
+            if len(batch.lengths):
+                yield batch
+
+    reader = Reader(options.field, options.skip_bad_lines, advance)
+    dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
+    written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
+    report((read, 0))
+    shard, lengths = written or (None, np.zeros(0, int))
+    bars, longest = histogram(lengths), int(lengths.max(initial=0))
+    return Done(piece.number, "", shard, bars, longest, empty, reader.bad)
+
+
+def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -> Batch:
+    """The ids of documents, but of those without any."""
+    encoded = iter(tokenizer.encode([text for passages in documents for text, _ in passages]))
+    end = [(np.array([] if eod is None else [eod], np.int32), True)]
+    arrays, counts, lengths = [], [], []
+    for passages in documents:
+        ids = [(next(encoded), counted) for _, counted in passages]
+        if length := sum(len(part) for part, _ in ids):
+            ids += end
+            arrays += [part for part, _ in ids]
+            counts += [counted for _, counted in ids]
+            lengths.append(length + len(end[0][0]))
+    if not lengths:
+        return Batch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool))
+    counted = np.repeat(np.array(counts), [len(part) for part in arrays])
+    return Batch(np.concatenate(arrays), np.array(lengths), counted)
+
+
+_loaded = lru_cache(maxsize=1)(load_tokenizer)  # once in a worker
+
+
+def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
+    """Documents, as many at a time as are worth a call of the tokenizer."""
+    group, characters = [], 0
+    for passages in documents:
+        group.append(passages)
+        characters += sum(len(text) for text, _ in passages)
+        if characters >= _BATCH or len(group) >= _BATCH // 256:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _key(piece: Piece, field: str, entry: TokenizerEntry) -> str:
+    """What the shard of a piece depends on: its inputs as they are on disk, and the options."""
+    files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
+    known = msgspec.json.encode([files, field, entry])
+    return hashlib.blake2b(known, digest_size=16).hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A folder, made if need be, that no other process prepares."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
+    finally:
+        os.close(handle)
+
+
+def _finished(folder: Path, origin: str) -> Manifest | None:
+    """The manifest of a folder where there is nothing more to do.
+
+    Raises `ConfigError` where it is of other inputs, or the folder holds something else.
+    """
+    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
+        return None
+    if (manifest := read_manifest(folder)) and manifest.origin == origin:
+        (folder / JOURNAL).unlink(missing_ok=True)
+        return manifest
+    if manifest or any(file.suffix != ".tmp" for file in folder.iterdir()):
+        raise ConfigError(
+            f"{folder} already holds {'what was prepared of others' if manifest else 'files'}: "
+            f"remove it, or give another --out."
+        )
+    return None
+
+
+@contextmanager
+def _journal(
+    folder: Path, keys: list[str], skip_bad: bool
+) -> Iterator[tuple[BinaryIO, dict[int, Done]]]:
+    """The journal to append to, and the pieces that it says are done, by number.
+
+    It is gone when what uses it ends well, and so is the folder where no shard was written.
+    """
+    done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
+    done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
+    whole = {f"{number:06d}" for number in done}
+    for file in folder.iterdir():
+        if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
+            file.unlink()
+    with replacing(folder / JOURNAL) as file:
+        file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
+    with (folder / JOURNAL).open("ab", buffering=0) as file:
+        try:
+            yield file, done
+        except ConfigError:
+            if not any(one.shard for one in done.values()):
+                _remove(folder)
+            raise
+    (folder / JOURNAL).unlink()
+
+
+def _remove(folder: Path) -> None:
+    """Take back a folder in which no shard is done."""
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def _read_journal(folder: Path) -> Iterator[Done]:
+    """Its lines, of which the last may be half written."""
+    if (folder / JOURNAL).exists():
+        for line in (folder / JOURNAL).read_bytes().splitlines():
+            try:
+                yield msgspec.json.decode(line, type=Done)
+            except msgspec.DecodeError:
+                return
+
+
+def _finish(folder: Path, manifest: Manifest, tokenizer: str) -> None:
+    """Write what makes a folder of shards a prepared one."""
+    if tokenizer != BYTES:
+        with replacing(folder / TOKENIZER) as file:
+            file.write(tokenizer_file(Path(tokenizer)).read_bytes())
+    with replacing(folder / MANIFEST) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    sync_folder(folder)
+
+
+def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
+    shards = tuple(one.shard for one in done if one.shard)
+    return Manifest(
+        tokenizer=entry,
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        counted=sum(shard.counted for shard in shards),
+        longest=max((one.longest for one in done), default=0),
+        smallest_id=min((shard.smallest_id for shard in shards), default=0),
+        largest_id=max((shard.largest_id for shard in shards), default=0),
+        histogram=merged([one.histogram for one in done]),
+        empty=sum(one.empty for one in done),
+        bad_lines=sum(one.bad for one in done),
+        origin=origin,
+        shards=shards,
+    )
+
+
+@contextmanager
+def _shown(
+    pieces: list[Piece], left: list[Piece], console: Console
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar, and what adds bytes on disk and tokens to it."""
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %  {task.fields[rate]:,.0f} tokens/s  ETA"),
+        TimeRemainingColumn(),
+    )
+    tokens, before = 0, sum(piece.size for piece in pieces) - sum(piece.size for piece in left)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=sum(piece.size for piece in pieces), completed=before, rate=0)
+
+        def show(size: int, more: int) -> None:
+            nonlocal tokens
+            tokens += more
+            seconds = bar.tasks[task].elapsed or 1
+            bar.update(task, advance=size, rate=tokens / seconds)
+
+        yield show

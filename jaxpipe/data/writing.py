@@ -1,0 +1,118 @@
+"""Shards written so that what has its final name is whole, on disk and in all three files."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxpipe.data.indexed import CODES, HEADER, MAGIC
+from jaxpipe.data.manifest import ShardEntry
+
+
+class Batch(NamedTuple):
+    """Some documents, one after the other."""
+
+    ids: np.ndarray  # integers [tokens]
+    lengths: np.ndarray  # integers [documents] > 0, which add up to tokens
+    counted: np.ndarray  # bool [tokens]: whether a token counts in the loss as a target
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it is whole and on disk."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_shard(
+    folder: Path, name: str, dtype: np.dtype, batches: Iterator[Batch]
+) -> tuple[ShardEntry, np.ndarray] | None:
+    """Write documents to a shard, and say what it holds and their lengths; None if there are none.
+
+    The `.bin` takes its name last: where it is, the others are.
+    """
+    first = next(batches, None)
+    if first is None:
+        return None
+    path, digest = folder / f"{name}.bin", hashlib.blake2b(digest_size=16)
+    smallest, largest, all_lengths, bits = first.ids[0], first.ids[0], [], _Bits()
+    with replacing(path) as file:
+        for batch in chain([first], batches):
+            smallest = min(smallest, batch.ids.min())
+            largest = max(largest, batch.ids.max())
+            content = batch.ids.astype(dtype).tobytes()
+            file.write(content)
+            digest.update(content)
+            all_lengths.append(batch.lengths)
+            bits.add(batch.counted)
+        lengths = np.concatenate(all_lengths).astype("<i4")
+        digest.update(lengths.tobytes())
+        with replacing(path.with_suffix(".idx")) as index:
+            write_index(index, lengths, dtype)
+        tokens = int(lengths.sum(dtype=np.int64))
+        if bits.counted < tokens:
+            with replacing(path.with_suffix(".mask")) as mask:
+                mask.write(bits.content())
+            digest.update(bits.content())
+    sync_folder(folder)
+    return ShardEntry(
+        name=name,
+        dtype=dtype.name,
+        documents=len(lengths),
+        tokens=tokens,
+        counted=bits.counted,
+        smallest_id=int(smallest),
+        largest_id=int(largest),
+        digest=digest.hexdigest(),
+    ), lengths
+
+
+class _Bits:
+    """Bits that are packed as they come, eight to a byte."""
+
+    def __init__(self) -> None:
+        self.counted = 0  # of them 1
+        self._packed: list[bytes] = []
+        self._rest = np.zeros(0, bool)
+
+    def add(self, bits: np.ndarray) -> None:
+        self.counted += int(bits.sum())
+        bits = np.concatenate([self._rest, bits])
+        whole = len(bits) // 8 * 8
+        self._packed.append(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+
+    def content(self) -> bytes:
+        rest = np.packbits(self._rest, bitorder="little").tobytes()
+        return b"".join([*self._packed, rest])
+
+
+def write_index(file: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
+    """An `.idx` in which every sequence is a document."""
+    documents = len(lengths)
+    file.write(HEADER.pack(MAGIC, 1, CODES[dtype], documents, documents + 1))
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    file.write(lengths.tobytes())
+    file.write(np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes())
+    file.write(np.arange(documents + 1, dtype="<i8").tobytes())

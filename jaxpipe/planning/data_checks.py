@@ -1,0 +1,68 @@
+"""The rules across fields of what a run reads, and of how long its rows are."""
+
+from math import inf
+
+from jaxpipe.config import Config, ConfigError
+
+
+def check_data(config: Config) -> None:
+    """Raise `ConfigError` at the first rule of sources, packing and lengths that is broken."""
+    for check in (_check_sources, _check_order, _check_lengths):
+        check(config)
+
+
+def _check_sources(config: Config) -> None:
+    data = config.data
+    if data.sources:
+        weights = [source.weight for source in data.sources]
+        if data.source != "stdlib" or data.path:
+            raise ConfigError(
+                f"data.sources takes the place of data.source={data.source!r} and data.path="
+                f"{data.path!r}: leave these out, or name the path among the sources."
+            )
+        if not 0 < sum(weights) < inf:
+            raise ConfigError(
+                f"the weights of data.sources are shares of the samples, but they are {weights}: "
+                f"give finite numbers, at least one of them above 0."
+            )
+        if not all(source.path for source in data.sources):
+            raise ConfigError("a table of data.sources has an empty path: name what it reads.")
+    elif data.source == "file" and not data.path:
+        raise ConfigError(
+            "data.source='file' needs data.path: give a file of token ids, or a folder of them."
+        )
+    elif data.source != "file" and (data.path or data.heldout_path):
+        raise ConfigError(
+            f"data.path and data.heldout_path are read only with data.source='file', but it is "
+            f"{data.source!r}: set data.source=file or leave the paths out."
+        )
+
+
+def _check_order(config: Config) -> None:
+    data = config.data
+    if data.packing == "best_fit" and not data.shuffle:
+        raise ConfigError(
+            "data.packing='best_fit' with data.shuffle=false: rows would come in the order of the "
+            "lengths of their documents; set data.packing=sequential, or shuffle."
+        )
+
+
+def _check_lengths(config: Config) -> None:
+    train, parallel = config.train, config.parallel
+    if not train.variable_length:
+        return
+    multiple, tp = train.pad_to_multiple_of, parallel.stretches // parallel.slices // parallel.sdp
+    if train.length_bucket % (multiple * parallel.stretches):
+        cuts = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp, "parallel.tp": tp}
+        product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
+        raise ConfigError(
+            f"train.length_bucket={train.length_bucket} must be a multiple of "
+            f"train.pad_to_multiple_of={multiple}{product}: every equal part of a sequence is a "
+            f"multiple of pad_to_multiple_of; change one of them, or set length_bucket=0."
+        )
+    if multiple * tp % train.loss_chunks:
+        raise ConfigError(
+            f"train.loss_chunks={train.loss_chunks} must divide train.pad_to_multiple_of={multiple}"
+            f"{f' x parallel.tp={tp}' if tp > 1 else ''} with train.variable_length: every length "
+            f"is cut into so many chunks; change one of them."
+        )

@@ -1,0 +1,88 @@
+"""The compiled steps of a run whose batches differ in length: one program a length, made ahead."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxpipe.data.batches import Split
+from jaxpipe.training.trainer import State, Trainer
+
+Tree = Any
+_KEPT = 32  # programs; of more lengths those used longest ago are compiled anew
+_AHEAD = 32  # steps whose lengths are looked up before their turn,
+_AT_ONCE = 4  # so many of them between two steps
+
+
+class CompiledSteps:
+    """`train_step` and `eval_step` of a trainer, for batches of any length that its rows may have.
+
+    With `train.variable_length` a program is compiled for every (microbatches, length), by one
+    thread, in the order in which they are asked for. Which lengths come is a function of (seed,
+    position), so those of the next steps are compiled while others run, on all processes alike.
+    Else there is one length, and these are the trainer's own. A context manager.
+    """
+
+    def __init__(self, trainer: Trainer, say: Callable[[str], None]):
+        self._trainer, self._say = trainer, say
+        self._varies = trainer.config.train.variable_length
+        self._programs: OrderedDict[tuple[str, int, int], Future[Any]] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
+        self._looked = 0  # position up to which lengths have been looked up
+
+    def __enter__(self) -> "CompiledSteps":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def train_step(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
+        """As `Trainer.train_step`."""
+        return self._program("train_step", batch)(state, batch)
+
+    def eval_step(self, state: State, batch: Tree) -> Any:
+        """As `Trainer.eval_step`."""
+        return self._program("eval_step", batch)(state, batch)
+
+    def look_ahead(self, data: Split, position: int, left: int) -> None:
+        """Have compiled what steps after the one at a position need; so many are left."""
+        if not self._varies:
+            return
+        config, step = self._trainer.config, self._trainer.samples_per_step
+        self._looked = max(self._looked, position + step)
+        for _ in range(_AT_ONCE):
+            if self._looked > position + min(_AHEAD, left) * step:
+                return
+            length = config.length_of(data.contents(self._looked, step).longest)
+            self._ask("train_step", config.train.grad_accum_steps, length)
+            self._looked += step
+
+    def _program(self, name: str, batch: Tree) -> Any:
+        """The one for such a batch; waits until it is compiled."""
+        if not self._varies:
+            return getattr(self._trainer, name)
+        parallel = self._trainer.config.parallel
+        rows, _, length = batch["inputs"].shape
+        whole = length * parallel.slices * parallel.sdp
+        return self._ask(name, rows // parallel.slices, whole).result()
+
+    def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:
+        """The one of so many microbatches of such a length, which may still be compiled."""
+        key = name, microbatches, length
+        if key not in self._programs:
+            self._programs[key] = self._compiler.submit(self._compile, *key)
+            if len(self._programs) > _KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def _compile(self, name: str, microbatches: int, length: int) -> Any:
+        begun, trainer = time.perf_counter(), self._trainer
+        batch = trainer.feed.shapes(length, trains=name == "train_step")
+        program = getattr(trainer, name).lower(trainer.state_shapes, batch).compile()
+        self._say(
+            f"compiled {name} for {microbatches} microbatches of {length:,} tokens a row in "
+            f"{time.perf_counter() - begun:.1f} s"
+        )
+        return program

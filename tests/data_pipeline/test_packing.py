@@ -1,0 +1,146 @@
+"""Packing by lengths: all slots of all documents once, rows not too full, little padding."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.data.corpus import STDLIB, _read_sources
+from jaxpipe.data.packing import Packing, in_order, pack
+
+HOW = ["sequential", "best_fit"]
+
+
+def rows_of(packing: Packing) -> list[list[tuple[int, int, int]]]:
+    return [[tuple(piece) for piece in packing.pieces(row)] for row in range(len(packing))]
+
+
+def padding(packing: Packing) -> float:
+    return 1 - int((packing.lengths - 1).sum()) / (len(packing) * packing.seq_len)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(1, 40), st.integers(1, 400), st.sampled_from([1, 2, 17, 33, 161])),
+        min_size=1,
+        max_size=120,
+    ),
+    seq_len=st.sampled_from([2, 3, 16, 17, 160]),
+    most=st.integers(1, 9),
+    how=st.sampled_from(HOW),
+    seed=st.integers(0, 3),
+)
+def test_no_slot_is_lost_or_there_twice(lengths, seq_len, most, how, seed) -> None:
+    packing = pack(np.array(lengths), seq_len, how, most=most, seed=seed)
+    check_all_are_there_once(np.array(lengths), packing, most)
+
+
+def check_all_are_there_once(lengths: np.ndarray, packing: Packing, most: int) -> None:
+    found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(lengths))}
+    for row in rows_of(packing):
+        assert 1 <= len(row) <= most
+        assert sum(slots for _, _, slots in row) <= packing.seq_len
+        for document, begin, slots in row:
+            found[document].append((begin, begin + slots))
+    for document, pieces in found.items():
+        ends = [0, *(end for _, end in sorted(pieces))]
+        assert [begin for begin, _ in sorted(pieces)] == ends[:-1]
+        assert ends[-1] == lengths[document] - 1
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("most", [3, 64])
+def test_no_slot_is_lost_of_many_documents_of_few_lengths(how: str, most: int) -> None:
+    """Of which many rows are filled alike, and groups of such rows are taken apart again."""
+    lengths = np.repeat([12, 6, 5, 3, 2], [60, 40, 15, 90, 70])
+    check_all_are_there_once(lengths, pack(lengths, 16, how, most=most), most)
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(2, 20))
+def test_documents_in_order_fill_a_row_until_one_does_not_fit(lengths, most, seq_len) -> None:
+    want: list[list[int]] = []
+    room, held = 0, most
+    for document, length in enumerate(lengths):
+        if rest := (length - 1) % seq_len:
+            if rest > room or held == most:
+                want.append([])
+                room, held = seq_len, 0
+            want[-1].append(document)
+            room, held = room - rest, held + 1
+    packing = pack(np.array(lengths, int), seq_len, "sequential", most=most)
+    rows = rows_of(packing)
+    of_rests = [[piece[0] for piece in row] for row in rows if row[0][2] < seq_len]
+    assert of_rests == want
+    last = [row[-1][0] for row in rows]
+    assert last == sorted(last)  # pieces that fill a row have their place in the order too
+
+
+def test_blocks_do_not_show(monkeypatch) -> None:
+    lengths = np.random.default_rng(0).integers(1, 90, 500)
+    whole = [rows_of(pack(lengths, 32, how, most=4)) for how in HOW]
+    monkeypatch.setattr("jaxpipe.data.packing._BLOCK", 256)
+    assert rows_of(pack(lengths, 32, "sequential", most=4)) == whole[0]
+    starts = in_order(lengths, 32, 4).starts
+    assert len(starts) == sum(row[0][2] < 32 for row in whole[0]) + 1
+
+
+def lengths_of_web_text(documents: int) -> np.ndarray:
+    """Log-normal, with a median of 665 tokens and a mean of 1,366."""
+    drawn = np.random.default_rng(1).normal(6.5, 1.2, documents)
+    return np.exp(drawn).astype(np.int32) + 2
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 8192])
+def test_padding_is_less_than_one_percent(seq_len: int) -> None:
+    files = np.array([len(text) for text in _read_sources(STDLIB).values() if text])
+    for lengths in (lengths_of_web_text(100_000), files):
+        assert padding(pack(lengths, seq_len, "best_fit", most=64)) < 0.01
+
+
+def test_best_fit_needs_no_more_rows_than_one_document_at_a_time() -> None:
+    """Against best-fit decreasing as it is written down, one document after the other."""
+    rng = np.random.default_rng(2)
+    for most in (3, 64):
+        lengths = rng.integers(2, 60, 300)
+        rows: list[tuple[int, int]] = []  # room and documents of each
+        for slots in sorted(lengths - 1, reverse=True):
+            fits = [i for i, (room, held) in enumerate(rows) if room >= slots and held < most]
+            if not fits:
+                rows.append((64, 0))
+                fits = [len(rows) - 1]
+            best = min(fits, key=lambda i: rows[i][0])
+            rows[best] = rows[best][0] - slots, rows[best][1] + 1
+        assert len(pack(lengths, 64, "best_fit", most=most)) == len(rows)
+
+
+def test_rows_depend_on_the_seed_and_lengths_alone() -> None:
+    lengths = lengths_of_web_text(2000)
+    one, same, other = (
+        rows_of(pack(lengths, 2048, "best_fit", most=64, seed=seed)) for seed in (3, 3, 4)
+    )
+    assert one == same != other
+    assert [[piece[2] for piece in row] for row in one] == [
+        [piece[2] for piece in row] for row in other
+    ]
+
+
+def test_rows_are_those_of_earlier_versions() -> None:
+    # A checkpoint holds a position only, so its rows must not change with jaxpipe or numpy.
+    rows = rows_of(pack(np.array([9, 4, 4, 6, 3, 21, 4, 1]), 8, "best_fit", most=4, seed=3))
+    assert [[piece[0] for piece in row] for row in rows] == ROWS
+
+
+ROWS = [[0], [5], [5], [1, 3], [4, 6], [2, 5]]
+
+
+def test_a_million_documents_are_packed_at_once() -> None:
+    begun = time.process_time()
+    packing = pack(lengths_of_web_text(1_000_000), 8192, "best_fit", most=64)
+    assert time.process_time() - begun < 3
+    begun = time.process_time()
+    for row in range(0, len(packing), len(packing) // 100):
+        packing.pieces(row)
+    assert time.process_time() - begun < 0.2
