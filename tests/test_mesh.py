@@ -246,9 +246,8 @@ def is_jaxpr(value):
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
-    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+def traced_step(*, reshard):
+    """The step's jaxpr under ZeRO 3 on two ranks of two layers, and how many leaves dp cuts."""
     _, shared, layers, batch = problem("grouped", jnp.float32)
     layout = StageLayout((2, 2))
     execution = Execution(zero_stage=3, reshard_after_forward=reshard)
@@ -265,9 +264,15 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
         for part in stored
     }
     assert cut == {"shared": 3, "layers": 2 * 9}
+    return jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch).jaxpr, cut
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
+    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+    jaxpr, cut = traced_step(reshard=reshard)
     count = {}
-    trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
-    for eqn, inside in eqns_of(trace.jaxpr):
+    for eqn, inside in eqns_of(jaxpr):
         names = eqn.params.get("axis_name")
         if names is not None and "dp" in jax.tree.leaves(names):
             key = eqn.primitive.name, inside
@@ -280,6 +285,32 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
     else:
         assert gathers == {False: cut["shared"] + cut["layers"], True: 0}
         assert scatters == {False: cut["shared"] + cut["layers"], True: 0}
+
+
+def test_a_layer_is_gathered_while_the_one_before_computes():
+    """In F and BW the second gather waits for the first layer's input, and the second layer for it.
+
+    What it must not wait for is that the first layer is done.
+    """
+    jaxpr, cut = traced_step(reshard=True)
+    eqns = [eqn for eqn, inside in eqns_of(jaxpr) if inside]
+    made = {id(var): eqn for eqn in eqns for var in eqn.outvars}
+
+    def makes(var):
+        eqn = made.get(id(var))
+        return eqn and eqn.primitive.name
+
+    gathers = [eqn for eqn in eqns if eqn.primitive.name == "all_gather"]
+    ahead = [eqn for eqn in gathers if makes(eqn.invars[0]) == "optimization_barrier"]
+    assert len(ahead) == cut["layers"]  # half of those of both branches
+    starts = {id(made[id(eqn.invars[0])]): made[id(eqn.invars[0])] for eqn in ahead}
+    assert len(starts) == 2
+    gathered = {id(eqn.outvars[0]) for eqn in ahead}
+    ends = [eqn for eqn in eqns if gathered.intersection(map(id, eqn.invars))]
+    assert [eqn.primitive.name for eqn in ends] == ["optimization_barrier"] * 2
+    for start in starts.values():  # its first value is what the first layer is given
+        assert makes(start.invars[0]) != "all_gather"
+        assert not any(id(var) in {id(v) for e in ends for v in e.outvars} for var in start.invars)
 
 
 SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what is given to others
