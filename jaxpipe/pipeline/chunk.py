@@ -70,16 +70,14 @@ class LayerSlot:
     ) -> tuple[tuple[Any, ...], Tree]:
         """`if_active`, and the whole parameters of the layer after it (None: there is none).
 
-        If they must be gathered, that begins when what is passed first, x or dy, is there, and
-        ends before the layer after it begins: no more than two layers are ever whole.
+        If they must be gathered, that begins when what is passed first, x or dy, is there: no more
+        than two layers are ever whole.
         """
         if after is None or after.stored is None:
             return self.if_active(layer, *passed), after and after.params
         x, part = lax.optimization_barrier((passed[0], after.params))
         whole = replace(after, params=part).whole()
-        x, *rest = self.if_active(layer, x, *passed[1:])
-        x, whole = lax.optimization_barrier((x, whole))
-        return (x, *rest), whole
+        return self.if_active(layer, x, *passed[1:]), whole
 
 
 class Given(NamedTuple):
@@ -142,6 +140,10 @@ class Chunk:
 
             made, whole = slot.beside(after, run, x, rings[slot.ring], side, loss)
             x, rings[slot.ring], side, loss = made
+            if slot.stored is not None and after is not None:
+                # Else XLA begins some of its gathers only in the next layer. A BW has products
+                # enough for them, and would with this wait for its collectives over tp.
+                x, whole = lax.optimization_barrier((x, whole))
         return Made(x, tuple(rings), side, loss)
 
     def gradient(
@@ -151,8 +153,7 @@ class Chunk:
         """B, W or BW on `before.dx`, which is dy.
 
         `kept` gives what it reads, by ring slot and the rings there as the op finds them. Layers
-        are gathered one ahead in BW alone: of what W reads, which is little, and in B XLA does as
-        well or better.
+        are gathered one ahead in BW alone: W reads little of them, and in B XLA does no worse.
 
         `in_turn`: in BW, W of a layer is done before B of the next but one begins; else XLA on GPU
         may put all W last, to hide collectives, and hold the stash of every layer (a tenth of the
