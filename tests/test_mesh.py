@@ -266,9 +266,8 @@ def is_jaxpr(value):
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
-    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+def traced_step(*, reshard):
+    """The step's jaxpr under ZeRO 3 on two ranks of two layers, and how many leaves dp cuts."""
     _, shared, layers, batch = problem("grouped", jnp.float32)
     layout = StageLayout((2, 2))
     execution = Execution(zero_stage=3, reshard_after_forward=reshard)
@@ -285,9 +284,15 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
         for part in stored
     }
     assert cut == {"shared": 3, "layers": 2 * 9}
+    return jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch).jaxpr, cut
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
+    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+    jaxpr, cut = traced_step(reshard=reshard)
     count = {}
-    trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
-    for eqn, inside in eqns_of(trace.jaxpr):
+    for eqn, inside in eqns_of(jaxpr):
         names = eqn.params.get("axis_name")
         if names is not None and "dp" in jax.tree.leaves(names):
             key = eqn.primitive.name, inside
@@ -300,6 +305,25 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
     else:
         assert gathers == {False: cut["shared"] + cut["layers"], True: 0}
         assert scatters == {False: cut["shared"] + cut["layers"], True: 0}
+
+
+def test_a_layer_is_gathered_while_the_one_before_computes():
+    """In F and BW the second gather begins when the first layer does; in F it ends with it."""
+    jaxpr, cut = traced_step(reshard=True)
+    eqns = [eqn for eqn, inside in eqns_of(jaxpr) if inside]
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    begun = {id(var): id(eqn) for eqn in barriers for var in eqn.outvars}
+    gathers = [eqn for eqn in eqns if eqn.primitive.name == "all_gather"]
+    ahead = [eqn for eqn in gathers if id(eqn.invars[0]) in begun]
+    assert len(ahead) == cut["layers"]  # a layer's in each of both branches
+    assert len({begun[id(eqn.invars[0])] for eqn in ahead}) == 2
+    gathered = {id(eqn.outvars[0]) for eqn in ahead}
+    (end,) = (eqn for eqn in barriers if gathered.intersection(map(id, eqn.invars)))
+    assert len(gathered.intersection(map(id, end.invars))) == cut["layers"] // 2
+    waiting = {id(var) for eqn in ahead for var in eqn.invars}
+    starts = [eqn for eqn in barriers if waiting.intersection(map(id, eqn.outvars))]
+    made_by_end = set(map(id, end.outvars))
+    assert not any(made_by_end.intersection(map(id, eqn.invars)) for eqn in starts)
 
 
 SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what is given to others

@@ -11,6 +11,7 @@ from jax.experimental import topologies
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.gpu import cards
+from jaxpipe.gpu.collectives import Collectives
 from jaxpipe.gpu.program import Graphs, Program, graphs
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import Option
@@ -61,6 +62,7 @@ class Report:
     usable: int
     bytes: Memory
     program: Program
+    collectives: Collectives
     graphs: Graphs | None
     seconds: float
     dropped: tuple[str, ...]
@@ -89,6 +91,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         seconds = time.perf_counter() - start
         dump = next(Path(folder).glob(_THUNKS), None)
         graphed = graphs(dump.read_text()) if dump else None
+    program = Program(compiled.as_text())
     return Report(
         card=card,
         devices=trainer.mesh.size,
@@ -96,7 +99,8 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         memory=memory,
         usable=usable,
         bytes=_memory(compiled),
-        program=Program(compiled.as_text()),
+        program=program,
+        collectives=Collectives(program, trainer.mesh.shape),
         graphs=graphed,
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),

@@ -19,7 +19,6 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
 _LABEL = re.compile(r"^( *)(\w+):$")
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _CLONE = "double_buffer_clone"
 
 
@@ -99,7 +98,11 @@ class Program:
             for one in self._all()
             if one.opcode == "while"
         ]
-        return max(bodies, key=lambda body: len(list(self._below(body))), default=None)
+
+        def size(body: str) -> int:
+            return sum(len(self.computations[name]) for _, name in self._below(body))
+
+        return max(bodies, key=size, default=None)
 
     @cached_property
     def ticks(self) -> int:
@@ -162,28 +165,27 @@ class Program:
         return dict(Counter(re.findall(r'custom_call_target="([^"]+)"', self.text)).most_common())
 
     @cached_property
-    def collectives(self) -> dict[str, int]:
-        """Collectives other than permutes in the module, by kind."""
-        started = Counter(one.opcode.removesuffix("-start") for one in self._all())
-        return {kind: started[kind] for kind in _COLLECTIVES if started[kind]}
+    def looped(self) -> frozenset[str]:
+        """The loop's body and all computations that it calls."""
+        return frozenset(name for _, name in self._below(self.loop)) if self.loop else frozenset()
 
     def _body(self) -> list[Instruction]:
         return self.computations[self.loop] if self.loop else []
 
     def _in_loop(self) -> list[Instruction]:
-        return [one for _, one in self._below(self.loop)] if self.loop else []
+        return [one for name in self.looped for one in self.computations[name]]
 
     def _all(self) -> Iterator[Instruction]:
         for instructions in self.computations.values():
             yield from instructions
 
-    def _below(self, name: str) -> Iterator[tuple[bool, Instruction]]:
-        """Instructions of a computation and of all that it calls, and whether each is fused."""
+    def _below(self, name: str) -> Iterator[tuple[bool, str]]:
+        """A computation and all that it calls, and whether each is fused."""
         seen, todo = {name}, [(False, name)]
         while todo:
             fused, current = todo.pop()
+            yield fused, current
             for one in self.computations[current]:
-                yield fused, one
                 for called in _NAME.findall(one.rest):
                     if called in self.computations and called not in seen:
                         seen.add(called)
@@ -213,7 +215,7 @@ class Program:
         """Copies of these shapes in the loop; inside a fusion only a root is written to memory."""
         below = self._below(self.loop) if self.loop else ()
         count = Counter(
-            _plain(one.shape)[0] for fused, one in below
+            _plain(one.shape)[0] for fused, name in below for one in self.computations[name]
             if one.opcode in ("copy", "copy-start") and (one.root or not fused)
         )  # fmt: skip
         return tuple(Copy(s, bytes_of(s), count[s]) for s in sorted(shapes) if count[s])

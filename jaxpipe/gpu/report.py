@@ -1,10 +1,13 @@
 """A check's report for machines and for people."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.gpu.check import Report
+from jaxpipe.gpu.collectives import Share
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "buffer_copies": [one._asdict() for one in program.buffer_copies],
         "message_copies": [one._asdict() for one in program.message_copies],
         "custom_calls": program.custom_calls,
-        "collectives": program.collectives,
+        "collectives": [one._asdict() for one in report.collectives.shares],
         "graphs": report.graphs and report.graphs._asdict(),
         "compile_seconds": report.seconds,
         "dropped_options": list(report.dropped),
@@ -58,7 +61,7 @@ def lines(report: Report) -> list[str]:
             or "none of a ring or an accumulator"
         ) + f"; {sum(one.count for one in program.message_copies)} of a message",
         f"library calls: {_counts(program.custom_calls)}",
-        f"collectives besides: {_counts(program.collectives)}",
+        *(_collectives(report.collectives.shares) or ["collectives: none"]),
         _graphs(report),
         *(f"option {sentence}" for sentence in report.dropped),
     ]  # fmt: skip
@@ -83,6 +86,19 @@ def _permutes(report: Report) -> str:
         f"{program.conditionals} conditionals of a tick, {waits} synchronous: "
         f"{'all hidden' if program.hidden else 'NOT ALL HIDDEN'}"
     )
+
+
+def _collectives(shares: Iterable[Share]) -> list[str]:
+    """A line for each kind and place: how many over which axes, and the share behind compute."""
+    return [
+        f"{kind} {'in the loop' if looped else 'outside it'}: "
+        + "; ".join(
+            f"{one.count} over {' '.join(one.axes) or 'none'}, {readable_bytes(one.size)}, "
+            f"{one.hidden / max(1, one.size):.0%} behind compute"
+            for one in of
+        )
+        for (looped, kind), of in groupby(shares, lambda one: (one.looped, one.kind))
+    ]
 
 
 def _graphs(report: Report) -> str:

@@ -1,7 +1,7 @@
 """F, B, W and BW of one chunk: the loop over its layers."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -65,6 +65,20 @@ class LayerSlot:
             return layer(*passed)
         return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
 
+    def beside(
+        self, after: "LayerSlot | None", layer: Callable[..., tuple[Any, ...]], *passed: Any
+    ) -> tuple[tuple[Any, ...], Tree]:
+        """`if_active`, and the whole parameters of the layer after it (None: there is none).
+
+        If they must be gathered, that begins when what is passed first, x or dy, is there: no more
+        than two layers are ever whole.
+        """
+        if after is None or after.stored is None:
+            return self.if_active(layer, *passed), after and after.params
+        x, part = lax.optimization_barrier((passed[0], after.params))
+        whole = replace(after, params=part).whole()
+        return self.if_active(layer, x, *passed[1:]), whole
+
 
 class Given(NamedTuple):
     """What an action is given beside what rings hold.
@@ -83,20 +97,28 @@ class Given(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What F leaves: y, the rings, sums and maxima, and the losses of its layers (None: none)."""
+    """What F leaves: y, the rings, sums and maxima, and the losses of its layers (None: none).
+
+    `whole`: between layers the parameters of the next one, if they have been gathered ahead.
+    """
 
     y: jax.Array
     rings: tuple[Rings, ...]
     side: Side
     loss: jax.Array | None
+    whole: Tree = None
 
 
 class Gradients(NamedTuple):
-    """What a gradient action changes: dx (W: nothing), rings, and the sums by layer slot."""
+    """What a gradient action changes: dx (W: nothing), rings, and the sums by layer slot.
+
+    `whole` is as in `Made`.
+    """
 
     dx: jax.Array
     rings: tuple[Rings, ...]
     totals: tuple[Tree, ...]
+    whole: Tree = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,8 @@ class Chunk:
 
     def forwards(self, given: Given) -> list[Callable[[Made], Made]]:
         """The same layer by layer, each on what the one before it left."""
-        return [partial(_layer_forward, slot, given) for slot in self.slots]
+        after = (*self.slots[1:], None)
+        return [partial(_layer_forward, given, *both) for both in zip(self.slots, after)]
 
     def gradient(
         self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
@@ -130,7 +153,8 @@ class Chunk:
     ) -> list[Callable[[Gradients], Gradients]]:
         """B, W or BW layer by layer, from the last to the first.
 
-        `kept` gives what it reads, by ring slot and the rings there as the op finds them.
+        `kept` gives what it reads, by ring slot and the rings there as the op finds them. Layers
+        are gathered one ahead in BW alone: W reads little of them, and in B XLA does no worse.
 
         `in_turn`: in BW, W of a layer is done before B of the next but one begins; else XLA on GPU
         may put all W last, to hide collectives, and hold the stash of every layer (a tenth of the
@@ -139,16 +163,17 @@ class Chunk:
         last = len(self.slots) - 1
 
         def run(place: int, slot: LayerSlot, before: Gradients) -> Gradients:
-            def layer(*before: Any) -> tuple[jax.Array, Tree, Rings]:
-                return _layer_gradient(op, slot, given, kept(slot.ring, before[-1]), before)
+            def layer(*passed: Any) -> tuple[jax.Array, Tree, Rings]:
+                params = slot.whole() if before.whole is None else before.whole
+                return _layer_gradient(op, slot, params, given, kept(slot.ring, passed[-1]), passed)
 
+            after = self.slots[place - 1] if place and op is Op.BW else None
             dy, rings, totals = before.dx, list(before.rings), list(before.totals)
-            dy, totals[place], rings[slot.ring] = slot.if_active(
-                layer, dy, totals[place], rings[slot.ring]
-            )
+            made, whole = slot.beside(after, layer, dy, totals[place], rings[slot.ring])
+            dy, totals[place], rings[slot.ring] = made
             if in_turn and op is Op.BW and place < last:
                 dy, totals[place + 1] = lax.optimization_barrier((dy, totals[place + 1]))
-            return Gradients(dy, tuple(rings), tuple(totals))
+            return Gradients(dy, tuple(rings), tuple(totals), whole)
 
         return [partial(run, place, slot) for place, slot in reversed(list(enumerate(self.slots)))]
 
@@ -158,36 +183,43 @@ def in_order(layers: Iterable[Callable[[Any], Any]], before: Any) -> Any:
     return reduce(lambda made, layer: layer(made), layers, before)
 
 
-def _layer_forward(slot: LayerSlot, given: Given, before: Made) -> Made:
+def _layer_forward(given: Given, slot: LayerSlot, after: LayerSlot | None, before: Made) -> Made:
     """F of one layer."""
 
     def run(x: jax.Array, ring: Rings, side: Side, loss: Any) -> tuple[jax.Array, Rings, Side, Any]:
         plan = slot.kind.rings
         context = given.context(slot, plan.before_f(ring, given.row))
-        output, kept = slot.kind.forward(slot.whole(), x, context)
+        params = slot.whole() if before.whole is None else before.whole
+        output, kept = slot.kind.forward(params, x, context)
         more = output.side.loss
         loss = loss if more is None else loss + more.astype(loss.dtype)
         ring = plan.after_f(ring, kept, output.state, given.row)
         return output.y, ring, add_side(side, output.side), loss
 
-    x, rings, side, loss = before
+    x, rings, side, loss, _ = before
     rings = list(rings)
-    x, rings[slot.ring], side, loss = slot.if_active(run, x, rings[slot.ring], side, loss)
-    return Made(x, tuple(rings), side, loss)
+    made, whole = slot.beside(after, run, x, rings[slot.ring], side, loss)
+    x, rings[slot.ring], side, loss = made
+    if slot.stored is not None and after is not None:
+        # Else XLA begins some of its gathers only in the next layer. A BW has products
+        # enough for them, and would with this wait for its collectives over tp.
+        x, whole = lax.optimization_barrier((x, whole))
+    return Made(x, tuple(rings), side, loss, whole)
 
 
 def _layer_gradient(
-    op: Op, slot: LayerSlot, given: Given, kept: Kept, before: tuple[jax.Array, Tree, Rings]
-) -> tuple[jax.Array, Tree, Rings]:
+    op: Op, slot: LayerSlot, params: Tree, given: Given, kept: Kept,
+    before: tuple[jax.Array, Tree, Rings],
+) -> tuple[jax.Array, Tree, Rings]:  # fmt: skip
     """B, W or BW of one layer: dx, the sums of its gradients, and what B and BW leave.
 
-    `before` has dy, and the sums and rings as they were.
+    `params` are whole. `before` has dy, and the sums and rings as they were.
     """
     dy, total, ring = before
     if op is Op.B and slot.kind.rings.pooled:
         # All is read before anything is written to the same ring: else XLA copies it.
         kept, ring = lax.optimization_barrier((kept, ring))
-    params, split = slot.whole(), slot.kind.split
+    split = slot.kind.split
     context, loss = given.context(slot, kept.state), split.output.side.loss
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
     if op is Op.W:

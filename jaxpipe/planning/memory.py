@@ -55,7 +55,8 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     sums = held.part if parallel.reshards else held.whole
     cast = item != _FLOAT32
     if parallel.reshards:
-        gathered = max(values.whole for values in by_kind.values())  # one layer at a time
+        ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the one that follows
+        gathered = ahead * max(values.whole for values in by_kind.values())
         read = held.part * (cast + mirrored) + gathered
     else:
         read = held.whole * ((cast or held.whole != held.part) + mirrored)

@@ -94,7 +94,11 @@ def test_the_step_on_a_whole_mesh(shared):
     assert permutes["hidden"]
     assert [copy for copy in found["buffer_copies"] if copy["size"] > VECTOR] == []
     assert found["graphs"]["whole"]
-    assert found["collectives"]["reduce-scatter"] > 0
+    shares = {(one["kind"], *one["axes"], one["looped"]): one for one in found["collectives"]}
+    assert shares["collective-permute", "pp", True]["count"] == 2
+    assert all(0 <= one["hidden"] <= one["size"] for one in shares.values())
+    assert shares["collective-permute", "pp", True]["hidden"] > 0
+    assert shares["reduce-scatter", "dp", False]["count"] > 0
 
 
 @needs_compiler

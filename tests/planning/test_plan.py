@@ -127,6 +127,15 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage, vocab):
     assert predicted.optimizer == 2 * predicted.parameters
 
 
+def test_layers_that_every_action_gathers_are_whole_two_at_a_time():
+    sizes = ("parallel.pp=1", "parallel.dp=2", "parallel.zero_stage=3")
+    one, two, four = (
+        estimate_of(*sizes, f"model.n_layers={layers}")[1].bytes.copies for layers in (1, 2, 4)
+    )
+    assert two - one == 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    assert four == two
+
+
 def test_a_second_copy_of_the_stages_costs_its_messages():
     """DualPipe: each rank's layers go out, and their gradients come home, once a step."""
     sizes = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=4", "train.grad_accum_steps=8",

@@ -1,0 +1,184 @@
+"""Which of a compiled step's collectives have compute to hide behind, read from scheduled HLO.
+
+A collective is **behind compute** if it is asynchronous and between its start and its done, in the
+order in which its computation runs, stands a product of matrices or attention, or a conditional or
+loop that holds one. Elementwise work is not counted, however large. Nothing is said of times: the
+compute may be shorter than the transfer.
+
+Each collective of the text counts once, wherever it stands: in a branch that most ticks leave out,
+or in a loop of many turns.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpipe.gpu.program import Instruction, Program, bytes_of
+
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may stand for a collective
+_PRODUCT = re.compile(r'custom_call_target="__(?:cublas|cudnn|triton)')
+_NAME = re.compile(r"%([\w.\-]+)")
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*)")
+_OF_MESH = re.compile(r"mesh\[.*?\] \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LIST = re.compile(r"\{\{([\d,]+)\}")
+
+
+class Collective(NamedTuple):
+    """One collective.
+
+    `axes` are those of the mesh along which its devices differ. `looped`: it is in the loop over
+    ticks, else it runs once a step. `size`: bytes of what a device gives or gets, the larger of
+    the two. `hidden`: it is behind compute.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    looped: bool
+    size: int
+    hidden: bool
+
+
+class Share(NamedTuple):
+    """Collectives of one kind over the same axes, all in the loop or all outside it.
+
+    There are `count` of them, of so many bytes in all; `hidden` of these are behind compute.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    looped: bool
+    count: int
+    size: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Those of a program compiled for a mesh; `mesh` has the sizes of its axes, in order."""
+
+    program: Program
+    mesh: Mapping[str, int]
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """All, by where they are, kind and axes."""
+        found: dict[tuple[bool, str, tuple[str, ...]], list[Collective]] = {}
+        for one in self:
+            found.setdefault((not one.looped, one.kind, one.axes), []).append(one)
+        return tuple(
+            Share(
+                kind, axes, not outside, len(of), sum(one.size for one in of),
+                sum(one.size for one in of if one.hidden),
+            )
+            for (outside, kind, axes), of in sorted(found.items())
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Collective]:
+        computations, looped = self.program.computations, self.program.looped
+        every = [one for instructions in computations.values() for one in instructions]
+        wrapped = {name for one in every if one.opcode in _WRAPS for name in self._called(one)}
+        for name, instructions in computations.items():
+            if name not in wrapped:
+                yield from self._of(instructions, looped=name in looped)
+
+    def _of(self, instructions: Sequence[Instruction], *, looped: bool) -> Iterator[Collective]:
+        """Those of one computation."""
+        sizes = {one.name: bytes_of(one.shape) for one in instructions}
+        for at, start in enumerate(instructions):
+            collective = self._collective(start)
+            if collective is None:
+                continue
+            end, hidden = start, False
+            if start.opcode.endswith("-start"):
+                rest = instructions[at + 1 :]
+                between = list(takewhile(lambda one: not _ends(one, start), rest))  # noqa: B023
+                end = rest[len(between)]
+                synchronous = '"is_sync":true' in start.rest
+                hidden = not synchronous and any(map(self._computes, between))
+            given = sum(sizes.get(name, 0) for name in _operands(start))
+            yield Collective(
+                collective.opcode.removesuffix("-start"),
+                axes_of(collective.rest, self.mesh),
+                looped,
+                max(given, sizes[end.name]),
+                hidden,
+            )
+
+    def _collective(self, one: Instruction) -> Instruction | None:
+        """The collective that an instruction is or stands for."""
+        if one.opcode.removesuffix("-start") in _KINDS:
+            return one
+        if one.opcode not in _WRAPS:
+            return None
+        inside = (inner for name in self._called(one) for inner in self.program.computations[name])
+        return next(filter(None, map(self._collective, inside)), None)
+
+    def _computes(self, one: Instruction) -> bool:
+        """Whether it is or holds a product of matrices or attention."""
+        return _is_product(one) or not self._computing.isdisjoint(self._called(one))
+
+    @cached_property
+    def _computing(self) -> frozenset[str]:
+        """The computations that hold such; a text has each after all that it calls."""
+        found: set[str] = set()
+        for name, instructions in self.program.computations.items():
+            if any(_is_product(o) or not found.isdisjoint(self._called(o)) for o in instructions):
+                found.add(name)
+        return frozenset(found)
+
+    def _called(self, one: Instruction) -> list[str]:
+        """The computations that an instruction names."""
+        return [name for name in _NAME.findall(one.rest) if name in self.program.computations]
+
+
+def _operands(one: Instruction) -> list[str]:
+    return _NAME.findall(one.rest.split(")")[0])
+
+
+def _ends(one: Instruction, start: Instruction) -> bool:
+    return one.opcode.endswith("-done") and start.name in _operands(one)
+
+
+def _is_product(one: Instruction) -> bool:
+    library = one.opcode == "custom-call" and _PRODUCT.search(one.rest)
+    return bool(library) or one.opcode == "dot"
+
+
+def axes_of(rest: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh, larger than one, along which the devices of a collective differ.
+
+    Devices are numbered in the mesh's order. XLA writes their groups in three ways:
+
+    >>> mesh = {"pp": 4, "dp": 2, "tp": 2}
+    >>> axes_of("channel_id=1, replica_groups=mesh['pp'=4,'dp'=2,'tp'=2] {'tp','dp'}, x=y", mesh)
+    ('dp', 'tp')
+    >>> axes_of("replica_groups=[8,2]<=[4,2,2]T(0,2,1), use_global_device_ids=true", mesh)
+    ('dp',)
+    >>> axes_of("source_target_pairs={{0,4},{4,8},{8,12},{12,0}}, metadata={}", mesh)
+    ('pp',)
+    """
+    groups = _GROUPS.search(rest)
+    text = groups[1] if groups else ""
+    if named := _OF_MESH.match(text):
+        return tuple(axis for axis in mesh if f"'{axis}'" in named[1] and mesh[axis] > 1)
+    first = _first_group(text) or range(prod(mesh.values()))
+    coordinates = np.unravel_index(np.asarray(first), tuple(mesh.values()))
+    return tuple(axis for axis, along in zip(mesh, coordinates) if len(set(along.tolist())) > 1)
+
+
+def _first_group(text: str) -> list[int]:
+    """The devices of the first group; none: all devices are one."""
+    if iota := _IOTA.match(text):
+        shape, sizes, order = (part and [int(i) for i in part.split(",")] for part in iota.groups())
+        devices = np.arange(prod(sizes)).reshape(sizes).transpose(order)
+        return devices.reshape(shape)[0].tolist()
+    listed = _LIST.match(text)
+    return [int(i) for i in listed[1].split(",")] if listed else []
