@@ -40,6 +40,8 @@ _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 class Memory:
     """Bytes of one device. `peak` includes the arguments, less what the outputs reuse of them.
 
+    `host`: of its host's memory, on top.
+
     Not included: CUDA's context, NCCL's buffers, CUDA graphs and fragmentation.
     """
 
@@ -48,6 +50,7 @@ class Memory:
     outputs: int
     aliased: int
     temporaries: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,10 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     parallel = config.parallel
     topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
     trainer = Trainer(config, _devices(card, usable, topology), memory)
-    own = compiler.wanted("gpu", deterministic=config.train.deterministic)
+    train = config.train
+    own = compiler.wanted(
+        "gpu", deterministic=train.deterministic, offloads=bool(train.offload_layers)
+    )
     options, _ = compiler.accepted(_DEVICELESS)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -145,4 +151,5 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
+        host=analysis.host_temp_size_in_bytes,
     )

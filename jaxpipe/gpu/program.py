@@ -20,6 +20,9 @@ _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
 _LABEL = re.compile(r"^( *)(\w+):$")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+_HOST = "S(5)"  # what a layout says of an array in the host's memory
+_MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
+_PRODUCT = 'custom_call_target="__cu'  # of cuBLAS and cuDNN
 _CLONE = "double_buffer_clone"
 
 
@@ -42,6 +45,17 @@ class Permute(NamedTuple):
 
     name: str
     size: int
+    hides: int | None
+
+
+class HostCopy(NamedTuple):
+    """A copy in the loop between a device and its host's memory.
+
+    `hides` is the number of matrix products between its start and its done, None if the stream
+    waits for it at once.
+    """
+
+    name: str
     hides: int | None
 
 
@@ -157,6 +171,26 @@ class Program:
         return self._copies(self._messages)
 
     @cached_property
+    def host_copies(self) -> tuple[HostCopy, ...]:
+        """The copies of the loop between device and host, in branches too."""
+        found = []
+        for fused, body in self._called_by(self.loop) if self.loop else ():
+            shapes = {one.name: one.shape for one in body}
+            for at, one in enumerate(body):
+                read = (shapes.get(name, "") for name in _NAME.findall(one.rest))
+                moves = _HOST in one.shape or any(_HOST in shape for shape in read)
+                if fused or not moves:
+                    continue
+                if one.opcode in _MOVES:
+                    found.append(HostCopy(one.name, None))
+                elif one.opcode.removesuffix("-start") in _MOVES:
+                    end = next(i for i, later in enumerate(body) if i > at and one.name in
+                               _NAME.findall(later.rest))  # fmt: skip
+                    products = sum(_PRODUCT in other.rest for other in body[at:end])
+                    found.append(HostCopy(one.name, products))
+        return tuple(found)
+
+    @cached_property
     def custom_calls(self) -> dict[str, int]:
         """How often the module calls each library function, such as `__cublas$lt$matmul`."""
         return dict(Counter(re.findall(r'custom_call_target="([^"]+)"', self.text)).most_common())
@@ -179,11 +213,17 @@ class Program:
 
     def _below(self, name: str) -> Iterator[tuple[bool, Instruction]]:
         """Instructions of a computation and of all that it calls, and whether each is fused."""
+        for fused, body in self._called_by(name):
+            for one in body:
+                yield fused, one
+
+    def _called_by(self, name: str) -> Iterator[tuple[bool, list[Instruction]]]:
+        """A computation and all that it calls, and whether each is fused."""
         seen, todo = {name}, [(False, name)]
         while todo:
             fused, current = todo.pop()
+            yield fused, self.computations[current]
             for one in self.computations[current]:
-                yield fused, one
                 for called in _NAME.findall(one.rest):
                     if called in self.computations and called not in seen:
                         seen.add(called)

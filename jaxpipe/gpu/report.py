@@ -10,6 +10,7 @@ from jaxpipe.gpu.check import Report
 def as_json(report: Report) -> dict[str, Any]:
     """The report as JSON values; sizes are in bytes, times in seconds."""
     program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
+    hides = [one.hides for one in program.host_copies]
     return {
         "card": report.card,
         "devices": report.devices,
@@ -25,6 +26,11 @@ def as_json(report: Report) -> dict[str, Any]:
             "conditionals": program.conditionals,
             "hides": [one.hides for one in program.permutes],
             "hidden": program.hidden,
+        },
+        "host_copies": {
+            "asynchronous": len(hides) - hides.count(None),
+            "synchronous": hides.count(None),
+            "hidden": sum(map(bool, hides)),
         },
         "buffer_copies": [one._asdict() for one in program.buffer_copies],
         "message_copies": [one._asdict() for one in program.message_copies],
@@ -53,6 +59,7 @@ def lines(report: Report) -> list[str]:
         f"CUDA's context and NCCL's buffers)",
         *_advice(report),
         _permutes(report),
+        *_host(report),
         "copies in the loop: " + (
             ", ".join(f"{one.count} x {one.shape}" for one in program.buffer_copies)
             or "none of a ring or an accumulator"
@@ -83,6 +90,16 @@ def _permutes(report: Report) -> str:
         f"{program.conditionals} conditionals of a tick, {waits} synchronous: "
         f"{'all hidden' if program.hidden else 'NOT ALL HIDDEN'}"
     )
+
+
+def _host(report: Report) -> list[str]:
+    hides = [one.hides for one in report.program.host_copies]
+    if not hides:
+        return []
+    return [
+        f"host: {readable_bytes(report.bytes.host)} of its memory; {len(hides)} copies to and fro, "
+        f"{sum(map(bool, hides))} of them behind products, {hides.count(None)} synchronous"
+    ]
 
 
 def _graphs(report: Report) -> str:

@@ -38,6 +38,11 @@ class LayerSlot:
     ring: int
     stored: Tree = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether what it leaves for backward waits in the host's memory."""
+        return self.kind.rings.on_host
+
     def whole(self) -> Tree:
         """The layer's whole parameters."""
         if self.stored is None:
@@ -108,7 +113,7 @@ class Chunk:
         """F of the chunk on `before.y`, which is x."""
         x, rings, side, loss = before
         rings = list(rings)
-        for slot in self.slots:
+        for place, slot in enumerate(self.slots):
 
             def run(
                 x: jax.Array, ring: Rings, side: Side, loss: Any, slot: LayerSlot = slot
@@ -122,6 +127,9 @@ class Chunk:
                 return output.y, ring, add_side(side, output.side), loss
 
             x, rings[slot.ring], side, loss = slot.if_active(run, x, rings[slot.ring], side, loss)
+            if place and (before := self.slots[place - 1]).on_host:
+                # What it left has had this layer's time to be copied.
+                x, rings[before.ring] = lax.optimization_barrier((x, rings[before.ring]))
         return Made(x, tuple(rings), side, loss)
 
     def gradient(

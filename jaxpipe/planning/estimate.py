@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.planning.hardware import NO_COPIES, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Op, Report, Tables, simulate
 
@@ -23,6 +25,7 @@ class Estimate:
     bytes: RankBytes  # of a device
     sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
     mirroring: float  # seconds of that copy, if the schedule is bidirectional
+    waiting: float  # seconds for which compute waits for copies with the host
     tokens: int  # of a step
 
     @property
@@ -45,12 +48,17 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     """Simulate a candidate of a configuration."""
     choice = candidate.choice
     schedule, tables = choice.schedule, choice.tables
-    costs = seconds.costs(
-        choice.layers,
-        shared_by=config.parallel.ends_shared_by,
-        split=any(action.op is Op.B for _, action in schedule.actions()),
-    )
-    report = simulate(schedule, costs, choice.lockstep)
+    split = any(action.op is Op.B for _, action in schedule.actions())
+
+    def simulated(seconds: OpSeconds) -> Report:
+        shared_by = config.parallel.ends_shared_by
+        costs = seconds.costs(choice.layers, shared_by=shared_by, split=split)
+        return simulate(schedule, costs, choice.lockstep)
+
+    report, waiting = simulated(seconds), 0.0
+    if config.train.offload_layers:
+        without = simulated(replace(seconds, copies=NO_COPIES))
+        waiting = report.lockstep_makespan - without.lockstep_makespan
     message = costs_of(config).message
     layout = layout_of(config, schedule.placement, choice.layers)
     mirrored = mirrored_bytes(config, layout)
@@ -61,5 +69,6 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
         rank_bytes(config, layout, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
+        waiting,
         config.tokens_per_step,
     )

@@ -68,7 +68,7 @@ def test_a_deterministic_step_is_told_so(monkeypatch):
     for deterministic in (True, False):
         config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
         assert Trainer(config).train_step
-        assert asked.pop() == (("cpu",), {"deterministic": deterministic})
+        assert asked.pop() == (("cpu",), {"deterministic": deterministic, "offloads": False})
 
 
 def test_what_cannot_be_deterministic_is_refused(monkeypatch):
