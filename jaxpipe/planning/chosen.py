@@ -93,8 +93,8 @@ def chosen(
     layers = layers_of(config, schedule.stages)
     if config.train.offload_layers > min(layers):
         raise ScheduleError(
-            f"train.offload_layers={config.train.offload_layers} exceeds the {min(layers)} layers "
-            f"of the shortest stage: all ranks copy the same ones; offload at most so many."
+            f"train.offload_layers={config.train.offload_layers} exceeds the layers of the "
+            f"shortest stage, {min(layers)}: every rank copies as many; offload at most so many."
         )
     if parallel.memory_limit:
         room = room_of(config, layout_of(config, schedule.placement, layers), memory)
