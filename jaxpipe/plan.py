@@ -41,12 +41,15 @@ from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline, write
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
-_COLUMNS = ("schedule", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s")
+_COLUMNS = (
+    "schedule", "ends", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s",
+)  # fmt: skip
 _LEGEND = (
-    "bubble, span: of ranks that run freely, over the whole step and over a rank's own; scan: of "
-    "the lockstep that the executor runs. held: microbatches x stages on a rank. GiB: a device's "
-    "(! too much), stored: activations of it, sent: to neighbours in a step. *: what the "
-    "configuration names, as it would run."
+    "ends: embedding and head of the ranks that have them, or shared by all. bubble, span: of "
+    "ranks that run freely, over the whole step and over a rank's own; scan: of the lockstep that "
+    "the executor runs. held: microbatches x stages on a rank. GiB: a device's (! too much), "
+    "stored: activations of it, sent: to neighbours in a step. *: what the configuration names, as "
+    "it would run."
 )
 
 _HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers)."
@@ -117,8 +120,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         drawn = timeline(shown.candidate.choice.schedule, shown.candidate.choice.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        layers, shared_by = shown.candidate.choice.layers, config.parallel.ends_shared_by
-        _draw(shown, arguments.picture, seconds.costs(layers, shared_by=shared_by))
+        _draw(shown, arguments.picture, shown.candidate.choice.costs(config, seconds))
     if arguments.write:
         _write(config, shown, arguments.write)
     return 0
@@ -174,10 +176,15 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
-    named |= {"in_flight": shown.candidate.choice.lockstep.in_flight or 0}
+    lockstep = shown.candidate.choice.lockstep
+    named |= {"in_flight": lockstep.in_flight or 0, "vocab_parallel_pp": lockstep.vocab_parallel}
     changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
-    how = " ".join(f"parallel.{key}={value}" for key, value in changes.items())
+    how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
     print(f"wrote {shown.candidate.label}; to run it: {how}", file=sys.stderr)
+
+
+def _as_toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _print(
@@ -198,14 +205,15 @@ def _print(
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     offloads = train.offload_layers > 0
     for name in _COLUMNS + ("host",) * offloads:
-        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+        justify = "left" if name in ("schedule", "ends") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
         label, report = one.candidate.label, one.report
         fits = one.bytes.total <= memory
         chosen = label == advice.best
         table.add_row(
             label + (" *" if one.candidate.configured else ""),
-            f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
+            _ends(one), f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
             f"{report.bubble_lockstep:.1%}", str(one.held),
             f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
             f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
@@ -229,6 +237,10 @@ def _print(
         console.print(sentence, soft_wrap=True)
 
 
+def _ends(one: Estimate) -> str:
+    return "shared" if one.candidate.choice.lockstep.vocab_parallel else "own"
+
+
 def _as_json(
     estimates: Sequence[Estimate],
     refused: dict[str, str],
@@ -240,6 +252,7 @@ def _as_json(
         {
             "schedule": one.candidate.label,
             "configured": one.candidate.configured,
+            "ends": _ends(one),
             "fits": one.bytes.total <= memory,
             "tokens_per_second": one.tokens_per_second,
             **asdict(one.report),

@@ -1,5 +1,7 @@
 """The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from meshes import (
     LENGTH,
     MICROBATCHES,
     MODELS,
+    PLAIN,
     SIZES,
     pipeline_of,
     problem,
@@ -36,6 +39,7 @@ from jaxpipe.pipeline import (
     Pipeline,
     losses_and_gradients_ref,
     split_layer,
+    step_ref,
 )
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Lockstep, build
@@ -206,6 +210,22 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         for found, layer in zip(layout.unstack(got["layers"]), want["layers"]):
             assert layer["tables"]["y"].any((1, 2)).all()
             assert_same(found["tables"], layer["tables"])
+
+
+@pytest.mark.parametrize("lockstep", [PLAIN, SHARED], ids=["own ends", "shared ends"])
+def test_what_the_model_gives_back_of_every_microbatch(lockstep):
+    """The stream behind the last layer, which the devices along tp put together again."""
+    devices = TensorParallel(2, sequence=True)
+    with jax.enable_x64(True):
+        pipeline, _, params, batch = pipeline_of(
+            "tied", "dualpipe", 2, 2, 2, sequence=True, lockstep=lockstep, dtype=jnp.float64
+        )
+        gives = replace(pipeline.functions, outputs=lambda ends, x, rows: devices.enter(x))
+        got = jax.jit(replace(pipeline, functions=gives).step)(params, batch)
+        decoder, shared, layers, batch = problem("tied", jnp.float64)
+        gives = replace(decoder.functions, outputs=lambda ends, x, rows: x)
+        want = step_ref(gives, shared, layers, batch)
+        assert_same((got.outputs, got.losses), (want.outputs, want.losses))
 
 
 def test_forward_only_on_a_whole_mesh():

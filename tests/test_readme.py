@@ -204,3 +204,29 @@ def test_pictures_say_what_the_code_draws(tmp_path, monkeypatch):
 def words_of(svg):
     """Those written as text, and those drawn as outlines, which stand in comments."""
     return re.findall(r"<text[^>]*>(.*?)</text>|<!-- (.*?) -->", svg, re.DOTALL)
+
+
+FIGURES = HOUSE / "bench" / "FIGURES.md"
+FIGURE = r"\d (?:%|per cent|[GM]iB|[GM]B|GB/s|m?s|seconds|minutes|GFLOP/s|tokens/s)(?![\w-])"
+
+
+def sections(page):
+    """The text under every heading, without code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.split(r"^#+ (.*)$", text, flags=re.MULTILINE)[1:]
+    return dict(zip(headings[::2], headings[1::2]))
+
+
+def test_figures_have_a_command():
+    rows = re.findall(
+        r"^\| \[.*?\]\((.*?)\) \| (.*?) \| (.+) \|$", FIGURES.read_text(), re.MULTILINE
+    )
+    listed = {((FIGURES.parent / link).resolve(), section) for link, section, _ in rows}
+    assert {page for page, _ in listed} <= set(PAGES)
+    for page in set(PAGES) - {FIGURES}:
+        there = sections(page)
+        named = {section for of_page, section in listed if of_page == page} - {"all"}
+        assert not named - set(there), name(page)
+        with_figures = {section for section, text in there.items() if re.search(FIGURE, text)}
+        if (page, "all") not in listed:
+            assert not with_figures - named, name(page)

@@ -14,6 +14,7 @@ from jaxpipe.planning import (
     OpSeconds,
     analytic,
     chosen,
+    decided,
     estimate,
     own_costs,
     read_own,
@@ -38,6 +39,7 @@ def measure(config: Config, *, memory: float | None = None) -> str:
     All processes of a run call it; `memory` is as in `chosen`. Raises `ConfigError` where the file
     cannot be written.
     """
+    config = decided(config, jax.default_backend())
     if not processes.largest(int(read_own(config) is None)):  # before any of them writes
         return f"ops were measured before: {own_costs(config)}"
     seconds = _measured(Trainer(config))

@@ -39,7 +39,8 @@ class ParallelConfig(_Section, kw_only=True):
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
     sequence_parallel: bool = False  # cut the stream between sublayers over tp too
-    vocab_parallel_pp: bool = False  # every rank has a part of embedding and head; see README
+    # every rank has a part of embedding and head; auto: on GPU, where the plan is not slower
+    vocab_parallel_pp: bool | Literal["auto"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
     # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
     reshard_after_forward: bool | Literal["auto"] = "auto"
@@ -85,8 +86,8 @@ class ParallelConfig(_Section, kw_only=True):
 
     @property
     def ends_shared_by(self) -> int:
-        """Pipeline ranks that share embedding and head; 0: they do not."""
-        return self.pp if self.vocab_parallel_pp else 0
+        """Pipeline ranks that share embedding and head; 0: they do not, or it is not decided."""
+        return self.pp if self.vocab_parallel_pp is True else 0
 
 
 class TrainConfig(_Section, kw_only=True):
@@ -144,6 +145,15 @@ class DataConfig(_Section, kw_only=True):
     heldout_path: str = ""  # file: another for held-out losses; empty: the end of `path`
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no file is given
     shuffle: bool = True  # a new order of samples every epoch
+    # documents in rows that they share without seeing each other: in their order, or where they
+    # fit best; none: rows are cut out of the stream of tokens
+    packing: Literal["none", "sequential", "best_fit"] = "none"
+    max_documents: Positive = 64  # that a packed row may hold
+
+    @property
+    def documents(self) -> int:
+        """Documents that a row may hold; 0: rows are not packed."""
+        return 0 if self.packing == "none" else self.max_documents
 
 
 class CheckpointConfig(_Section, kw_only=True):

@@ -27,6 +27,8 @@ class StageFunctions:
       kinds: the kinds of layers by name; one kind may be given as it is.
       head: `(shared, x, rows) -> summed loss`, or an array of several, which are all trained on.
       count: `rows -> how many terms the summed loss has`.
+      outputs: `(shared, x, rows) -> what a step gives back of a microbatch`, of the head's x: a
+        tree of arrays of numbers `[B, ...]`, which devices along tp make alike; None: nothing.
       order: the kind of every layer; None: all are of the only kind.
       losses: a name for each of the head's losses; what layers make is added to the first.
       leaves: a `Leaf` for every leaf of `shared`; None: nothing is cut.
@@ -55,6 +57,7 @@ class StageFunctions:
     kinds: LayerKind | Mapping[str, LayerKind]
     head: Callable[[Tree, "jax.Array", Tree], "jax.Array"]
     count: Callable[[Tree], "jax.Array"]
+    outputs: Callable[[Tree, "jax.Array", Tree], Tree] | None = None
     order: tuple[str, ...] | None = None
     losses: tuple[str, ...] = ("loss",)
     leaves: Tree = None

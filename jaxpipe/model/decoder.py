@@ -17,6 +17,7 @@ from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.leaf import Leaf
@@ -37,7 +38,8 @@ class CausalDecoder:
     sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
     [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
-    `z_loss` the head has two losses.
+    `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
+    and `positions`, as `Documents` has them; 0: a row is one text.
     """
 
     config: DecoderConfig
@@ -48,6 +50,7 @@ class CausalDecoder:
     slices: int = 1
     seed: int = 0
     z_loss: float = 0.0
+    documents: int = 0
 
     @property
     def attend(self) -> Attend:
@@ -102,6 +105,7 @@ class CausalDecoder:
         state = self.state if self.slices > 1 else None
         reads = ["inputs", "targets", "positions"]
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
+        reads += ["segments"] * bool(self.documents)
         return StageFunctions(
             self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
@@ -144,6 +148,17 @@ class CausalDecoder:
             return NO_MASKS
         begin = self._begin(rows, length) + self.sequence.start(length)
         return Masks.of(self.dropout, rows["samples"][:, 0], layer, begin, self.devices)
+
+    def _documents(self, rows: Tree) -> Documents | None:
+        """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""
+        if not self.documents:
+            return None
+        if not {"segments", "positions"} <= rows.keys():
+            raise ValueError(
+                f"the model is built for packed rows, which have `segments` and `positions`, but "
+                f"the batch has only {', '.join(rows)}: give both, or build it with documents=0."
+            )
+        return Documents(rows["segments"], rows["positions"])
 
     def _past(self, x: jax.Array, context: Context) -> Past | None:
         """Of a slice the keys and values before it."""

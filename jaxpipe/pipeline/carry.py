@@ -18,8 +18,9 @@ class Carry(NamedTuple):
     which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
     gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
     layer slot. `losses`: each microbatch's share of the loss, `[M]`, or `[M, K]` of the head's K;
-    `side`: the sums and maxima of what layers make beside. A forward-only pass has no `dx`,
-    residuals, stash or gradients.
+    `side`: the sums and maxima of what layers make beside; `outputs`: what of every microbatch the
+    model gives back, `[M, ...]`, where this rank has made it, else zeros. A forward-only pass has
+    no `dx`, residuals, stash or gradients.
     """
 
     y: jax.Array
@@ -33,3 +34,4 @@ class Carry(NamedTuple):
     shared_gradients: Tree
     losses: jax.Array
     side: Side
+    outputs: Tree

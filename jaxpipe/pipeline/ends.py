@@ -29,6 +29,7 @@ class StepData:
       batch: leaves `[M, B, ...]`.
       variables: the model's state that is no parameter.
       loss: shape and dtype of what the head returns.
+      outputs: shapes and dtypes of what the model gives back of a microbatch.
       share: one over the number of terms in the whole batch.
       seed: the gradient at the summed loss.
       unscale: what the sums of gradients are multiplied with at the end; None: nothing.
@@ -40,6 +41,7 @@ class StepData:
     batch: Tree
     variables: Tree
     loss: jax.ShapeDtypeStruct
+    outputs: Tree
     share: jax.Array
     seed: jax.Array
     unscale: jax.Array | None
@@ -86,6 +88,15 @@ class Ends(ABC):
         dy, used = self.split.backward(params, context, kept, self._seed(output.y))
         return output.y, dy.value, self.head.add(totals, used)
 
+    def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
+        """What the model gives back, with that of a microbatch added on the rank that is `here`."""
+        if self.functions.outputs is None:
+            return outputs
+        made = self.functions.outputs(self.step.shared, y, self.step.rows(m))
+        return jax.tree.map(
+            lambda every, own: buffers.write(every, jnp.where(here, own, 0), m), outputs, made
+        )
+
     def _seed(self, loss: jax.Array) -> Cotangent:
         return Cotangent(jnp.broadcast_to(self.step.seed.astype(loss.dtype), loss.shape))
 
@@ -105,18 +116,20 @@ class OwnEnds(Ends):
         """The loss after the last layer; the gradient it leaves takes the place of y."""
         m = row.forward_mb
 
-        def run() -> tuple[jax.Array, jax.Array, Tree, Any]:
-            rows = self.step.rows(m)
+        def run() -> tuple[jax.Array, jax.Array, Tree, Any, Tree]:
+            rows, outputs = self.step.rows(m), self._with_outputs(carry.outputs, carry.y, m)
             if self.step.tables.slots.head:
                 loss, dy, gradients, ring = self._loss_without_weights(carry, rows, row)
             else:
                 loss, dy, gradients = self._loss(carry.y, rows, carry.shared_gradients)
                 ring = carry.for_head
-            return self.step.recorded(carry.losses, loss, m), dy, gradients, ring
+            return self.step.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
 
-        passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head
-        losses, y, gradients, ring = lax.cond(row.head, run, lambda: passed)
-        return carry._replace(losses=losses, y=y, shared_gradients=gradients, for_head=ring)
+        passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head, carry.outputs
+        losses, y, gradients, ring, outputs = lax.cond(row.head, run, lambda: passed)
+        return carry._replace(
+            losses=losses, y=y, shared_gradients=gradients, for_head=ring, outputs=outputs
+        )
 
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
         """What has waited of the head's gradients, and the embedding's."""
@@ -195,16 +208,19 @@ class SharedEnds(Ends):
         """The loss of the y that a rank made, and the gradient at it for that rank's B."""
         m = which - 1
 
-        def run() -> tuple[jax.Array, jax.Array, Tree]:
+        def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
             y = _from_rank(here, carry.y)
             loss, dy, gradients = self._loss(y, self.step.rows(m), carry.shared_gradients)
             losses = self.step.recorded(carry.losses, jnp.where(here, loss, 0), m)
-            return losses, self._stored(carry.inbox, dy, here, slot), gradients
+            outputs = self._with_outputs(carry.outputs, y, m, here)
+            return losses, self._stored(carry.inbox, dy, here, slot), gradients, outputs
 
-        passed = carry.losses, carry.inbox, carry.shared_gradients
-        losses, inbox, gradients = lax.cond(which > 0, run, lambda: passed)
-        return carry._replace(losses=losses, inbox=inbox, shared_gradients=gradients)
+        passed = carry.losses, carry.inbox, carry.shared_gradients, carry.outputs
+        losses, inbox, gradients, outputs = lax.cond(which > 0, run, lambda: passed)
+        return carry._replace(
+            losses=losses, inbox=inbox, shared_gradients=gradients, outputs=outputs
+        )
 
     def _embed_gradient_of(self, rank: int, carry: Carry, which: jax.Array) -> Carry:
         """From the dx of stage 0 that a rank made."""

@@ -122,7 +122,11 @@ class Pipeline:
 
     def losses(self, params: Tree, batch: Tree, variables: Tree = None) -> jax.Array:
         """Each microbatch's share of the loss, `[M]` or `[M, K]`, by a forward-only pass."""
-        return self._run(self.forward_tables, params, batch, variables).losses
+        return self.forward(params, batch, variables).losses
+
+    def forward(self, params: Tree, batch: Tree, variables: Tree = None) -> StepOutput:
+        """What `step` computes, but for gradients, by a forward-only pass."""
+        return self._run(self.forward_tables, params, batch, variables)
 
     def _run(
         self, tables: Tables, params: Tree, batch: Tree, variables: Tree, loss_scale: Any = None
@@ -147,7 +151,7 @@ class Pipeline:
             mesh=self.mesh,
             in_specs=(specs, batch_spec(), PartitionSpec(), PartitionSpec(None, PP)),
             out_specs=StepOutput(
-                PartitionSpec(), specs if tables.trains else None, PartitionSpec()
+                PartitionSpec(), specs if tables.trains else None, PartitionSpec(), batch_spec()
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
         )
@@ -271,12 +275,13 @@ class _RankProgram:
             {name: lax.psum(value, every) for name, value in sums},
             {name: lax.pmax(value, every) for name, value in maxima},
         )
+        outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.trains:
-            return StepOutput(losses, None, side)
+            return StepOutput(losses, None, side, outputs)
         gradients = own.gradients(carry.shared_gradients, carry.layer_gradients)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
-        return StepOutput(losses, gradients, side)
+        return StepOutput(losses, gradients, side, outputs)
 
     def _kinds(
         self, own: RankParameters, x: Any, rows: Tree, variables: Tree
@@ -306,7 +311,7 @@ class _RankProgram:
     ) -> StepData:  # fmt: skip
         terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
         loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
-        names = self.functions.losses
+        names, outputs = self.functions.losses, self.functions.outputs
         if loss.shape != (() if len(names) == 1 else (len(names),)):
             raise ValueError(
                 f"the head returns losses of shape {loss.shape}, but `losses` names "
@@ -324,6 +329,7 @@ class _RankProgram:
             batch=batch,
             variables=variables,
             loss=loss,
+            outputs=outputs and jax.eval_shape(outputs, own.shared, x, rows),
             share=share,
             seed=seed,
             unscale=unscale,

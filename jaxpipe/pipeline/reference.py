@@ -19,11 +19,13 @@ class StepOutput(NamedTuple):
         `[M, K]`; their sum is what is trained on.
       gradients: of that sum, a tree like the parameters'; None: forward only.
       side: sums and maxima over all layers, microbatches and replicas; its loss is in `losses`.
+      outputs: what the model gives back of every microbatch, `[M, B, ...]`; None: nothing.
     """
 
     losses: jax.Array
     gradients: Tree
     side: Side
+    outputs: Tree = None
 
 
 def step_ref(
@@ -64,7 +66,7 @@ def step_ref(
     kinds = [functions.by_name[name] for name in functions.kinds_of(len(layers))]
 
     def shares(params: Tree, sequence: list[Tree]) -> tuple[jax.Array, tuple[Any, ...]]:
-        losses, sides, states = [], [], [None] * len(kinds)
+        losses, sides, outputs, states = [], [], [], [None] * len(kinds)
         for rows in sequence:
             x, more = functions.embed(params["shared"], rows), 0.0
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
@@ -74,21 +76,24 @@ def step_ref(
                 x, states[index], side = kind.layer(layer, x, context)
                 more = more if side.loss is None else more + side.loss
                 sides.append(side)
+            if functions.outputs is not None:
+                outputs.append(functions.outputs(params["shared"], x, rows))
             loss = functions.head(params["shared"], x, rows)
             loss = loss + more if loss.ndim == 0 else loss.at[0].add(more)
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
-        return sum(losses).sum(), (losses, reduce(_joined, sides, Side()))
+        return sum(losses).sum(), (losses, outputs, reduce(_joined, sides, Side()))
 
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, has_aux=True))
     params = {"shared": shared, "layers": layers}
     total, side = jax.tree.map(jnp.zeros_like, params), Side()
-    every = []
+    every, every_output = [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
-        (_, (losses, more)), gradients = shares_and_gradients(params, sequence)
-        every += losses
+        (_, (losses, outputs, more)), gradients = shares_and_gradients(params, sequence)
+        every, every_output = every + losses, every_output + outputs
         total, side = jax.tree.map(jnp.add, total, gradients), _joined(side, more)
-    return StepOutput(jnp.stack(every), total, side)
+    outputs = jax.tree.map(lambda *of_each: jnp.stack(of_each), *every_output or (None,))
+    return StepOutput(jnp.stack(every), total, side, outputs)
 
 
 def losses_and_gradients_ref(*args: Any, **kwargs: Any) -> tuple[jax.Array, Tree]:

@@ -57,6 +57,9 @@ class RankWork:
             shared_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
             side=empty_side(self.kinds),
+            outputs=jax.tree.map(
+                lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
+            ),
         )
         if not step.tables.trains:
             return carry

@@ -2,7 +2,7 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
-from jaxpipe.planning.chosen import Choice, chosen, layers_of, lockstep_of, op_seconds
+from jaxpipe.planning.chosen import Choice, chosen, decided, layers_of, lockstep_of, op_seconds
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
@@ -32,6 +32,7 @@ __all__ = [
     "candidates",
     "chosen",
     "configured",
+    "decided",
     "estimate",
     "layers_of",
     "layout_of",

@@ -56,9 +56,8 @@ def _waiting(config: Config, chosen: Estimate, seconds: OpSeconds) -> str:
     """How long a step waits for copies with the host, and the most layers whose copies hide."""
     label, given = chosen.candidate.label, config.train.offload_layers
     for layers in range(given - 1, -1, -1):
-        train = replace(config.train, offload_layers=layers)
         fewer = replace(seconds, copies=replace(seconds.copies, layers=layers))
-        if not estimate(replace(config, train=train), chosen.candidate, fewer).waiting:
+        if not estimate(config, chosen.candidate, fewer).waiting:
             break
     return (
         f"{label}: compute waits for copies with the host {chosen.waiting / chosen.seconds:.1%} of "

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.config import Config
-from jaxpipe.planning.chosen import Choice, chosen
+from jaxpipe.planning.chosen import QUICK, Choice, chosen
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import FAMILIES, ScheduleError, Sizes, Variant, family_of
-
-_SEARCH = 100_000  # steps simulated by each search: less than a second
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,8 @@ def variants(config: Config) -> list[Variant]:
 def sizes_of(config: Config) -> Sizes:
     """What decides which variants are worth a try."""
     parallel = config.parallel
-    return Sizes(parallel.pp, config.model.n_layers, parallel.slices, parallel.vocab_parallel_pp)
+    shared = parallel.ends_shared_by > 0
+    return Sizes(parallel.pp, config.model.n_layers, parallel.slices, shared)
 
 
 def variant_of(config: Config) -> Variant:
@@ -91,7 +90,7 @@ def configured(
 def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:
     """One of them, searched for these costs; raises `ScheduleError` where the sizes forbid it."""
     named = _named(config, variant)
-    return Candidate(variant, chosen(named, seconds=seconds, effort=_SEARCH))
+    return Candidate(variant, chosen(named, seconds=seconds, effort=QUICK))
 
 
 def _named(config: Config, variant: Variant) -> Config:

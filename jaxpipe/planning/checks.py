@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
+from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
 
@@ -26,6 +27,8 @@ def validate(
         platform = "cpu"
     if platform:
         _check_platform(config, platform)
+    if config.data.documents:
+        _check_packing(config, platform)
     check_sizes(config)
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
@@ -54,6 +57,13 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_deterministic  # needs jax
 
         check_deterministic(platform)
+
+
+def _check_packing(config: Config, platform: str | None) -> None:
+    """Raise `ConfigError` where a token would see other documents of its row."""
+    capability = compute_capability() if platform in ("gpu", "cuda") else None
+    for sentence in config.model.unmet_by_packing(capability):
+        raise ConfigError(sentence)
 
 
 def filled(config: Config, devices: int | None) -> Config:
@@ -110,7 +120,7 @@ def check_sizes(config: Config) -> None:
     _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
-    if parallel.vocab_parallel_pp:
+    if parallel.vocab_parallel_pp is True:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
         raise ConfigError(sentence)

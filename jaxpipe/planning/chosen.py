@@ -3,12 +3,12 @@
 Train, plan, profile and the check for GPUs all ask `chosen`, so they mean the same run.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from jaxpipe.config import Config
 from jaxpipe.planning.hardware import (
@@ -21,8 +21,11 @@ from jaxpipe.planning.hardware import (
 )
 from jaxpipe.planning.limits import room_of
 from jaxpipe.planning.memory import layout_of
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import (
+    Costs,
     Lockstep,
+    Op,
     Schedule,
     ScheduleError,
     Tables,
@@ -33,6 +36,10 @@ from jaxpipe.schedule import (
     lower,
     validate,
 )
+from jaxpipe.schedule.cells import lockstep_cost, place
+
+QUICK = 100_000  # effort of a search that takes less than a second
+_AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,18 @@ class Choice:
     def tables(self) -> Tables:
         """What the scan reads; raises `ScheduleError` where it cannot run the schedule."""
         return lower(self.schedule, self.lockstep)
+
+    def settled(self, config: Config) -> Config:
+        """The configuration that it was chosen for, with the ends as they were decided."""
+        return _with_ends(config, shared=self.lockstep.vocab_parallel)
+
+    def costs(self, config: Config, seconds: OpSeconds) -> Costs:
+        """Seconds of its stages."""
+        return seconds.costs(
+            self.layers,
+            shared_by=self.settled(config).parallel.ends_shared_by,
+            split=any(action.op is Op.B for _, action in self.schedule.actions()),
+        )
 
 
 def chosen(
@@ -72,8 +91,10 @@ def chosen(
       seconds: costs of ops for a search, if not those above.
       effort: of a search, as in `build`.
 
-    Raises `ScheduleError` where there is no such schedule, or none within `parallel.memory_limit`.
+    Raises `ScheduleError` where there is no such schedule, none within `parallel.memory_limit`, or
+    a stage with fewer layers than are to be offloaded.
     """
+    config = decided(config, platform)
     parallel = config.parallel
     lockstep = lockstep_of(config, platform)
     options: dict[str, Any] = {
@@ -113,6 +134,55 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+def decided(config: Config, platform: str | None = None) -> Config:
+    """The configuration with `parallel.vocab_parallel_pp` decided where it is "auto".
+
+    It becomes true where the lockstep of its schedule then takes no longer (a hundredth counts as
+    nothing), by the seconds of an H100 or of a file: not by what a run has measured, since each of
+    its starts must decide alike. It becomes false where that cannot be, and on CPU, where ranks
+    share cores; `platform` as in `chosen`.
+    """
+    if config.parallel.vocab_parallel_pp != "auto":
+        return config
+    return _with_ends(config, shared=not _on_cpu(config, platform) and _gains_by_sharing(config))
+
+
+@lru_cache(maxsize=64)  # several ask for the same run
+def _gains_by_sharing(config: Config) -> bool:
+    """Whether embedding and head that all ranks share are possible, and take no longer.
+
+    Both are timed in one order of actions, searched for ends of which each has its rank.
+    """
+    parallel = config.parallel
+    uneven = config.model.vocab_size % (parallel.pp * parallel.tp)
+    if parallel.pp == 1 or parallel.defer_ends or uneven:
+        return False
+    if parallel.costs == "measure":
+        config = structs.replace(config, parallel=structs.replace(parallel, costs=""))
+    config = _with_ends(config, shared=False)
+    seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
+
+    def in_ticks(choice: Choice) -> float:
+        costs, lockstep = choice.costs(config, seconds), choice.lockstep
+        return lockstep_cost(place(choice.schedule, lockstep), costs, lockstep.transfer_ticks)
+
+    try:
+        own = chosen(config, platform="gpu", memory=memory, seconds=seconds, effort=QUICK)
+        together = replace(own, lockstep=replace(own.lockstep, vocab_parallel=True))
+        return in_ticks(together) <= in_ticks(own) * _AS_FAST
+    except ScheduleError:
+        return False
+
+
+def _with_ends(config: Config, *, shared: bool) -> Config:
+    parallel = structs.replace(config.parallel, vocab_parallel_pp=shared)
+    return structs.replace(config, parallel=parallel)
+
+
+def _on_cpu(config: Config, platform: str | None) -> bool:
+    return (platform or ("cpu" if config.runtime.cpu_devices else "gpu")) == "cpu"
+
+
 def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
@@ -122,12 +192,11 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
 
     Raises `ScheduleError` for ends that are both shared and deferred.
     """
-    parallel = config.parallel
-    on_cpu = (platform or ("cpu" if config.runtime.cpu_devices else "gpu")) == "cpu"
+    parallel, on_cpu = config.parallel, _on_cpu(config, platform)
     return Lockstep(
         transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
         in_flight=parallel.in_flight or None,
-        vocab_parallel=parallel.vocab_parallel_pp,
+        vocab_parallel=bool(parallel.ends_shared_by),
         defer_ends=parallel.defer_ends,
         pairs=not on_cpu and not config.train.offload_layers,
     )
@@ -146,7 +215,7 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
         measured = read_measured(Path(costs)) if costs else None
     if measured is None:
         return analytic(config, hardware)
-    return replace(measured, copies=copies_of(config, hardware))
+    return structs.replace(measured, copies=copies_of(config, hardware))
 
 
 def _searched(

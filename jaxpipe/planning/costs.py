@@ -95,13 +95,13 @@ def essentials(config: Config) -> Config:
     return Config(
         model=config.model,
         parallel=ParallelConfig(
-            pp=parallel.pp if parallel.vocab_parallel_pp else 1,
+            pp=parallel.ends_shared_by or 1,
             dp=parallel.sdp,
             sdp=parallel.sdp,
             tp=parallel.tp,
             slices=parallel.slices,
             sequence_parallel=parallel.sequence_parallel,
-            vocab_parallel_pp=parallel.vocab_parallel_pp,
+            vocab_parallel_pp=bool(parallel.ends_shared_by),
         ),
         train=TrainConfig(
             steps=1,

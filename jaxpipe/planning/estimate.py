@@ -9,7 +9,7 @@ from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import NO_COPIES, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
-from jaxpipe.schedule import Op, Report, Tables, simulate
+from jaxpipe.schedule import Report, Tables, simulate
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,21 @@ class Estimate:
 def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
     """Simulate a candidate of a configuration."""
     choice = candidate.choice
-    schedule, tables = choice.schedule, choice.tables
-    split = any(action.op is Op.B for _, action in schedule.actions())
+    config, tables = choice.settled(config), choice.tables
 
     def simulated(seconds: OpSeconds) -> Report:
-        shared_by = config.parallel.ends_shared_by
-        costs = seconds.costs(choice.layers, shared_by=shared_by, split=split)
-        return simulate(schedule, costs, choice.lockstep)
+        return simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep)
 
     report, waiting = simulated(seconds), 0.0
-    if config.train.offload_layers:
+    if seconds.copies.layers:
         without = simulated(replace(seconds, copies=NO_COPIES))
         waiting = report.lockstep_makespan - without.lockstep_makespan
     message = costs_of(config).message
-    layout = layout_of(config, schedule.placement, choice.layers)
+    layout = layout_of(config, choice.schedule.placement, choice.layers)
     mirrored = mirrored_bytes(config, layout)
     return Estimate(
         candidate,
-        report,
+        simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep),
         tables,
         rank_bytes(config, layout, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,

@@ -86,7 +86,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Where B and W are not `split`, each is half of BW. Where so many ranks share both ends, they
         do so equally, which here the F's of all stages pay for, and each takes part in four sums of
-        a microbatch, every one counted as a message.
+        a microbatch: in a ring of P ranks a sum sends 2 (P - 1) / P messages.
         """
         rest = (0.0,) * (len(layers) - 1)
         entered, left, returned = (
@@ -95,7 +95,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (self.embed_gradient, *rest),
         )
         if shared_by:
-            ends = self.embed + self.head + self.embed_gradient + 4 * shared_by * self.transfer
+            sums = 4 * 2 * (shared_by - 1) * self.transfer
+            ends = self.embed + self.head + self.embed_gradient + sums
             entered = (ends / len(layers),) * len(layers)
             left = returned = (0.0,) * len(layers)
         layer, copies = self.layer, self.copies

@@ -14,7 +14,8 @@ def model_of(config: Config) -> Model:
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.vocab_parallel_pp else None
+    packed = {"documents": config.data.documents} if config.data.documents else {}
+    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
@@ -24,4 +25,5 @@ def model_of(config: Config) -> Model:
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
         z_loss=config.train.z_loss,
+        **packed,
     )

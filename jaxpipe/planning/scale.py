@@ -141,7 +141,7 @@ class _Scaler:
         seconds = pipeline + summed
         choice = timed.candidate.choice
         layout = layout_of(config, choice.schedule.placement, choice.layers)
-        held = rank_bytes(config, layout, timed.tables)
+        held = rank_bytes(choice.settled(config), layout, timed.tables)
         return Point(
             scaling,
             config,

@@ -49,6 +49,11 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
             f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
             f"{tables.lockstep.transfer_ticks}, remat {train.remat}"
         ),
+        "ends": (
+            "embedding and head on all ranks, each with a part of the vocabulary"
+            if tables.lockstep.vocab_parallel
+            else "embedding on the first rank, head on the last"
+        ),
         "bubble (F=B=W)": (
             f"{report.bubble_global:.1%} asynchronous, {report.bubble_lockstep:.1%} in lockstep"
         ),

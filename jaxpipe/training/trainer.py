@@ -27,7 +27,7 @@ from jaxpipe.parallel import (
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
-from jaxpipe.planning import Choice, chosen
+from jaxpipe.planning import Choice, chosen, decided
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory
@@ -64,13 +64,18 @@ class State(NamedTuple):
 class Trainer:
     """The pure parts of a run. Nothing here reads or writes files.
 
-    `devices` are those of the mesh, in order; None takes all that jax finds. `memory` is the bytes
-    of a device, None what its data sheet says, if that is known.
+    `config` is kept as it is decided for such devices. `devices` are those of the mesh, in order;
+    None takes all that jax finds. `memory` is the bytes of a device, None what its data sheet says,
+    if that is known.
     """
 
     config: Config
     devices: tuple[jax.Device, ...] | None = None
     memory: float | None = None
+
+    def __post_init__(self) -> None:
+        platform = self.devices[0].platform if self.devices else jax.default_backend()
+        object.__setattr__(self, "config", decided(self.config, platform))
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -197,7 +202,7 @@ class Trainer:
         """
 
         def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            shares, gradients, side = self.pipeline.step(
+            shares, gradients, side, _ = self.pipeline.step(
                 state.params, batch, state.variables, state.guard.loss_scale
             )
             first, *others = self._by_loss(shares)

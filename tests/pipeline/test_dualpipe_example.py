@@ -16,7 +16,7 @@ from jaxpipe.pipeline import (
     LayerOutput,
     Pipeline,
     StageFunctions,
-    losses_and_gradients_ref,
+    step_ref,
 )
 from jaxpipe.schedule import build
 
@@ -29,6 +29,7 @@ EXAMPLE = StageFunctions(
     ),
     head=lambda shared, x, mb: jnp.sum((x - mb["labels"]) ** 2),
     count=lambda mb: jnp.size(mb["labels"]),
+    outputs=lambda shared, x, mb: x,
 )
 
 
@@ -55,9 +56,11 @@ def test_losses_outputs_and_gradients(name, pp):
         }
         pipeline = Pipeline(EXAMPLE, schedule, make_mesh(pp, devices=jax.devices()[:pp]))
         params = {"shared": {}, "layers": layout.stack(layers)}
-        losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
-        evaluated = jax.jit(pipeline.losses)(params, batch)
-        want, want_gradients = losses_and_gradients_ref(EXAMPLE, {}, layers, batch)
-        assert_same(gradients["layers"], layout.stack(want_gradients["layers"]))
-    np.testing.assert_allclose(losses, want, rtol=1e-14)
-    np.testing.assert_allclose(evaluated, want, rtol=1e-14)
+        trained = jax.jit(pipeline.step)(params, batch)
+        evaluated = jax.jit(pipeline.forward)(params, batch)
+        want = step_ref(EXAMPLE, {}, layers, batch)
+        assert_same(trained.gradients["layers"], layout.stack(want.gradients["layers"]))
+    assert evaluated.gradients is None
+    for got in (trained, evaluated):
+        np.testing.assert_allclose(got.losses, want.losses, rtol=1e-14)
+        np.testing.assert_allclose(got.outputs, want.outputs, rtol=1e-13, atol=1e-14)

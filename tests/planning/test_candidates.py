@@ -45,7 +45,8 @@ OWN = {
 
 @pytest.fixture(autouse=True)
 def _quick_searches(monkeypatch):
-    monkeypatch.setattr(import_module("jaxpipe.planning.candidates"), "_SEARCH", QUICK)
+    for module in ("candidates", "chosen"):
+        monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", QUICK)
 
 
 @pytest.mark.parametrize("label", OWN)

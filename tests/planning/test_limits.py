@@ -60,6 +60,7 @@ def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
     choice = chosen(config, memory=H100, effort=QUICK)
     until_b, until_w = of_a_stage(config, choice)
     assert until_w / until_b == pytest.approx(1.771 if remat == "selective" else 5.594, abs=1e-3)
+    config = choice.settled(config)
     layout = layout_of(config, choice.schedule.placement, choice.layers)
     allowed = {
         "1p": choice.schedule.stages * until_b,

@@ -24,8 +24,9 @@ class Decoder(CausalDecoder):
 
     @property
     def attend(self) -> Attend:
-        """Causal attention, within the window if there is one."""
-        return Attend(self.sequence, self.config.attention, self.config.sliding_window)
+        """Causal attention, within the window if there is one, and the document."""
+        config = self.config
+        return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
 
     def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
         """A layer as a module."""
@@ -47,4 +48,5 @@ class Decoder(CausalDecoder):
         positions = self._positions(context.rows, x.shape[0], length)
         masks = self._masks(context.rows, context.index, length)
         layer = nnx.merge(self._layer, params)
-        return with_past(*layer(x, positions, self._past(x, context), masks))
+        documents = self._documents(context.rows)
+        return with_past(*layer(x, positions, self._past(x, context), masks, documents))

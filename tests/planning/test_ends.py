@@ -1,0 +1,154 @@
+"""`parallel.vocab_parallel_pp = "auto"`: who decides it, by what, and where it stays out."""
+
+import json
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+from commands import SMALL
+from msgspec.structs import replace
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.plan import main
+from jaxpipe.planning import (
+    Hardware,
+    analytic,
+    candidates,
+    chosen,
+    decided,
+    estimate,
+    op_seconds,
+    write_own,
+)
+from jaxpipe.planning.checks import validate
+from jaxpipe.schedule import FAMILIES
+from jaxpipe.training.trainer import Trainer
+
+# A vocabulary that costs as much as many layers: sharing it pays by far.
+LARGE = ["parallel.pp=2", "parallel.dp=1", "model.vocab_size=131072", "model.d_model=256",
+         "train.seq_len=256", "train.grad_accum_steps=8"]  # fmt: skip
+LARGE += ["train.compute_dtype=bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def _quick_searches(monkeypatch):
+    for module in ("candidates", "chosen"):
+        monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", 20_000)
+
+
+def large(*overrides):
+    return configs.load(SMALL, [*LARGE, *overrides])
+
+
+def shares(config, platform=None):
+    return decided(config, platform).parallel.vocab_parallel_pp
+
+
+def estimated(config):
+    """Every schedule's estimate, by its name."""
+    seconds = analytic(config, Hardware())
+    found, _ = candidates(config, seconds)
+    return {one.label: estimate(config, one, seconds) for one in found}
+
+
+def test_who_asks_is_told_alike():
+    config = large()
+    gpus = (SimpleNamespace(platform="gpu"),) * 2
+    assert shares(config) is True
+    assert chosen(config).lockstep.vocab_parallel
+    trainer = Trainer(config, gpus)
+    assert trainer.config.parallel.ends_shared_by == 2
+    assert trainer.model.functions.leaves["embed"].parted >= {"pp"}
+    for given in (True, False):
+        parallel = replace(config.parallel, vocab_parallel_pp=given)
+        assert shares(replace(config, parallel=parallel), "cpu") is given
+
+
+def test_every_schedule_has_the_better_ends():
+    """In time, of which a hundredth may be lost for memory; never slower than without "auto"."""
+    either = {word: estimated(large(f"parallel.vocab_parallel_pp={word}", "parallel.pp=4",
+                                    "model.n_layers=8"))
+              for word in ("auto", "true", "false")}  # fmt: skip
+    common = set.intersection(*map(set, either.values()))  # packed 1F1B has its own in_flight
+    assert len(common) > 10
+    met = set()
+    for label in common:
+        auto, shared, own = (found[label] for found in either.values())
+        takes = auto.candidate.choice.lockstep.vocab_parallel
+        met.add(takes)
+        assert auto.seconds == (shared if takes else own).seconds
+        assert auto.bytes == (shared if takes else own).bytes
+        if not FAMILIES[auto.candidate.variant.family].searched:
+            assert takes == (shared.seconds <= 1.01 * own.seconds), label
+        assert shared.bytes.total < own.bytes.total
+    assert True in met
+
+
+def test_a_vocabulary_that_is_small_is_not_shared():
+    """What the sums send is then more than what the first and last rank are spared."""
+    assert shares(configs.load(SMALL, ["parallel.pp=2", "parallel.dp=1"])) is False
+    slow = large("parallel.costs=" + str(SMALL.parent / "missing.json"))
+    with pytest.raises(ConfigError, match="cannot read op seconds"):
+        shares(slow)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["parallel.pp=1"],
+        ["model.vocab_size=131071"],
+        ["parallel.defer_ends=true"],
+        ["runtime.cpu_devices=2"],
+        ["parallel.schedule=dualpipe", "train.grad_accum_steps=3"],  # there is no such schedule
+        ["parallel.schedule=zb_h1", "parallel.memory_limit=0.5"],
+        ["parallel.layer_split=[1,2]"],
+    ],
+)
+def test_where_it_cannot_be_it_is_as_without(how):
+    """No error that it would not make when it is false, and the same one otherwise."""
+    assert shares(large(*how)) is False
+    said = []
+    for word in ("auto", "false"):
+        try:
+            validate(large(*how, f"parallel.vocab_parallel_pp={word}"))
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            said.append(None)
+    assert said[0] == said[1]
+
+
+def test_cpus_compute_their_own_ends():
+    assert shares(large(), "cpu") is False
+    assert not chosen(large(), platform="cpu").lockstep.vocab_parallel
+    assert Trainer(large()).config.parallel.vocab_parallel_pp is False
+
+
+def test_the_memory_of_the_device_decides_nothing():
+    """Nor whether it is known: a run that goes on elsewhere decides alike."""
+    config = large("parallel.schedule=zb_auto", "parallel.memory_limit=auto")
+    for memory in (2.0**31, 2.0**36):
+        assert chosen(config, memory=memory).lockstep.vocab_parallel is shares(config)
+
+
+def test_what_a_run_has_measured_decides_nothing(tmp_path):
+    """Its first start has measured nothing, and a later one goes on with its parameters."""
+    config = large("parallel.costs=measure", f"run.dir={tmp_path}")
+    seconds = analytic(config, Hardware())
+    before = shares(config)
+    for one in (config, decided(config)):
+        write_own(one, replace(seconds, transfer=1.0))  # would make sums dear
+        assert op_seconds(one).transfer == 1.0
+        import_module("jaxpipe.planning.chosen")._gains_by_sharing.cache_clear()
+        assert shares(config) is before is True
+
+
+def test_a_plan_marks_what_is_shared(capsys):
+    assert main([str(SMALL), *LARGE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (own,) = (line.split() for line in lines if line.startswith("1f1b *"))
+    assert own[2] == "shared"
+    assert main([str(SMALL), *LARGE, "parallel.vocab_parallel_pp=false", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["schedules"]
+    assert {row["ends"] for row in rows} == {"own"}
