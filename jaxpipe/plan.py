@@ -53,6 +53,8 @@ _LEGEND = (
     "it would run."
 )
 
+_HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers)."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="H100", choices=DEVICES, help="for the seconds of ops (default H100)")
     add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
+    add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
@@ -99,7 +102,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
     config = filled(configs.load(arguments.config, overrides), arguments.devices)
     check_sizes(config)
-    hardware = Hardware(arguments.device, arguments.efficiency, arguments.link)
+    hardware = Hardware(arguments.device, arguments.efficiency, arguments.link, arguments.host)
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
         seconds = op_seconds(config, hardware)
@@ -224,7 +227,8 @@ def _print(
         f"{train.seq_len} tokens, remat {train.remat}, transfers take {ticks} ticks"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in _COLUMNS:
+    offloads = train.offload_layers > 0
+    for name in _COLUMNS + ("host",) * offloads:
         justify = "left" if name in ("schedule", "ends") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
     for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
@@ -238,10 +242,11 @@ def _print(
             f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
             f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
             f"{one.tokens_per_second:,.0f}",
+            *[f"{one.bytes.host / _GIB:.1f}"] * offloads,
             style="bold" if chosen else "" if fits else "dim",
         )  # fmt: skip
     console.print(table)
-    console.print(_LEGEND, style="dim", soft_wrap=True)
+    console.print(_LEGEND + _HOST_LEGEND * offloads, style="dim", soft_wrap=True)
     for why in dict.fromkeys(refused.values()):
         labels = ", ".join(label for label, reason in refused.items() if reason == why)
         console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
@@ -277,6 +282,7 @@ def _as_json(
             **asdict(one.report),
             "bytes": asdict(one.bytes) | {"total": one.bytes.total},
             "held": one.held,
+            "waiting_for_host": one.waiting,
             "sent_bytes": one.sent,
             "layers": one.candidate.choice.layers,
         }

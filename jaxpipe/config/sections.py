@@ -112,6 +112,7 @@ class TrainConfig(_Section, kw_only=True):
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
+    offload_layers: Count = 0  # of every stage the first: their residuals wait on the host
     deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
     # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
     # With float16 the loss is then scaled by what has not overflowed

@@ -41,6 +41,8 @@ _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 class Memory:
     """Bytes of one device. `peak` includes the arguments, less what the outputs reuse of them.
 
+    `host`: of its host's memory, on top.
+
     Not included: CUDA's context, NCCL's buffers, CUDA graphs and fragmentation.
     """
 
@@ -49,6 +51,7 @@ class Memory:
     outputs: int
     aliased: int
     temporaries: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,10 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     parallel = config.parallel
     topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
     trainer = Trainer(config, _devices(card, usable, topology), memory)
-    own = compiler.wanted("gpu", deterministic=config.train.deterministic)
+    train = config.train
+    own = compiler.wanted(
+        "gpu", deterministic=train.deterministic, offloads=bool(train.offload_layers)
+    )
     options, _ = compiler.accepted(_DEVICELESS)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -138,10 +144,18 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
 
 def _memory(compiled: jax.stages.Compiled) -> Memory:
     analysis = compiled.memory_analysis()
+    everything = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
     return Memory(
-        peak=analysis.peak_memory_in_bytes,
+        # XLA's own peak is that of the arguments with what is on the host, where that is more.
+        peak=min(analysis.peak_memory_in_bytes, everything),
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
+        host=analysis.host_temp_size_in_bytes,
     )

@@ -19,6 +19,9 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
 _LABEL = re.compile(r"^( *)(\w+):$")
+_HOST = "S(5)"  # what a layout says of an array in the host's memory
+_MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
+_PRODUCT = 'custom_call_target="__cu'  # of cuBLAS and cuDNN
 _CLONE = "double_buffer_clone"
 
 
@@ -41,6 +44,17 @@ class Permute(NamedTuple):
 
     name: str
     size: int
+    hides: int | None
+
+
+class HostCopy(NamedTuple):
+    """A copy in the loop between a device and its host's memory.
+
+    `hides` is the number of matrix products between its start and its done, None if the stream
+    waits for it at once.
+    """
+
+    name: str
     hides: int | None
 
 
@@ -158,6 +172,27 @@ class Program:
     def message_copies(self) -> tuple[Copy, ...]:
         """Copies in the loop of exactly the shape of a message, or of one of two sent at once."""
         return self._copies(self._messages)
+
+    @cached_property
+    def host_copies(self) -> tuple[HostCopy, ...]:
+        """The copies of the loop between device and host, in branches too."""
+        found = []
+        for fused, name in self._below(self.loop) if self.loop else ():
+            body = self.computations[name]
+            shapes = {one.name: one.shape for one in body}
+            for at, one in enumerate(body):
+                read = (shapes.get(name, "") for name in _NAME.findall(one.rest))
+                moves = _HOST in one.shape or any(_HOST in shape for shape in read)
+                if fused or not moves:
+                    continue
+                if one.opcode in _MOVES:
+                    found.append(HostCopy(one.name, None))
+                elif one.opcode.removesuffix("-start") in _MOVES:
+                    end = next(i for i, later in enumerate(body) if i > at and one.name in
+                               _NAME.findall(later.rest))  # fmt: skip
+                    products = sum(_PRODUCT in other.rest for other in body[at:end])
+                    found.append(HostCopy(one.name, products))
+        return tuple(found)
 
     @cached_property
     def custom_calls(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from jaxpipe.gpu.collectives import Share
 def as_json(report: Report) -> dict[str, Any]:
     """The report as JSON values; sizes are in bytes, times in seconds."""
     program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
+    hides = [one.hides for one in program.host_copies]
     return {
         "card": report.card,
         "devices": report.devices,
@@ -28,6 +29,11 @@ def as_json(report: Report) -> dict[str, Any]:
             "conditionals": program.conditionals,
             "hides": [one.hides for one in program.permutes],
             "hidden": program.hidden,
+        },
+        "host_copies": {
+            "asynchronous": len(hides) - hides.count(None),
+            "synchronous": hides.count(None),
+            "hidden": sum(map(bool, hides)),
         },
         "buffer_copies": [one._asdict() for one in program.buffer_copies],
         "message_copies": [one._asdict() for one in program.message_copies],
@@ -56,6 +62,7 @@ def lines(report: Report) -> list[str]:
         f"CUDA's context and NCCL's buffers)",
         *_advice(report),
         _permutes(report),
+        *_host(report),
         "copies in the loop: " + (
             ", ".join(f"{one.count} x {one.shape}" for one in program.buffer_copies)
             or "none of a ring or an accumulator"
@@ -98,6 +105,16 @@ def _collectives(shares: Iterable[Share]) -> list[str]:
             for one in of
         )
         for (looped, kind), of in groupby(shares, lambda one: (one.looped, one.kind))
+    ]
+
+
+def _host(report: Report) -> list[str]:
+    hides = [one.hides for one in report.program.host_copies]
+    if not hides:
+        return []
+    return [
+        f"host: {readable_bytes(report.bytes.host)} of its memory; {len(hides)} copies to and fro, "
+        f"{sum(map(bool, hides))} of them behind products, {hides.count(None)} synchronous"
     ]
 
 

@@ -110,6 +110,15 @@ class StageLayout:
             rings.append(free.pop(place)[0])
         return tuple(rings)
 
+    def first_rings(self, layers: int) -> frozenset[int]:
+        """The ring slots of the first so many layer slots of every chunk.
+
+        >>> sorted(StageLayout((3, 3)).first_rings(2))
+        [0, 1]
+        """
+        chunks = range(len(self.chunk_kinds))
+        return frozenset(ring for chunk in chunks for ring in self.rings_of(chunk)[:layers])
+
     def _kinds_of(self, stage: int) -> tuple[str, ...]:
         """The kinds of a stage's layers."""
         first, count = self.first_layer(stage), self.counts[stage]

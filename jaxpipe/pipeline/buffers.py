@@ -17,9 +17,19 @@ _get = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=
 _set = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
 
 
-def make_ring(slots: int, like: Any, *, poison: bool = False) -> jax.Array:
-    """A ring `[slots, *like.shape]` of zeros, or of poison that must never be read."""
-    return jnp.full((slots, *like.shape), poison_of(like.dtype) if poison else 0, like.dtype)
+def make_ring(slots: int, like: Any, *, fill: int = 0, poison: bool = False) -> jax.Array:
+    """A ring `[slots, *like.shape]` of one value, or of poison, that must never be read."""
+    return jnp.full((slots, *like.shape), poison_of(like.dtype) if poison else fill, like.dtype)
+
+
+def to_host(tree: Tree) -> Tree:
+    """The same arrays in the memory of the device's host."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: Tree) -> Tree:
+    """The same arrays in the device's own memory."""
+    return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def poison_of(dtype: Any) -> Any:
@@ -44,8 +54,9 @@ def write(rings: Tree, values: Tree, slot: jax.Array) -> Tree:
 def spoil(rings: Tree, slot: jax.Array) -> Tree:
     """The rings with poison in one slot: what was there is no longer needed."""
 
-    def spoilt(ring: jax.Array) -> jax.Array:
-        value = jnp.full(ring.shape[1:], poison_of(ring.dtype), ring.dtype)
-        return _set(ring, value, slot)
+    return jax.tree.map(lambda ring: _set(ring, poisoned(ring.shape[1:], ring.dtype), slot), rings)
 
-    return jax.tree.map(spoilt, rings)
+
+def poisoned(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of poison."""
+    return jnp.full(shape, poison_of(dtype), dtype)

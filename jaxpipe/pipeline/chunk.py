@@ -39,6 +39,11 @@ class LayerSlot:
     ring: int
     stored: Tree = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether what it leaves for backward waits in the host's memory."""
+        return self.kind.rings.on_host
+
     def whole(self) -> Tree:
         """The layer's whole parameters."""
         if self.stored is None:
@@ -138,8 +143,8 @@ class Chunk:
 
     def forwards(self, given: Given) -> list[Callable[[Made], Made]]:
         """The same layer by layer, each on what the one before it left."""
-        after = (*self.slots[1:], None)
-        return [partial(_layer_forward, given, *both) for both in zip(self.slots, after)]
+        around = zip((None, *self.slots), self.slots, (*self.slots[1:], None))
+        return [partial(_layer_forward, given, *slots) for slots in around]
 
     def gradient(
         self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
@@ -183,8 +188,10 @@ def in_order(layers: Iterable[Callable[[Any], Any]], before: Any) -> Any:
     return reduce(lambda made, layer: layer(made), layers, before)
 
 
-def _layer_forward(given: Given, slot: LayerSlot, after: LayerSlot | None, before: Made) -> Made:
-    """F of one layer."""
+def _layer_forward(
+    given: Given, earlier: LayerSlot | None, slot: LayerSlot, later: LayerSlot | None, before: Made
+) -> Made:
+    """F of one layer, which stands between two others of its chunk."""
 
     def run(x: jax.Array, ring: Rings, side: Side, loss: Any) -> tuple[jax.Array, Rings, Side, Any]:
         plan = slot.kind.rings
@@ -198,9 +205,12 @@ def _layer_forward(given: Given, slot: LayerSlot, after: LayerSlot | None, befor
 
     x, rings, side, loss, _ = before
     rings = list(rings)
-    made, whole = slot.beside(after, run, x, rings[slot.ring], side, loss)
+    made, whole = slot.beside(later, run, x, rings[slot.ring], side, loss)
     x, rings[slot.ring], side, loss = made
-    if slot.stored is not None and after is not None:
+    if earlier is not None and earlier.on_host:
+        # What it left has had this layer's time to be copied.
+        x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
+    if slot.stored is not None and later is not None:
         # Else XLA begins some of its gathers only in the next layer. A BW has products
         # enough for them, and would with this wait for its collectives over tp.
         x, whole = lax.optimization_barrier((x, whole))

@@ -28,6 +28,9 @@ class Execution:
     parameters also within a step if `reshard_after_forward`, where every action gathers a layer
     anew and scatters its gradient. Otherwise parameters are gathered once a step.
 
+    What the first `offload_layers` layers of every stage leave for B and W waits in the memory of
+    the device's host (Wan et al. 2025, arXiv 2503.01328). It is copied while other layers compute.
+
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
 
@@ -41,6 +44,7 @@ class Execution:
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False
+    offload_layers: int = 0
     poison_bubbles: bool = False
 
     @property

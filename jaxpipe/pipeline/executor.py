@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -261,7 +261,7 @@ class _RankProgram:
         kinds = self._kinds(own, x, rows, variables)
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
-        work = RankWork(step, self._ends(step, x, rows), chunks, kinds, self.layout.ring_kinds)
+        work = RankWork(step, self._ends(step, x, rows), chunks, kinds)
         carry, _ = lax.scan(
             lambda carry, row: (work.tick(carry, row), None),
             work.first_carry(x, own.totals(chunks)),
@@ -285,18 +285,25 @@ class _RankProgram:
 
     def _kinds(
         self, own: RankParameters, x: Any, rows: Tree, variables: Tree
-    ) -> dict[str, RunKind]:
-        """The kinds of the layers that there are, traced at this device's shapes."""
+    ) -> tuple[RunKind, ...]:
+        """The kind of every ring slot, traced at this device's shapes."""
         context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, variables)
         policy = self.execution.policy if self.tables.trains else None
-        slots = self.layout.slot_kinds
-        return {
-            name: RunKind.trace(
-                name, kind, own.one_layer(slots.index(name)), x, context, policy
-            ).with_rings(self.tables)
-            for name, kind in self.functions.by_name.items()
-            if name in slots
-        }
+        slots, functions = self.layout.slot_kinds, self.functions.by_name
+        away = self.layout.first_rings(self.execution.offload_layers if policy else 0)
+
+        @cache
+        def traced(name: str) -> RunKind:
+            layer = own.one_layer(slots.index(name))
+            return RunKind.trace(name, functions[name], layer, x, context, policy)
+
+        @cache
+        def with_rings(name: str, on_host: bool) -> RunKind:
+            return traced(name).with_rings(self.tables, on_host=on_host)
+
+        return tuple(
+            with_rings(name, ring in away) for ring, name in enumerate(self.layout.ring_kinds)
+        )
 
     def _step_data(
         self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,

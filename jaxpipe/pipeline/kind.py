@@ -51,10 +51,9 @@ class RunKind:
             split = split_layer(kind.layer, params, x, context, policy, kind.keep)
         return cls(kind, output, state, split)
 
-    def with_rings(self, tables: Tables) -> "RunKind":
+    def with_rings(self, tables: Tables, *, on_host: bool = False) -> "RunKind":
         """The same with rings for the slots of these tables."""
-        rings = RingPlan.of(self.split, self.state, tables.slots_of, pairs=bool(tables.pairs))
-        return replace(self, rings=rings)
+        return replace(self, rings=RingPlan.of(self.split, self.state, tables, on_host=on_host))
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context

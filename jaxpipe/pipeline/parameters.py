@@ -1,7 +1,7 @@
 """A rank's parameters: what its ops read in a step, and the gradients that the step leaves."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,11 @@ class RankParameters:
         )
 
     def chunks(
-        self, layout: StageLayout, kinds: Mapping[str, RunKind], *, mirrored: bool
+        self, layout: StageLayout, kinds: Sequence[RunKind], *, mirrored: bool
     ) -> tuple[Chunk, ...]:
         """The stages this rank computes; where there are more than it holds, the rest is mirrored.
+
+        `kinds` are those of the ring slots.
 
         A mirrored stage of rank r is held by rank P-1-r, which sends a copy of it once a step.
         """
@@ -72,14 +74,14 @@ class RankParameters:
         layers: tuple[Tree, ...],
         table: np.ndarray,
         layout: StageLayout,
-        kinds: Mapping[str, RunKind],
+        kinds: Sequence[RunKind],
     ) -> tuple[Chunk, ...]:
         """Those of some layers; `table[r, slot]` is the layer that rank r has there, or -1."""
         here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
 
         def layer_slot(slot: int, ring: int) -> LayerSlot:
             return LayerSlot(
-                kind=kinds[layout.slot_kinds[slot]],
+                kind=kinds[ring],
                 params=layers[slot],
                 index=here[slot],
                 active=None if (table[:, slot] >= 0).all() else here[slot] >= 0,

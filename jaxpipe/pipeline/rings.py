@@ -1,6 +1,5 @@
 """What one layer slot leaves in its rings, and where the tables say that it stands."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
 from jaxpipe.pipeline.store import Store, Values
-from jaxpipe.schedule import Buffers, Op, Row
+from jaxpipe.schedule import Buffers, Op, Row, Tables
 
 Tree = Any
 NOTHING = Residuals((), ())
@@ -43,13 +42,14 @@ class Kept(NamedTuple):
     dstate: tuple[Any, ...]
 
 
-def sharing(residuals: Residuals, stash: Values, *, pairs: bool) -> tuple[dict[str, Values], ...]:
+def sharing(residuals: Residuals, stash: Values, *, apart: bool) -> tuple[dict[str, Values], ...]:
     """The values that share rings, by use: residuals and stash, or each alone.
 
-    A pair runs F and B in one branch, neither of which may wait for what the other writes.
+    They are `apart` where residuals wait on the host, and where there are pairs: these run F and B
+    in one branch, neither of which may wait for what the other writes.
     """
     kept, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
-    return (kept, stashed) if pairs else (kept | stashed, {})
+    return (kept, stashed) if apart else (kept | stashed, {})
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,31 @@ class RingPlan:
 
     @classmethod
     def of(
-        cls, split: LayerSplit | None, state: Tree, slots_of: Sequence[Buffers[int]], *, pairs: bool
+        cls, split: LayerSplit | None, state: Tree, tables: Tables, *, on_host: bool = False
     ) -> "RingPlan":
-        """For so many slots of every rank; a layer that is not cut leaves only a state."""
-        values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
-        stores = (Store.of(uses, slots_of) for uses in sharing(*values, pairs=pairs))
-        return cls(*stores, state, Buffers(*map(max, zip(*slots_of))))
+        """For the slots of these tables; a layer that is not cut leaves only a state.
 
-    def empty(self, *, poison: bool = False) -> Rings:
-        """The rings before the first tick."""
+        `on_host`: residuals wait in the host's memory.
+        """
+        values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
+        kept, stash = sharing(*values, apart=bool(tables.pairs) or on_host)
+        kept = Store.of(kept, tables.slots_of, on_host=on_host)
+        return cls(kept, Store.of(stash, tables.slots_of), state, tables.slots)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether residuals wait in the host's memory."""
+        return self.kept.on_host
+
+    def empty(self, layer_slot: int, *, poison: bool = False) -> Rings:
+        """The rings of a layer slot before the first tick."""
 
         def ring(slots: int, like: Tree) -> Tree:
             return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
 
+        # On the host each begins with another number: of equal ones XLA makes one and copies it.
         return Rings(
-            self.kept.empty(poison=poison),
+            self.kept.empty(fill=layer_slot * self.on_host, poison=poison),
             self.stash.empty(poison=poison),
             ring(self.slots.state, self.state),
             ring(self.slots.dstate, inexact(self.state)) if self.slots.dstate else (),

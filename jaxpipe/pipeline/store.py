@@ -54,13 +54,19 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Store:
-    """The rings of one layer slot for some uses, and where a value stands in them."""
+    """The rings of one layer slot for some uses, and where a value stands in them.
+
+    `on_host`: the rings are in the host's memory, and values are copied there and back.
+    """
 
     lengths: Mapping[jax.ShapeDtypeStruct, int]
     places: Mapping[str, tuple[_Place, ...]]
+    on_host: bool = False
 
     @classmethod
-    def of(cls, uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]]) -> "Store":
+    def of(
+        cls, uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]], *, on_host: bool = False
+    ) -> "Store":
         """For `ring_lengths` of the same; within a `shard_map` where there are several ranks."""
         lengths = ring_lengths(uses, slots_of)
         rings = {form: ring for ring, form in enumerate(lengths)}
@@ -76,26 +82,30 @@ class Store:
                 slots = [getattr(rank, use) for rank in slots_of]
                 taken[form] = taken[form] + stride * np.array(slots, np.int32)
             places[use] = tuple(of_use)
-        return cls(lengths, places)
+        return cls(lengths, places, on_host)
 
-    def empty(self, *, poison: bool = False) -> tuple[jax.Array, ...]:
+    def empty(self, *, fill: int = 0, poison: bool = False) -> tuple[jax.Array, ...]:
         """The rings before anything is written."""
-        return tuple(
-            buffers.make_ring(length, form, poison=poison) for form, length in self.lengths.items()
+        rings = tuple(
+            buffers.make_ring(length, form, fill=fill, poison=poison)
+            for form, length in self.lengths.items()
         )
+        return buffers.to_host(rings) if self.on_host else rings
 
     def read(self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array) -> tuple[Any, ...]:
-        """The values in a slot of a use."""
-        return tuple(
+        """The values in a slot of a use, on the device."""
+        values = tuple(
             buffers.read(rings[place.ring], place.first + place.stride * slot)
             for place in self.places[use]
         )
+        return buffers.to_device(values) if self.on_host else values
 
     def write(
         self, rings: tuple[jax.Array, ...], use: str, values: tuple[Any, ...], slot: jax.Array
     ) -> tuple[jax.Array, ...]:
         """The rings with values in a slot of a use."""
         new = list(rings)
+        values = buffers.to_host(values) if self.on_host else values
         for place, value in zip(self.places[use], values, strict=True):
             where = place.first + place.stride * slot
             new[place.ring] = buffers.write(new[place.ring], value, where)
@@ -105,11 +115,10 @@ class Store:
         self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array
     ) -> tuple[jax.Array, ...]:
         """The rings with poison in a slot of a use."""
-        new = list(rings)
-        for place in self.places[use]:
-            where = place.first + place.stride * slot
-            new[place.ring] = buffers.spoil(new[place.ring], where)
-        return tuple(new)
+        forms = tuple(self.lengths)
+        found = (forms[place.ring] for place in self.places[use])
+        values = tuple(buffers.poisoned(form.shape, form.dtype) for form in found)
+        return self.write(rings, use, values, slot)
 
 
 def _of_this_rank(values: np.ndarray) -> int | jax.Array:

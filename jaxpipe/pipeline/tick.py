@@ -5,7 +5,7 @@ tick it is written before it is read: so XLA updates all of them in place. Only 
 the embedding's gradient waits for) are stored outside a cond; idle ones go to a spare slot.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,13 @@ Tree = Any
 class RankWork:
     """One rank's step: its chunks and ends, and what no tick changes.
 
-    `kinds` are the kinds of layers by name, `ring_kinds` the one that every ring slot is for.
+    `kinds` has for every ring slot the kind of layer that it is for.
     """
 
     step: StepData
     ends: Ends
     chunks: tuple[Chunk, ...]
-    kinds: Mapping[str, RunKind]
-    ring_kinds: tuple[str, ...]
+    kinds: tuple[RunKind, ...]
 
     def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
         """Empty buffers; `gradients` gives the shapes and dtypes of the accumulators."""
@@ -50,13 +49,15 @@ class RankWork:
             dx=None,
             arriving=self._transfers.arriving(message),
             inbox=self._ring(slots.inbox + 1, x),
-            rings=tuple(plan.empty(poison=step.poison) for plan in self._plans),
+            rings=tuple(
+                plan.empty(slot, poison=step.poison) for slot, plan in enumerate(self._plans)
+            ),
             for_head=(),
             for_embed=(),
             layer_gradients=(),
             shared_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
-            side=empty_side(self.kinds.values()),
+            side=empty_side(self.kinds),
             outputs=jax.tree.map(
                 lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
             ),
@@ -161,11 +162,11 @@ class RankWork:
     @property
     def _plans(self) -> list[RingPlan]:
         """How each ring slot is used."""
-        return [self.kinds[name].rings for name in self.ring_kinds]
+        return [kind.rings for kind in self.kinds]
 
     @property
     def _layers_make_losses(self) -> bool:
-        return any(kind.output.side.loss is not None for kind in self.kinds.values())
+        return any(kind.output.side.loss is not None for kind in self.kinds)
 
     def _before_forward(self, carry: Carry) -> tuple[Made, jax.Array | None]:
         """What F changes: y, its rings, side outputs; and the losses, if layers make any."""

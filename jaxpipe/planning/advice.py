@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import candidate, configured
@@ -45,9 +45,24 @@ def advise(
             f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
             f"train.microbatch_size, or set train.remat='full'."
         )
+    if fitting and fitting[0].waiting:
+        sentences.append(_waiting(config, fitting[0], seconds))
     if bubble is not None and fitting:
         sentences.append(_smaller(config, fitting[0], seconds, memory=memory, bubble=bubble))
     return Advice(fitting[0].candidate.label if fitting else None, tuple(sentences))
+
+
+def _waiting(config: Config, chosen: Estimate, seconds: OpSeconds) -> str:
+    """How long a step waits for copies with the host, and the most layers whose copies hide."""
+    label, given = chosen.candidate.label, config.train.offload_layers
+    for layers in range(given - 1, -1, -1):
+        fewer = replace(seconds, copies=replace(seconds.copies, layers=layers))
+        if not estimate(config, chosen.candidate, fewer).waiting:
+            break
+    return (
+        f"{label}: compute waits for copies with the host {chosen.waiting / chosen.seconds:.1%} of "
+        f"the step (train.offload_layers={given}); those of {layers} layers would be hidden."
+    )
 
 
 def _smaller(
@@ -62,8 +77,8 @@ def _smaller(
         # Idle time hardly depends on M: so many microbatches of work make it the wanted share.
         m = max(m + pp, math.ceil(m * now / (1 - now) * (1 - bubble) / bubble))
         m = -(-m // pp) * pp
-        train = msgspec.structs.replace(config.train, grad_accum_steps=m)
-        longer = msgspec.structs.replace(config, train=train)
+        train = replace(config.train, grad_accum_steps=m)
+        longer = replace(config, train=train)
         try:
             if chosen.candidate.configured:
                 more = configured(longer, memory=memory)

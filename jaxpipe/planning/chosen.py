@@ -11,7 +11,14 @@ from typing import Any
 from msgspec import structs
 
 from jaxpipe.config import Config
-from jaxpipe.planning.hardware import Hardware, OpSeconds, analytic, read_measured, read_own
+from jaxpipe.planning.hardware import (
+    Hardware,
+    OpSeconds,
+    analytic,
+    copies_of,
+    read_measured,
+    read_own,
+)
 from jaxpipe.planning.limits import room_of
 from jaxpipe.planning.memory import layout_of
 from jaxpipe.runtime.devices import DEVICES
@@ -84,7 +91,8 @@ def chosen(
       seconds: costs of ops for a search, if not those above.
       effort: of a search, as in `build`.
 
-    Raises `ScheduleError` where there is no such schedule, or none within `parallel.memory_limit`.
+    Raises `ScheduleError` where there is no such schedule, none within `parallel.memory_limit`, or
+    a stage with fewer layers than are to be offloaded.
     """
     config = decided(config, platform)
     parallel = config.parallel
@@ -104,6 +112,11 @@ def chosen(
     else:
         schedule = _built(config, options)
     layers = layers_of(config, schedule.stages)
+    if config.train.offload_layers > min(layers):
+        raise ScheduleError(
+            f"train.offload_layers={config.train.offload_layers} exceeds the layers of the "
+            f"shortest stage, {min(layers)}: every rank copies as many; offload at most so many."
+        )
     if parallel.memory_limit:
         room = room_of(config, layout_of(config, schedule.placement, layers), memory)
         with room.explaining():
@@ -174,7 +187,8 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
     On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
-    them; and for the same reason nothing is gained by halves of a cell that may overlap.
+    them; and for the same reason nothing is gained by halves of a cell that may overlap. A pair
+    reads before its branch, in every tick: so there is none where residuals wait on the host.
 
     Raises `ScheduleError` for ends that are both shared and deferred.
     """
@@ -184,7 +198,7 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
         in_flight=parallel.in_flight or None,
         vocab_parallel=bool(parallel.ends_shared_by),
         defer_ends=parallel.defer_ends,
-        pairs=not on_cpu,
+        pairs=not on_cpu and not config.train.offload_layers,
     )
 
 
@@ -192,12 +206,16 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     """Measured seconds where the configuration names a file of them, else from the data sheet.
 
     With `parallel.costs = "measure"` they are those that the run has measured, if it has by now.
+    Copies with the host are never measured.
     """
-    if config.parallel.costs == "measure":
-        return read_own(config) or analytic(config, hardware or Hardware())
-    if config.parallel.costs:
-        return read_measured(Path(config.parallel.costs))
-    return analytic(config, hardware or Hardware())
+    costs, hardware = config.parallel.costs, hardware or Hardware()
+    if costs == "measure":
+        measured = read_own(config)
+    else:
+        measured = read_measured(Path(costs)) if costs else None
+    if measured is None:
+        return analytic(config, hardware)
+    return structs.replace(measured, copies=copies_of(config, hardware))
 
 
 def _searched(

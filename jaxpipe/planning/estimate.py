@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.planning.hardware import NO_COPIES, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate
 
@@ -23,6 +25,7 @@ class Estimate:
     bytes: RankBytes  # of a device
     sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
     mirroring: float  # seconds of that copy, if the schedule is bidirectional
+    waiting: float  # seconds for which compute waits for copies with the host
     tokens: int  # of a step
 
     @property
@@ -45,6 +48,14 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     """Simulate a candidate of a configuration."""
     choice = candidate.choice
     config, tables = choice.settled(config), choice.tables
+
+    def simulated(seconds: OpSeconds) -> Report:
+        return simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep)
+
+    report, waiting = simulated(seconds), 0.0
+    if seconds.copies.layers:
+        without = simulated(replace(seconds, copies=NO_COPIES))
+        waiting = report.lockstep_makespan - without.lockstep_makespan
     message = costs_of(config).message
     layout = layout_of(config, choice.schedule.placement, choice.layers)
     mirrored = mirrored_bytes(config, layout)
@@ -55,5 +66,6 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
         rank_bytes(config, layout, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
+        waiting,
         config.tokens_per_step,
     )

@@ -24,6 +24,7 @@ class Hardware:
     device: str = "H100"
     efficiency: float = 0.5
     link: float = 50e9  # bytes a second to one neighbour, one way
+    host: float = 50e9  # to the host's memory, and from it: of the 63 GB/s of PCIe 5.0 x16
 
     @property
     def flops(self) -> float:
@@ -33,10 +34,40 @@ class Hardware:
         return DEVICES[self.device].flops * self.efficiency
 
 
+class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of the copies with the host in F, B and W of one of a stage's first `layers` layers.
+
+    BW copies what B does.
+    """
+
+    layers: int
+    F: float
+    B: float
+    W: float
+
+    def beside(self, copy: float, compute: float, count: int) -> float:
+        """Seconds of `count` layers with their copies, each of which may run beside other layers.
+
+        The first copy begins after a layer's compute, or the last ends before one: the same.
+
+        >>> copies = Copies(layers=2, F=3.0, B=3.0, W=0.0)
+        >>> [copies.beside(copies.F, compute, 4) for compute in (4.0, 1.0)]
+        [16.0, 7.0]
+        """
+        copied, plain = min(self.layers, count), count * compute
+        if not copied:
+            return plain
+        return max(plain, compute + copy + (copied - 1) * max(compute, copy))
+
+
+NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
+
+
 class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
 
-    A message goes to each of the two neighbours at once, as every tick sends them.
+    A message goes to each of the two neighbours at once, as every tick sends them. `copies` are
+    those of residuals that wait on the host; they are computed, never measured.
     """
 
     layer: "LayerSeconds"
@@ -44,6 +75,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: float
     embed: float = 0.0
     embed_gradient: float = 0.0  # the embedding's share of B
+    copies: Copies = NO_COPIES
 
     def sending(self, size: int, message: int) -> float:
         """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
@@ -67,12 +99,18 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ends = self.embed + self.head + self.embed_gradient + sums
             entered = (ends / len(layers),) * len(layers)
             left = returned = (0.0,) * len(layers)
-        layer = self.layer
-        b, w = (layer.B, layer.W) if split else (layer.whole_backward / 2,) * 2
+        layer, copies = self.layer, self.copies
+        b, w = (layer.B, copies.B), (layer.W, copies.W)
+        if not split:
+            b = w = layer.whole_backward / 2, copies.B / 2
+
+        def of(n: int, compute: float, copy: float) -> float:
+            return copies.beside(copy, compute, n)
+
         return Costs(
-            F=tuple(n * layer.F + e + h for n, e, h in zip(layers, entered, left)),
-            B=tuple(n * b + e for n, e in zip(layers, returned)),
-            W=tuple(n * w for n in layers),
+            F=tuple(of(n, layer.F, copies.F) + e + h for n, e, h in zip(layers, entered, left)),
+            B=tuple(of(n, *b) + e for n, e in zip(layers, returned)),
+            W=tuple(of(n, *w) for n in layers),
             transfer=self.transfer,
         )
 
@@ -103,7 +141,20 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
         layer=LayerSeconds(*(mean(op) / hardware.flops for op in ("F", "B", "W"))),
         head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
+        copies=copies_of(config, hardware),
     )
+
+
+def copies_of(config: Config, hardware: Hardware) -> Copies:
+    """Seconds of copies with the host, of the mean of the model's layers.
+
+    F copies what it leaves, B and BW need all of it back, W what it reads itself.
+    """
+    costs = costs_of(config)
+    layers = [costs.kinds[kind] for kind in costs.order]
+    for_b, for_w = (sum(getattr(kind, name) for kind in layers) for name in ("for_b", "for_w"))
+    both, own = ((size / len(layers)) / hardware.host for size in (for_b + for_w, for_w))
+    return Copies(config.train.offload_layers, F=both, B=both, W=own)
 
 
 def read_measured(path: Path) -> OpSeconds:

@@ -70,14 +70,20 @@ def room_of(config: Config, layout: "StageLayout", device_memory: float | None) 
 
 def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
     """Bytes of a microbatch in a stage from F to B, and what ops take in this unit."""
-    costs = costs_of(config)
+    costs, away = costs_of(config), layout.first_rings(config.train.offload_layers)
     kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
-    for_b, for_w, stash, state = (
-        sum(getattr(kind, name) for kind in kinds) for name in ("for_b", "for_w", "stash", "state")
-    )
+    here = [kind for ring, kind in enumerate(kinds) if ring not in away]
+    for_b, for_w = (sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w"))
+    stash, state = (sum(getattr(kind, name) for kind in kinds) for name in ("stash", "state"))
     if config.parallel.defer_ends:  # a gradient of the logits, and the head's input or stage 0's dx
         for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
     until_b, until_w = for_b + for_w, for_w + stash
+    if not until_b:
+        raise ScheduleError(
+            f"memory_limit={config.parallel.memory_limit!r} counts what a microbatch keeps on a "
+            f"device from F to B, and with train.offload_layers={config.train.offload_layers} all "
+            f"of it waits on the host: use fewer layers, or no limit."
+        )
     kept = until_w / until_b
     return until_b, Memory(F=1.0, B=kept - 1, W=-kept, state=state / until_b)
 

@@ -26,6 +26,7 @@ class RankBytes:
     gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B, W
     or the next slice, and the messages that wait. `head`: logits and their gradient in float32, of
     a chunk and with the gradient of the head's matrix if there are chunks, while the head runs.
+    `host`: residuals that wait in its host's memory, not on the device (`train.offload_layers`).
     """
 
     parameters: int
@@ -34,11 +35,12 @@ class RankBytes:
     copies: int
     activations: int
     head: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all of them together."""
-        return sum(asdict(self).values())
+        """Bytes of all that is on the device."""
+        return sum(asdict(self).values()) - self.host
 
 
 def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
@@ -63,9 +65,11 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     if cast or end.whole != end.part:
         read += end.whole
     logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
-    activations = 0
+    activations = host = 0
     if tables is not None:
-        activations = _activations(costs, layout, tables) + tables.slots.head * logits * item
+        rings = _rings(costs, layout, tables, train.offload_layers)
+        activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
+        host = rings.host
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part),
         optimizer=_FLOAT32 * (held.moments + end.moments),
@@ -73,6 +77,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         copies=item * read,
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
+        host=host,
     )
 
 
@@ -89,31 +94,48 @@ def _vocabulary(config: Config) -> int:
     return config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1))
 
 
-def _activations(costs: ModelCosts, layout: "StageLayout", tables: Tables) -> int:
-    """Bytes of the rings of a rank's layers, and of messages that wait or are on their way."""
+def _messages(costs: ModelCosts, tables: Tables) -> int:
+    """Bytes of messages that wait or are on their way."""
     held = tables.slots
-    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
-    rings = sum(ring_bytes(kind, tables) for kind in kinds)
-    rings += sum((held.state + held.dstate) * kind.state for kind in kinds)
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
     messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
     waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
-    return rings + (messages + waits) * costs.message
+    return (messages + waits) * costs.message
 
 
-def ring_bytes(kind: LayerCosts, tables: Tables) -> int:
-    """Bytes of the rings of one layer's residuals and stash, as long as the neediest rank's."""
+class RingBytes(NamedTuple):
+    """Bytes of rings on a device, and in its host's memory."""
+
+    device: int
+    host: int
+
+
+def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
+    """Those of a rank's layers, of which so many of every stage are offloaded."""
+    away, held = layout.first_rings(offloaded), tables.slots
+    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
+    rings = [ring_bytes(kind, tables, on_host=ring in away) for ring, kind in enumerate(kinds)]
+    states = sum((held.state + held.dstate) * kind.state for kind in kinds)
+    return RingBytes(sum(ring.device for ring in rings) + states, sum(ring.host for ring in rings))
+
+
+def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> RingBytes:
+    """Those of one layer's residuals and stash, as long as the neediest rank's.
+
+    `on_host`: its residuals are offloaded.
+    """
     from jaxpipe.pipeline.cut import Residuals
     from jaxpipe.pipeline.rings import sharing
     from jaxpipe.pipeline.store import ring_lengths
 
     waits = kind.waits
     kept = Residuals(waits["for_b"], waits["for_w"])
-    return sum(
-        length * size_of([value])
-        for uses in sharing(kept, waits["stash"], pairs=bool(tables.pairs))
-        for value, length in ring_lengths(uses, tables.slots_of).items()
-    )
+    with_residuals, rest = (
+        sum(length * size_of([value])
+            for value, length in ring_lengths(uses, tables.slots_of).items())
+        for uses in sharing(kept, waits["stash"], apart=bool(tables.pairs) or on_host)
+    )  # fmt: skip
+    return RingBytes(rest, with_residuals) if on_host else RingBytes(with_residuals + rest, 0)
 
 
 def mirrored_bytes(config: Config, layout: "StageLayout") -> int:

@@ -56,6 +56,16 @@ GPU = (
     ),
 )
 
+# With `train.offload_layers`.
+OFFLOAD = (
+    Option(
+        "xla_gpu_experimental_parallel_async_compute_limit",
+        (1000,),
+        "All copies between device and host of a layer are in flight at once, while others "
+        "compute. With the default of 2 most have no product between their start and their end.",
+    ),
+)
+
 # With `train.deterministic`. XLA (its docs/determinism.md, and the code that hands attention to
 # cuDNN): sums of scattered values, the embedding's gradient here, and the gradient of cuDNN's
 # attention are otherwise added in the order in which threads come.
@@ -74,23 +84,27 @@ DETERMINISTIC = (
 )
 
 
-def options(platform: str, *, deterministic: bool = False) -> dict[str, Value]:
+def options(
+    platform: str, *, deterministic: bool = False, offloads: bool = False
+) -> dict[str, Value]:
     """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
 
     An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
     that the installed XLA does not know.
     """
-    kept, dropped = accepted(wanted(platform, deterministic=deterministic))
+    kept, dropped = accepted(wanted(platform, deterministic=deterministic, offloads=offloads))
     for sentence in dropped:
         warnings.warn(sentence, stacklevel=2)
     return kept
 
 
-def wanted(platform: str, *, deterministic: bool = False) -> tuple[Option, ...]:
+def wanted(
+    platform: str, *, deterministic: bool = False, offloads: bool = False
+) -> tuple[Option, ...]:
     """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
     if platform not in _GPUS:
         return ()
-    own = GPU + DETERMINISTIC * deterministic
+    own = GPU + OFFLOAD * offloads + DETERMINISTIC * deterministic
     return tuple(option for option in own if not _is_the_users(option.name))
 
 

@@ -70,6 +70,8 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
         "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),
         "activations": planned.activations,
     }
+    if planned.host:
+        per_rank["on the host"] = planned.host
     table = Table("rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None)
     for rank in range(pp):
         table.add_row(

@@ -114,6 +114,7 @@ class Trainer:
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshards,
+            offload_layers=train.offload_layers,
         )
 
     @cached_property
@@ -292,7 +293,10 @@ class Trainer:
     @cached_property
     def _compiler_options(self) -> dict[str, Any]:
         platform = self.mesh.devices.flat[0].platform
-        return compiler.options(platform, deterministic=self.config.train.deterministic)
+        train = self.config.train
+        return compiler.options(
+            platform, deterministic=train.deterministic, offloads=bool(train.offload_layers)
+        )
 
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""

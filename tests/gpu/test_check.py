@@ -13,8 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpipe.config import load
 from jaxpipe.gpu import cards
 from jaxpipe.plan import main
+from jaxpipe.planning.costs import costs_of
 from jaxpipe.runtime.environment import usable_share
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
@@ -99,6 +101,29 @@ def test_the_step_on_a_whole_mesh(shared):
     assert all(0 <= one["hidden"] <= one["size"] for one in shares.values())
     assert shares["collective-permute", "pp", True]["hidden"] > 0
     assert shares["reduce-scatter", "dp", False]["count"] > 0
+
+
+@needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+def test_residuals_wait_in_the_hosts_memory():
+    """Copied beside products; the device holds less by what the plan says."""
+    sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")
+    everything, away = report(*sizes), report(*sizes, "train.offload_layers=2")
+    _, out, _ = plan("--json", *sizes, "train.offload_layers=2")
+    planned = next(row["bytes"] for row in json.loads(out)["schedules"] if row["configured"])
+    assert away["bytes"]["host"] == planned["host"] > everything["bytes"]["host"] == 0
+    saved = everything["bytes"]["temporaries"] - away["bytes"]["temporaries"]
+    assert 0.8 * planned["host"] < saved <= planned["host"]
+    copies = away["host_copies"]
+    assert copies["synchronous"] == 0
+    assert copies["hidden"] == copies["asynchronous"] > 0
+    waits = costs_of(load(SMALL, sizes)).kinds["layer"].waits
+    rings = 2 * len({*waits["for_b"], *waits["for_w"]})  # none of which is a copy of another
+    assert away["custom_calls"]["AllocateBuffer"] >= rings
+    assert away["permutes"]["hidden"]
+    assert away["graphs"]["whole"]
+    assert [copy for copy in away["buffer_copies"] if copy["size"] > VECTOR] == []
+    assert everything["host_copies"] == {"asynchronous": 0, "synchronous": 0, "hidden": 0}
 
 
 @needs_compiler

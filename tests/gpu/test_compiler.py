@@ -68,7 +68,22 @@ def test_a_deterministic_step_is_told_so(monkeypatch):
     for deterministic in (True, False):
         config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
         assert Trainer(config).train_step
-        assert asked.pop() == (("cpu",), {"deterministic": deterministic})
+        assert asked.pop() == (("cpu",), {"deterministic": deterministic, "offloads": False})
+
+
+def test_a_step_that_offloads_is_told_so(monkeypatch):
+    more = compiler.options("cuda", offloads=True)
+    assert more.items() - compiler.options("cuda").items() == {
+        ("xla_gpu_experimental_parallel_async_compute_limit", 1000)
+    }
+    assert compiler.options("cpu", offloads=True) == {}
+    jax.jit(lambda: 0, compiler_options=more).lower().compile()
+    asked = []
+    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append(more))
+    trainer = Trainer(load(SMALL, ["train.offload_layers=1"]))
+    assert trainer.train_step
+    assert asked.pop() == {"deterministic": False, "offloads": True}
+    assert trainer.execution.offload_layers == 1
 
 
 def test_what_cannot_be_deterministic_is_refused(monkeypatch):

@@ -113,6 +113,31 @@ def test_a_doubled_body_holds_two_ticks():
     assert program.hidden
 
 
+HOST_RING = "  %ring.1 = f32[3,8]{1,0:S(5)} get-tuple-element(%t.1), index=0\n"
+FETCH = (
+    "((f32[3,8]{1,0:S(5)}, s32[]), f32[1,8]{1,0}, u32[]) fusion-start(%ring.1, %s), calls=%fusion"
+)
+PRODUCT = '  %gemm.2 = f32[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul"\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "hides"),
+    [
+        (f"  %get = {FETCH}\n{PRODUCT}  %got = f32[1,8]{{1,0}} fusion-done(%get)", [1]),
+        (f"{PRODUCT}  %get = {FETCH}\n  %got = f32[1,8]{{1,0}} fusion-done(%get)", [0]),
+        ("  %put = f32[3,8]{1,0:S(5)} dynamic-update-slice(%ring.1, %x, %s)", [None]),
+        ("  %got = f32[1,8]{1,0} fusion(%ring.1, %s), kind=kLoop, calls=%fusion", [None]),
+        ("  %got = f32[1,8]{1,0} negate(%x)", []),
+    ],
+    ids=["behind a product", "behind nothing", "written at once", "read at once", "none"],
+)
+def test_copies_with_the_host(lines, hides):
+    inside = "  %fused = f32[3,8]{1,0:S(5)} dynamic-update-slice(%a, %b, %c)"  # of one fusion
+    order = STARTS + CONDS + DONES
+    program = Program(module(order, run=HOST_RING + lines, fused=inside, entry=HOST_RING))
+    assert [one.hides for one in program.host_copies] == hides
+
+
 RING = "  %copy.1 = f32[3,8]{0,1} copy(%ring.1)"
 
 

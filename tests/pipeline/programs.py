@@ -14,7 +14,7 @@ from jaxpipe.schedule.lockstep import PLAIN
 LAYERS_EACH = 2  # of every stage
 
 
-def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none"):
+def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none", **execution):
     """The trace of the step of one schedule, and the schedule."""
     schedule = near(name, pp, microbatches)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
@@ -22,7 +22,7 @@ def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none"):
     params = {"shared": shared, "layers": layout.stack(layers)}
     batch = toy_batch(jax.random.key(1), microbatches, examples)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
-    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat))
+    pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat, **execution))
     return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule
 
 

@@ -29,7 +29,7 @@ def ring_bytes(schedule, remat):
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, EXAMPLES))
     split = split_layer(KIND.layer, layer, X, Context(microbatch), POLICIES[remat])
     tables = lower(schedule)
-    uses, _ = sharing(split.residuals, split.stash, pairs=False)
+    uses, _ = sharing(split.residuals, split.stash, apart=False)
     lengths = ring_lengths(uses, tables.slots_of)
     held = sum(length * size(value) for value, length in lengths.items())
     return (tables.slots.inbox + 1) * size(X) + LAYERS_EACH * held

@@ -54,7 +54,7 @@ def test_no_ring_is_copied_in_the_loop(name):
     _, (layer, *_) = toy_params(jax.random.key(0), 1)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, WIDE))
     split = split_layer(KIND.layer, layer, jnp.zeros((WIDE, 6, 8)), Context(microbatch))
-    uses, _ = sharing(split.residuals, split.stash, pairs=False)
+    uses, _ = sharing(split.residuals, split.stash, apart=False)
     lengths = ring_lengths(uses, tables.slots_of)
     sizes = {tables.slots.inbox + 1, *lengths.values()} - {0}
     assert not copies_in_the_loop(trace.lower().compile(), sizes, (WIDE, 6))

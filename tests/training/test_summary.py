@@ -39,6 +39,14 @@ def test_deferred_ends_are_counted():
     assert activations(Lockstep(defer_ends=True)) in printed(trainer)
 
 
+def test_what_waits_on_the_host_is_shown():
+    more = ["parallel.pp=2", "parallel.dp=1", "train.offload_layers=1"]
+    trainer = Trainer(configs.load(SMALL, more), tuple(jax.devices()[:2]))
+    planned = rank_bytes(trainer.config, trainer.layout, trainer.pipeline.tables)
+    assert "on the host" in (shown := printed(trainer))
+    assert readable_bytes(planned.host) in shown
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [("auto", "embedding on the first rank, head on the last"), ("true", "head on all ranks")],
