@@ -43,15 +43,27 @@ MODELS = {
         norm_topk_prob=False, router_aux_loss=0.1,
     ),
     "narrow": LlamaConfig(**SIZES, capacity_factor=0.5),
+    "one": LlamaConfig(
+        **SIZES | {"experts_per_token": 1}, router_bias_rate=0.01, norm_topk_prob=False,
+    ),
 }  # fmt: skip
 MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
 
 
+def routes_of(config):
+    """Different experts for every token and layer, whatever the router says."""
+    shape = (MICROBATCHES, EXAMPLES, LENGTH, len(config.sparse_layers))
+    first = jax.random.randint(jax.random.key(3), shape, 0, config.n_experts)
+    more = jnp.arange(config.experts_per_token).reshape(1, 1, 1, 1, -1)
+    return (first[..., None] + more) % config.n_experts
+
+
 @cache
-def problem(model, crowded=False):
+@jax.enable_x64(True)
+def problem(model, crowded=False, routed=False):
     """Parameters of which the router has clear favourites, batch and variables, in float64.
 
-    `crowded`: a bias sends every token to the first experts.
+    `crowded`: a bias sends every token to the first experts. `routed`: the batch says where.
     """
     decoder, key = Decoder(MODELS[model]), jax.random.key(0)
 
@@ -66,29 +78,35 @@ def problem(model, crowded=False):
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     targets = jnp.where(tokens[..., 1:] % 7 == 3, IGNORE, tokens[..., 1:])
     batch = {"inputs": tokens[..., :-1], "targets": targets}
+    if routed:
+        batch["routes"] = routes_of(decoder.config)
     variables = decoder.functions.variables
     if variables:
         bias = 0.2 * jax.random.normal(jax.random.key(2), variables["router_bias"].shape)
         if crowded:
-            bias = 100.0 * (jnp.arange(bias.shape[1])[None] < 3) * jnp.ones_like(bias)
+            first = jnp.arange(bias.shape[1]) < decoder.config.experts_per_token
+            bias = jnp.broadcast_to(100.0 * first[None], bias.shape)
         variables = {"router_bias": bias}
     return decoder, cast(decoder.init_ends(key)), layers, batch, variables
 
 
 @cache
-def wanted(model, crowded=False):
+@jax.enable_x64(True)
+def wanted(model, crowded=False, routed=False):
     """What one device makes of it by the twin."""
-    decoder, shared, layers, batch, variables = problem(model, crowded)
+    decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     one_hot = lambda config, replicas: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
-        return step_ref(
-            replace(decoder).functions, shared, layers, batch, variables=variables
-        )
+        return step_ref(replace(decoder).functions, shared, layers, batch, variables=variables)
 
 
-def run(model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, crowded=False, **execution):
+@jax.enable_x64(True)
+def run(
+    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, room=0.0, crowded=False,
+    routed=False, **execution,
+):  # fmt: skip
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
-    _, shared, layers, batch, variables = problem(model, crowded)
+    _, shared, layers, batch, variables = problem(model, crowded, routed)
     schedule = build(name, pp=pp, microbatches=MICROBATCHES)
     counts = (len(layers) // schedule.stages,) * schedule.stages
     config = MODELS[model]
@@ -98,12 +116,12 @@ def run(model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, crowded=Fal
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
         sequence=SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE,
-        replicas=ExpertParallel(ep) if ep > 1 else ALL_EXPERTS,
+        replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
     )
     pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
     batch = deal_batch(batch, slices=1, sdp=sdp, dp=dp)
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = wanted(model, crowded)
+    want = wanted(model, crowded, routed)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=pipeline.sharding.padded(staged))

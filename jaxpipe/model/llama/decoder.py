@@ -14,7 +14,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.config import SPARSE
-from jaxpipe.model.moe.layer import KEEP
+from jaxpipe.model.moe.layer import KEEP, ROUTES
 from jaxpipe.model.parts import EndParts, Init, Parts
 
 Tree = Any
@@ -68,4 +68,7 @@ class Decoder(CausalDecoder):
         balance = Balance(self.config, self.devices, self.sequence)
         variables = balance.variables
         after = balance.next_variables if variables else None
-        return replace(functions, variables=variables, next_variables=after, report=balance.report)
+        return replace(
+            functions, variables=variables, next_variables=after, report=balance.report,
+            reads=(*functions.reads, ROUTES),
+        )  # fmt: skip

@@ -45,15 +45,19 @@ class Router(nnx.Module):
         self.gate = init("router/gate", (config.d_model, config.n_experts), 0.02, leaf)
         self.config = config
 
-    def __call__(self, x_BLD: jax.Array, bias_E: jax.Array | None) -> Routes:
-        """The routes of tokens `[B, L, D]`."""
+    def __call__(
+        self, x_BLD: jax.Array, bias_E: jax.Array | None, given_BLK: jax.Array | None = None
+    ) -> Routes:
+        """The routes of tokens `[B, L, D]`; a choice that is given is taken, its weights made."""
         config, wide = self.config, jnp.promote_types(x_BLD.dtype, jnp.float32)
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
         softmax = config.router_score == "softmax"
         scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
         total = jnp.sum(scores_BLE, -1, keepdims=True)
         shares_BLE = scores_BLE if softmax else scores_BLE / total
-        choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
+        choice_BLK = given_BLK
+        if choice_BLK is None:
+            choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
         weights_BLK = jnp.take_along_axis(scores_BLE, choice_BLK, axis=-1)
         if config.norm_topk_prob:
             weights_BLK = weights_BLK / weights_BLK.sum(-1, keepdims=True)
