@@ -10,10 +10,8 @@ rank did, and its bubble: the share of the loop in which it worked on nothing. E
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -59,6 +57,7 @@ def profile(config: Config, out: Path) -> Ranks:
     import jax
 
     from jaxpipe.training.bubble import recorded, ticks
+    from jaxpipe.training.feed import random_batch
     from jaxpipe.training.trainer import Trainer
 
     config = filled(config, jax.device_count())
@@ -69,7 +68,7 @@ def profile(config: Config, out: Path) -> Ranks:
         memory=device_memory(jax.devices()[0].device_kind),
     )
     trainer = Trainer(config)
-    state, batch = trainer.init(), trainer.put(_random_batch(config))
+    state, batch = trainer.init(), trainer.put(random_batch(config))
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.train_step(state, batch))
     try:
@@ -79,15 +78,6 @@ def profile(config: Config, out: Path) -> Ranks:
     ranks = ticks(trainer, events)
     write_trace(ranks, out / "ticks.json")
     return ranks
-
-
-def _random_batch(config: Config) -> dict[str, np.ndarray]:
-    """Tokens `[M, B, L]` of a step."""
-    sizes = config.batch_shape
-    shape = sizes["microbatches"], sizes["batch_size"], config.train.seq_len
-    rng = np.random.default_rng(0)
-    draw = partial(rng.integers, 0, config.model.vocab_size, shape, np.int32)
-    return {"inputs": draw(), "targets": draw()}
 
 
 def _print(ranks: Ranks) -> None:

@@ -5,6 +5,8 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import msgspec
+import numpy as np
 
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.gpt2.config import GPT2Config
@@ -37,13 +39,20 @@ MODELS = {
     "gpt2": GPT2Config(**SIZES, max_seq_len=11),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
+    "packed": LlamaConfig(**SIZES, n_kv_heads=2),
+    "packed_deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=2),
+    "packed_windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
+    "packed_fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
+    "packed_gpt2": GPT2Config(**SIZES, max_seq_len=11),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
+# Lengths of documents in a row of LENGTH; what they leave is padding.
+ROWS = ((3, 5), (8,), (1, 2, 1, 2), (2, 6), (), (4, 1, 3), (5, 2), (1, 1, 6), (7,))
 
 
 def problem(model, dtype, examples=EXAMPLES):
     config, key = MODELS[model], jax.random.key(0)
-    decoder = FAMILIES[config.family].build(config)
+    decoder = FAMILIES[config.family].build(config, **packing_of(model))
 
     def uneven(leaf):
         """Vectors are neither zeros nor ones."""
@@ -61,12 +70,59 @@ def problem(model, dtype, examples=EXAMPLES):
     if "samples" in decoder.functions.reads:
         numbers = 5 + jnp.arange(MICROBATCHES * examples).reshape(MICROBATCHES, examples, 1)
         batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
+    if model.startswith("packed"):
+        batch = packed(batch)
     return decoder, shared, layers, batch
+
+
+def packing_of(model):
+    """What a family is told of a model whose rows are packed."""
+    return {"documents": max(map(len, ROWS))} if model.startswith("packed") else {}
+
+
+def rows_of(batch):
+    """The lengths of the documents in each row of a batch, `[M][B]`; no two microbatches alike."""
+    m, b, _ = batch["inputs"].shape
+    return [[ROWS[(i + 3 * j) % len(ROWS)] for j in range(b)] for i in range(m)]
+
+
+def packed(batch):
+    """The same tokens as documents: the last of each has no target, and padding has none."""
+    segments = np.full(batch["inputs"].shape, -1, np.int32)
+    positions, targets = np.zeros_like(segments), np.array(batch["targets"])
+    for i, rows in enumerate(rows_of(batch)):
+        for j, lengths in enumerate(rows):
+            ends = np.cumsum(lengths, dtype=int)
+            for number, (length, end) in enumerate(zip(lengths, ends)):
+                segments[i, j, end - length : end] = number
+                positions[i, j, end - length : end] = np.arange(length)
+            targets[i, j, [*(ends - 1), *range(sum(lengths), LENGTH)]] = IGNORE
+    documents = {"segments": jnp.array(segments), "positions": jnp.array(positions)}
+    return batch | documents | {"targets": jnp.array(targets)}
+
+
+def alone(batch):
+    """Every document of a packed batch as an example of its own, whose other tokens count nothing.
+
+    A row has as many as the fullest row's; a causal model sees nothing after a token.
+    """
+    m, b, length = batch["inputs"].shape
+    most = max(map(len, ROWS))
+    own = {"inputs": np.zeros((m, b, most, length), int)}
+    own["targets"] = np.full((m, b, most, length), IGNORE)
+    for i, j, number in np.ndindex(m, b, most):
+        of_document = np.asarray(batch["segments"][i, j]) == number
+        for name, leaf in own.items():
+            leaf[i, j, number, : of_document.sum()] = np.asarray(batch[name][i, j])[of_document]
+    return {name: jnp.array(leaf.reshape(m, b * most, length)) for name, leaf in own.items()}
 
 
 @cache
 def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
+    if model.startswith("packed"):  # the documents one by one, by a model that knows of none
+        config = msgspec.structs.replace(decoder.config, attention="xla")
+        decoder, batch = replace(decoder, config=config, documents=0), alone(batch)
     decoder = replace(decoder, z_loss=z_loss)
     return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 
@@ -87,7 +143,7 @@ def pipeline_of(
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
         config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
-        loss_chunks=loss_chunks, z_loss=z_loss,
+        loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
     )  # fmt: skip
     batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     execution = Execution(lockstep, **execution)

@@ -7,6 +7,7 @@ import pytest
 from jaxpipe.config import Config, ConfigError, load, to_toml
 from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import validate
+from jaxpipe.runtime.devices import compute_capability
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
@@ -310,3 +311,16 @@ def test_fused_attention_needs_a_gpu(platform):
     validate(config, platform=platform)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
         validate(config, platform="cpu")
+
+
+def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
+    given = ["model.attention=cudnn", "data.packing=sequential"]
+    config = load(Path(__file__).parent / "data" / "small.toml", given)
+    validate(config, platform="cuda")
+    monkeypatch.setattr("jaxpipe.planning.checks.compute_capability", lambda: 8.0)
+    with pytest.raises(ConfigError, match=r"compute capability 9.0 .* but these have 8.0"):
+        validate(config, platform="cuda")
+
+
+def test_no_device_here_has_a_compute_capability():
+    assert compute_capability() is None

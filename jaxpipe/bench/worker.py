@@ -22,6 +22,7 @@ from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
+from jaxpipe.training.feed import random_batch
 from jaxpipe.training.trainer import State, Trainer
 
 Tree = Any
@@ -42,7 +43,7 @@ class Worker:
         """
         trainer = trainer_of(config)
         step = {"trained": trainer.train_step, "accumulated": accumulated(trainer)}[kind]
-        state, batch = trainer.init(), trainer.put(_batch(trainer))
+        state, batch = trainer.init(), trainer.put(random_batch(trainer.config))
         begin = time.monotonic()
         compiled = step.lower(state, batch).compile()
         seconds = time.monotonic() - begin
@@ -91,7 +92,7 @@ class Worker:
     def export(self, path: str, config: dict[str, Any]) -> dict[str, Any]:
         """Write the initial values and the batch of a configuration on one device, for PyTorch."""
         trainer = trainer_of(config)
-        state, batch = trainer.init(), _batch(trainer)
+        state, batch = trainer.init(), random_batch(trainer.config)
         named = {
             "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in where): leaf
             for where, leaf in jax.tree.leaves_with_path(state.params)
@@ -130,15 +131,6 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
     converted = from_builtins(config)
     parallel = converted.parallel
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
-
-
-def _batch(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Random tokens `[M, B, L]`, in the same order however they are dealt to replicas."""
-    model, train = trainer.config.model, trainer.config.train
-    sizes = trainer.config.batch_shape
-    shape = sizes["microbatches"], sizes["batch_size"], train.seq_len + 1
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
-    return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
 def main() -> None:

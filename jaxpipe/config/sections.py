@@ -148,6 +148,15 @@ class DataConfig(_Section, kw_only=True):
     heldout_path: str = ""  # file: another for held-out losses; empty: the end of `path`
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no file is given
     shuffle: bool = True  # a new order of samples every epoch
+    # documents in rows that they share without seeing each other: in their order, or where they
+    # fit best; none: rows are cut out of the stream of tokens
+    packing: Literal["none", "sequential", "best_fit"] = "none"
+    max_documents: Positive = 64  # that a packed row may hold
+
+    @property
+    def documents(self) -> int:
+        """Documents that a row may hold; 0: rows are not packed."""
+        return 0 if self.packing == "none" else self.max_documents
 
 
 class CheckpointConfig(_Section, kw_only=True):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxpipe.contract import LayerOutput, Side
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import fused_attention
+from jaxpipe.model.packed import Documents, documents_of, packed_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
 
@@ -42,20 +43,23 @@ class Attend:
       sequence: what replicas that share a sequence have of it; they gather its keys and values.
       kernel: plain products of XLA, or the fused one of cuDNN.
       window: how many last tokens a query sees, its own included; 0: all.
+      documents: how many a row may hold that do not see each other; 0: a row is one text.
     """
 
     sequence: WholeSequence = WHOLE_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
+    documents: int = 0
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
-        masks: Masks = NO_MASKS,
+        masks: Masks = NO_MASKS, documents: Documents | None = None,
     ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         """Every query mixes values up to its own, `[B, L, H, K]`; of a slice also the past.
 
         L is this device's stretch of the sequence, or of a slice of it, whose keys and values come
-        after those of the past. The plain kernel drops shares as the masks say.
+        after those of the past. The plain kernel drops shares as the masks say. Of a packed row
+        the queries mix values of their own document, of which `documents` tells.
         """
         length = q_BLHK.shape[1]
         k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
@@ -66,39 +70,54 @@ class Attend:
                 past.begin,
             )
             k_BSGK, v_BSGK, _ = past
-        mask_11LS = self._causal(length, past)
+        begin = self.sequence.start(length) + (0 if past is None else past.begin)
+        if self.kernel == "cudnn" and documents is not None:
+            found = documents_of(documents, begin, self.documents)
+            begin = jnp.asarray(begin, jnp.int32)
+            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, begin, self.window), past
+        position_BL = None if documents is None else documents.positions
+        mask_B1LS = None
+        if self.sequence.size > 1 or past is not None:
+            query_L, token_S = begin + jnp.arange(length), jnp.arange(k_BSGK.shape[1])
+            mask_B1LS = _seen(query_L, token_S, self.window, position_BL)
         if self.kernel == "cudnn":
-            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS, self.window)
-        elif mask_11LS is None:
-            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks)
+            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
+        elif mask_B1LS is None:
+            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL)
         else:
             kept = masks.shares if masks.dropout.shares else None
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_11LS, kept)
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept)
         return mixed_BLHK, past
-
-    def _causal(self, length: int, past: Past | None) -> jax.Array | None:
-        """Which of all tokens this device's L may see, `[1, 1, L, S]`; None where it has all."""
-        if self.sequence.size == 1 and past is None:
-            return None
-        begin, tokens = self.sequence.start(length), length * self.sequence.size
-        if past is not None:
-            begin, tokens = begin + past.begin, past.keys_BSGK.shape[1]
-        query_L1, token_1S = (begin + jnp.arange(length))[:, None], jnp.arange(tokens)[None]
-        seen_LS = query_L1 >= token_1S
-        if self.window:
-            seen_LS &= query_L1 - token_1S < self.window
-        return seen_LS[None, None]
 
 
 def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
+def _seen(
+    query_L: jax.Array, token_S: jax.Array, window: int, position_BL: jax.Array | None
+) -> jax.Array:
+    """Which tokens of a sequence such queries of it may see, `[1 or B, 1, L, S]`.
+
+    A document is contiguous: a query at place p of it has p of its tokens before it, in whatever
+    slice or stretch they are, and keys need not tell which document they belong to.
+    """
+    back_LS = query_L[:, None] - token_S[None]
+    seen_LS = back_LS >= 0
+    if window:
+        seen_LS &= back_LS < window
+    if position_BL is None:
+        return seen_LS[None, None]
+    return (seen_LS[None] & (back_LS[None] <= position_BL[..., None]))[:, None]
+
+
 def causal_attention(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0,
-    masks: Masks = NO_MASKS,
+    masks: Masks = NO_MASKS, position_BL: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to itself and all before it, `[B, L, H, K]`.
+
+    Of packed rows `position_BL` is its place in its document, before which it sees nothing.
 
     With a window, to so many last ones, itself included, as in transformers' `masking_utils.py`
     (Beltagy et al. 2020; Jiang et al. 2023). A block of queries reads no keys after its last, nor
@@ -110,12 +129,11 @@ def causal_attention(
 
     def block(begin: int, end: int) -> jax.Array:
         first = max(begin - window + 1, 0) if window else 0
-        mask_LS = jnp.tri(rows, end - first, begin - first, dtype=bool)
-        if window:
-            mask_LS &= ~jnp.tri(rows, end - first, begin - first - window, dtype=bool)
-        keys = slice(first, end)
+        own, keys = slice(begin, end), slice(first, end)
+        position = None if position_BL is None else position_BL[:, own]
         return grouped_attention(
-            q_BLHK[:, begin:end], k_BLGK[:, keys], v_BLGK[:, keys], mask_LS[None, None],
+            q_BLHK[:, own], k_BLGK[:, keys], v_BLGK[:, keys],
+            _seen(jnp.arange(begin, end), jnp.arange(first, end), window, position),
             partial(masks.shares, query=begin, key=first) if masks.dropout.shares else None,
         )  # fmt: skip
 
@@ -123,7 +141,7 @@ def causal_attention(
 
 
 def grouped_attention(
-    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_11LS: jax.Array,
+    q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_B1LS: jax.Array,
     kept: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
@@ -146,7 +164,7 @@ def grouped_attention(
     k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
     score_BGMS = jnp.einsum("bgmk,bgsk->bgms", q_BGMK, k_BGSK, preferred_element_type=wide)
     score_BGRLS = score_BGMS.reshape(b, g, -1, length, keys) * k**-0.5
-    score_BGRLS = jnp.where(mask_11LS[:, :, None], score_BGRLS, jnp.finfo(wide).min)
+    score_BGRLS = jnp.where(mask_B1LS[:, :, None], score_BGRLS, jnp.finfo(wide).min)
     share_BGMS = jax.nn.softmax(score_BGRLS.reshape(score_BGMS.shape), axis=-1)
     if kept is not None:
         share_BGMS = kept(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)

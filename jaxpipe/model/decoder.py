@@ -17,6 +17,7 @@ from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
@@ -38,7 +39,9 @@ class CausalDecoder:
     sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
     [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
-    `z_loss` the head has two losses. Where layers have experts, `replicas` have these in parts.
+    `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
+    and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
+    `replicas` have these in parts.
     """
 
     config: DecoderConfig
@@ -49,6 +52,7 @@ class CausalDecoder:
     slices: int = 1
     seed: int = 0
     z_loss: float = 0.0
+    documents: int = 0
     replicas: AllExperts = ALL_EXPERTS
 
     @property
@@ -119,6 +123,7 @@ class CausalDecoder:
         }
         reads = ["inputs", "targets", "positions"]
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
+        reads += ["segments"] * bool(self.documents)
         return StageFunctions(
             self.embed, kinds, self.head, self.count,
             order=self.config.layer_kinds if len(kinds) > 1 else None,
@@ -166,6 +171,17 @@ class CausalDecoder:
             return NO_MASKS
         begin = self._begin(rows, length) + self.sequence.start(length)
         return Masks.of(self.dropout, rows["samples"][:, 0], layer, begin, self.devices)
+
+    def _documents(self, rows: Tree) -> Documents | None:
+        """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""
+        if not self.documents:
+            return None
+        if not {"segments", "positions"} <= rows.keys():
+            raise ValueError(
+                f"the model is built for packed rows, which have `segments` and `positions`, but "
+                f"the batch has only {', '.join(rows)}: give both, or build it with documents=0."
+            )
+        return Documents(rows["segments"], rows["positions"])
 
     def _past(self, x: jax.Array, context: Context) -> Past | None:
         """Of a slice the keys and values before it."""

@@ -50,6 +50,14 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"but the devices are of the platform {platform!r}: set model.attention=xla."
             )
 
+    def unmet_by_packing(self, capability: float | None) -> Iterator[str]:
+        """A sentence for every reason why documents that share a row would see each other."""
+        if self.attention == "cudnn" and capability is not None and capability < 9:
+            yield (
+                f"data.packing with model.attention='cudnn' needs GPUs of compute capability 9.0 "
+                f"(Hopper) or later, but these have {capability}: set model.attention=xla."
+            )
+
     def flops_of(self, matrices: int, keys: int) -> int:
         """FLOPs that training is said to take a token: 6 per matrix parameter, 12 L H K a key.
 

@@ -64,6 +64,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         return iter(())
 
+    def unmet_by_packing(self, capability: float | None) -> Iterator[str]:
+        """A sentence for every reason why documents that share a row would see each other.
+
+        `capability` is the GPUs' compute capability; None: there are none, or it is not yet known.
+        """
+        yield (
+            f"the documents of a packed row see each other in models of the family "
+            f"{self.family!r}: set data.packing=none, or choose another model.family."
+        )
+
 
 class Model(Protocol):
     """A model as functions: what the pipeline runs, and initial values for what it reads."""
@@ -107,7 +117,8 @@ class Family:
         if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
         `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
         what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
-        name; and, for models with `routed_experts`, the `replicas` that have them in parts.
+        name; the most `documents` of a row that do not see each other, where rows are packed; and
+        the `replicas` that have `routed_experts` in parts.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from jaxpipe.model.packed import BACKWARD, FORWARD
+
 _STANDING_IN = ContextVar("standing_in", default=False)
 
 
@@ -49,14 +51,16 @@ def stand_ins() -> Iterator[None]:
         _STANDING_IN.reset(token)
 
 
-def flops_of_stand_in(name: str, *shapes: tuple[int, ...]) -> int | None:
-    """FLOPs of the stand-in of that name for operands of such shapes; None: there is none.
+def flops_of_kernel(name: str, *shapes: tuple[int, ...]) -> int | None:
+    """FLOPs of the kernel of that name for operands of such shapes; None: there is none.
 
-    All scores are counted as made, those that a mask or a window leaves out too, and once more for
-    the gradients (Dao et al. 2022, Algorithm 4): two products forwards, five backwards.
+    All scores are counted as made, those that a mask, a window or the borders of documents leave
+    out too, and once more for the gradients (Dao et al. 2022, Algorithm 4): two products forwards,
+    five backwards.
     """
-    products = {_FORWARD.name: 2, _BACKWARD.name: 5}.get(name)
-    if products is None:
+    forwards, backwards = name in (_FORWARD.name, FORWARD), name in (_BACKWARD.name, BACKWARD)
+    products = 2 * forwards + 5 * backwards
+    if not products:
         return None
     (examples, queries, heads, width), (_, keys, _, _) = shapes[:2]
     return products * 2 * examples * heads * queries * keys * width

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
+from jaxpipe.planning.expert_checks import check_experts
+from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
-
-_COUNTED = 255  # experts on a device that has parts: 1 to so many, and 0 for none
 
 
 def validate(
@@ -28,6 +28,8 @@ def validate(
         platform = "cpu"
     if platform:
         _check_platform(config, platform)
+    if config.data.documents:
+        _check_packing(config, platform)
     check_sizes(config)
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
@@ -56,6 +58,13 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_deterministic  # needs jax
 
         check_deterministic(platform)
+
+
+def _check_packing(config: Config, platform: str | None) -> None:
+    """Raise `ConfigError` where a token would see other documents of its row."""
+    capability = compute_capability() if platform in ("gpu", "cuda") else None
+    for sentence in config.model.unmet_by_packing(capability):
+        raise ConfigError(sentence)
 
 
 def filled(config: Config, devices: int | None) -> Config:
@@ -112,7 +121,7 @@ def check_sizes(config: Config) -> None:
     _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
-    _check_experts(config)
+    check_experts(config)
     if parallel.vocab_parallel_pp is True:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
@@ -172,39 +181,6 @@ def _check_sequences(config: Config) -> None:
                 f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
                 f"equal parts; change one of them."
             )
-
-
-def _check_experts(config: Config) -> None:
-    """Replicas have equal parts of experts, and these have rules of their own."""
-    parallel, experts = config.parallel, config.model.routed_experts
-    ep, groups = parallel.ep, parallel.dp_replicate
-    if ep == 1:
-        if parallel.ep_buffer_factor:
-            raise ConfigError(
-                f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with parallel.ep=1: "
-                f"nothing is sent; set parallel.ep, or leave it out."
-            )
-        return
-    if experts % ep or not experts:
-        raise ConfigError(
-            f"model.n_experts={experts} must be a multiple of parallel.ep={ep}: so many replicas "
-            f"have equal parts of the experts; change one of them."
-        )
-    if parallel.dp % (groups * ep):
-        raise ConfigError(
-            f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="
-            f"{parallel.dp}: replicas of a group have the experts in parts; change one of them."
-        )
-    if parallel.sdp > 1:
-        raise ConfigError(
-            f"parallel.ep={ep} with parallel.sdp={parallel.sdp}: neighbouring replicas have parts "
-            f"of the experts, or of a sequence; use one of them."
-        )
-    if experts // ep > _COUNTED:
-        raise ConfigError(
-            f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {_COUNTED} on "
-            f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
-        )
 
 
 def _check_weights(config: Config) -> None:

@@ -20,9 +20,9 @@ def model_of(config: Config) -> Model:
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
-    of_experts = {}
+    more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
-        of_experts["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+        more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
@@ -32,5 +32,5 @@ def model_of(config: Config) -> Model:
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
         z_loss=config.train.z_loss,
-        **of_experts,
+        **more,
     )

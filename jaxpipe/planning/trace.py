@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config
 from jaxpipe.contract import Context, StageFunctions
-from jaxpipe.model.fused import flops_of_stand_in, stand_ins
+from jaxpipe.model.fused import flops_of_kernel, stand_ins
 from jaxpipe.parallel import DP, EP, PP, RP, TP
 from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
@@ -91,9 +91,9 @@ def _flops_of(eqn: JaxprEqn) -> float:
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
         return _ragged_flops(eqn)
-    stand_in = flops_of_stand_in(name, *(var.aval.shape for var in eqn.invars))
-    if stand_in is not None:
-        return stand_in
+    kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
+    if kernel is not None:
+        return kernel
     bodies = [
         product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
         for value in eqn.params.values()
@@ -136,8 +136,9 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     length = train.seq_len // (parallel.sdp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
-    if "samples" in (functions.reads or ()):
-        rows["samples"] = ids
+    rows |= {name: ids for name in ("samples", "segments") if name in (functions.reads or ())}
+    if "segments" in rows:
+        rows["positions"] = ids
     if functions.sliced:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

@@ -39,6 +39,14 @@ def device_memory(device_kind: str) -> int | None:
     return next((device.memory for name, device in DEVICES.items() if name in device_kind), None)
 
 
+def compute_capability() -> float | None:
+    """That of the GPUs of this process, 9.0 of an H100; None where they have none."""
+    import jax
+
+    found = getattr(jax.local_devices()[0], "compute_capability", None)
+    return None if found is None else float(found)
+
+
 def memory_peak() -> int | None:
     """Most bytes in use so far on any device of this process; None where jax does not know."""
     import jax

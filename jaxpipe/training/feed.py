@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.parallel import batch_spec, deal_batch
 
 
@@ -31,7 +31,8 @@ class Feed:
     @property
     def leaves(self) -> tuple[str, ...]:
         """Names of what a model is given to train on tokens."""
-        return ("inputs", "targets", *(("samples",) if self.numbered else ()))
+        packed = ("segments", "positions") if self.config.data.documents else ()
+        return ("inputs", "targets", *packed, *(("samples",) if self.numbered else ()))
 
     def rows(self, process: int | None = None) -> slice:
         """The examples of each microbatch that devices of a process (None: this one) take.
@@ -56,8 +57,10 @@ class Feed:
         """A host batch on the devices: the whole one, or this process's rows of it.
 
         One to train on begins with the sample of that number in the run, which a model that drops
-        values is told: in others nothing is dropped.
+        values is told: in others nothing is dropped. Raises `ConfigError` where rows are to be
+        packed and these are not, or not as the model needs it.
         """
+        _check_documents(batch, self.config.data.documents)
         microbatches, own, length = batch["inputs"].shape
         size = self.config.batch_shape["batch_size"]
         first = 0 if own == size else self.rows().start
@@ -86,3 +89,47 @@ class Feed:
 
         shape = (leaf.shape[0], whole, *leaf.shape[2:])
         return jax.make_array_from_callback(shape, self.sharding, part)
+
+
+def random_batch(config: Config) -> dict[str, np.ndarray]:
+    """Random tokens `[M, B, L]` of a step, always the same; of packed rows each is one document."""
+    shape = *config.batch_shape.values(), config.train.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
+    batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+    if not config.data.documents:
+        return batch
+    positions = np.arange(config.train.seq_len, dtype=np.int32)
+    shape = batch["inputs"].shape
+    documents = {"segments": np.zeros(shape, np.int32)}
+    return batch | documents | {"positions": np.broadcast_to(positions, shape)}
+
+
+def _check_documents(batch: dict[str, np.ndarray], most: int) -> None:
+    """Documents follow one another, no more than a row may hold, and positions count their tokens.
+
+    Kernels rely on it, and would mix documents silently. What padding has as positions is free.
+    """
+    if not most:
+        return
+    if not {"segments", "positions"} <= batch.keys():
+        raise ConfigError(
+            f"rows are to be packed, but the batch has only {', '.join(batch)}: give `segments` "
+            f"and `positions`, or set data.packing=none."
+        )
+    segments, positions = batch["segments"], batch["positions"]
+    if (held := int(segments.max()) + 1) > most:
+        raise ConfigError(
+            f"a row holds {held} documents, but data.max_documents={most}: raise it, or pack fewer."
+        )
+    order = np.where(segments < 0, most, segments)
+    begins, goes_on = (np.diff(order, prepend=-1) == step for step in (1, 0))
+    counted = np.diff(positions, prepend=0) == 1
+    wrong = (order < most) & ~np.where(begins, positions == 0, goes_on & counted)
+    if wrong.any():
+        place = tuple(map(int, np.argwhere(wrong)[0]))
+        raise ConfigError(
+            f"token {place} of the batch is of document {segments[place]} at position "
+            f"{positions[place]}, which does not follow from the token before it: documents of a "
+            f"row are 0, 1, ... and contiguous, positions count from 0 in each, -1 is padding at "
+            f"the end."
+        )

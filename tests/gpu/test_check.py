@@ -107,6 +107,37 @@ def test_real_sizes_with_collectives_in_every_branch():
     assert found["custom_calls"]["__cudnn$fmhaScaleBiasSoftmax"] > 0
 
 
+PROGRAM = """
+import json, sys
+from jaxpipe import config
+from jaxpipe.gpu.check import check
+found = check(config.load(sys.argv[1], sys.argv[2:]), "h100")
+calls, text = found.program.custom_calls, found.program.text
+print(json.dumps([found.fits, found.program.hidden, calls, text.count("8192,8192")]))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
+def test_packed_rows_have_no_square_of_scores_or_of_a_mask():
+    """The 8B's sizes at 8,192 tokens, one layer a rank."""
+    given = [
+        "data.packing=best_fit", "train.seq_len=8192", "train.remat=full",
+        "model.n_layers=4", "parallel.layer_split=even", "train.grad_accum_steps=8",
+    ]  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, LLAMA, *given],
+        capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    fits, hidden, calls, squares = json.loads(run.stdout)
+    assert fits
+    assert hidden
+    assert calls["__cudnn$fmhaSoftmax"] > 0
+    assert calls["__cudnn$fmhaSoftmaxBackward"] > 0
+    assert not any("Bias" in name for name in calls)
+    assert squares == 0
+
+
 @needs_compiler
 def test_what_does_not_fit_is_one():
     alone = ("parallel.pp=1", "parallel.dp=1", "model.n_layers=1", "train.grad_accum_steps=1")

@@ -10,6 +10,8 @@ from compare import cal_diff
 
 from jaxpipe import config as configs
 from jaxpipe.bench import train
+from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.packed import Documents
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.training.trainer import Trainer
 
@@ -50,3 +52,40 @@ def test_bfloat16_with_the_fused_attention_learns():
     assert found["losses"][1] < found["losses"][0]
     assert found["peak_memory_bytes"] > 4 * found["parameters"]
     assert jnp.isfinite(found["step_seconds"])
+
+
+@pytest.mark.parametrize("stretch", [slice(None), slice(256, 512), slice(512, 768)], ids=str)
+@pytest.mark.parametrize("window", [0, 100])
+def test_the_fused_kernel_keeps_documents_apart(window, stretch):
+    """In bfloat16 as the plain products do, of all tokens or a stretch of them.
+
+    A row has a document that borders of stretches cut, one of a single token, and padding.
+    """
+    lengths = ((200, 300, 1, 511, 12), (1024,), (700, 20), ())
+    numbers = [np.repeat(np.arange(len(row)), row) for row in lengths]
+    places = [np.concatenate([np.arange(n) for n in row] or [[]]) for row in lengths]
+    pad = lambda rows, with_: np.stack(  # noqa: E731
+        [np.pad(row, (0, 1024 - len(row)), constant_values=with_) for row in rows]
+    ).astype(np.int32)
+    of = Documents(jnp.array(pad(numbers, -1)[:, stretch]), jnp.array(pad(places, 0)[:, stretch]))
+    keys, shapes = jax.random.split(jax.random.key(0), 3), [(4, 1024, h, 128) for h in (8, 2, 2)]
+    q, k, v = (jax.random.normal(*given, "bfloat16") for given in zip(keys, shapes))
+    begin, real = jnp.int32(stretch.start or 0), (of.segments >= 0)[..., None, None]
+    past = None if stretch == slice(None) else Past(k, v, begin)
+
+    def loss(given, kernel):
+        q, k, v = given
+        of_past = past and Past(k, v, begin)
+        attend = Attend(kernel=kernel, window=window, documents=5)
+        mixed, _ = attend(q[:, stretch], k[:, stretch], v[:, stretch], of_past, documents=of)
+        mixed = jnp.where(real, mixed, 0).astype("float32")
+        return jnp.sum(jnp.sin(jnp.arange(mixed.size)).reshape(mixed.shape) * mixed), mixed
+
+    def found(kernel):
+        (_, mixed), gradients = jax.jit(
+            jax.value_and_grad(lambda given: loss(given, kernel), has_aux=True)
+        )((q, k, v))
+        return mixed, *gradients
+
+    for fused, plain in zip(found("cudnn"), found("xla"), strict=True):
+        assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4

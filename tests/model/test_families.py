@@ -98,3 +98,8 @@ def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
     assert whole[3] < whole[0]
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert len(jax.devices()) == 8
+
+
+def test_documents_that_it_does_not_keep_apart_cannot_share_a_row(file):
+    with pytest.raises(ConfigError, match="documents of a packed row see each other in .* 'tiny'"):
+        validate(configs.load(file, ["data.packing=best_fit"]))

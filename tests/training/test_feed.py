@@ -9,8 +9,9 @@ from commands import SMALL, losses
 
 from jaxpipe import config as configs
 from jaxpipe import train
+from jaxpipe.config import ConfigError
 from jaxpipe.parallel import make_mesh
-from jaxpipe.training.feed import Feed
+from jaxpipe.training.feed import Feed, random_batch
 
 
 def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
@@ -95,3 +96,54 @@ def test_a_run_that_goes_on_elsewhere_drops_as_one_that_never_stopped(tmp_path):
     np.testing.assert_allclose(
         [got[step] for step in range(1, 5)], [want[step] for step in range(1, 5)], rtol=1e-6
     )
+
+
+def packed_feed(*overrides):
+    return feed("data.packing=best_fit", "data.max_documents=3", "train.seq_len=8", *overrides)[0]
+
+
+def packed_rows(segments, positions):
+    """A batch `[4, 8, 8]` whose last row is this one; the others are one document each."""
+    batch = random_batch(packed_feed().config)
+    for name, row in (("segments", segments), ("positions", positions)):
+        batch[name] = np.array(batch[name])
+        batch[name][-1, -1] = row
+    return batch
+
+
+def test_documents_are_dealt_like_tokens():
+    whole = packed_feed("parallel.sdp=2", "parallel.slices=2")
+    batch = random_batch(whole.config)
+    batch["inputs"] = batch["positions"] + 100 * batch["segments"]
+    placed = whole.put(batch)
+    assert placed.keys() == {"inputs", "targets", "segments", "positions", "slice"}
+    assert (np.asarray(placed["inputs"]) == np.asarray(placed["positions"])).all()
+    assert whole.leaves == ("inputs", "targets", "segments", "positions", "samples")
+
+
+@pytest.mark.parametrize(
+    ("segments", "positions", "message"),
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1] * 4, "a row holds 4 documents, but data.max_documents=3"),
+        ([0, 0, 1, 1, 1, 2, 2, -1], [0, 1, 2, 3, 4, 0, 1, 0], r"\(3, 7, 2\).* 1 at position 2"),
+        ([0, 0, 0, 1, 1, 0, 0, -1], [0, 1, 2, 0, 1, 0, 1, 0], r"\(3, 7, 5\).* 0 at position 0"),
+        ([0, 0, 2, 2, 2, 2, -1, -1], [0, 1, 0, 1, 2, 3, 0, 0], r"\(3, 7, 2\).* 2 at position 0"),
+        ([0, 0, -1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 2, 3, 4], r"\(3, 7, 3\).* 1 at position 0"),
+        ([0, 0, 0, 0, 1, 1, 1, 1], [1, 2, 3, 4, 0, 1, 2, 3], r"\(3, 7, 0\).* 0 at position 1"),
+    ],
+)
+def test_documents_that_kernels_would_mix_are_refused(segments, positions, message):
+    with pytest.raises(ConfigError, match=message):
+        packed_feed().put(packed_rows(segments, positions))
+
+
+def test_documents_that_are_right_are_not_refused():
+    packed_feed().put(packed_rows([0, 0, 0, 1, 2, 2, -1, -1], [0, 1, 2, 0, 0, 1, 9, 0]))
+    packed_feed().put(packed_rows([-1] * 8, [3] * 8))
+
+
+def test_rows_that_are_to_be_packed_must_tell_their_documents():
+    batch = random_batch(packed_feed().config)
+    del batch["positions"]
+    with pytest.raises(ConfigError, match="the batch has only inputs, targets, segments: give"):
+        packed_feed().put(batch)

@@ -24,8 +24,8 @@ class GPT2(CausalDecoder):
 
     @property
     def attend(self) -> Attend:
-        """Causal attention."""
-        return Attend(self.sequence, self.config.attention)
+        """Causal attention, within the document."""
+        return Attend(self.sequence, self.config.attention, documents=self.documents)
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
         """A layer as a module; there is one kind."""
@@ -46,4 +46,5 @@ class GPT2(CausalDecoder):
     ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
         masks = self._masks(context.rows, context.index, self._length(x))
-        return with_past(*nnx.merge(self._layers[kind], params)(x, self._past(x, context), masks))
+        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
+        return with_past(*layer(x, self._past(x, context), masks, documents))

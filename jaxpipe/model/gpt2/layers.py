@@ -11,6 +11,7 @@ from flax import nnx
 from jaxpipe.model.attention import Past
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, LayerNorm, Parts, along_last
 
 
@@ -31,7 +32,7 @@ class Attention(nnx.Module):
         self.width, self.parts = config.head_size, parts
 
     def __call__(
-        self, x_BLD: jax.Array, past: Past | None, masks: Masks
+        self, x_BLD: jax.Array, past: Past | None, masks: Masks, documents: Documents | None
     ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
         devices, dot = self.parts.devices, self.parts.dot
@@ -43,7 +44,8 @@ class Attention(nnx.Module):
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
         q_BLHK, k_BLHK = heads(self.wq, self.bq), heads(self.wk, self.bk)
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, heads(self.wv, self.bv), past, masks)
+        v_BLHK = heads(self.wv, self.bv)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
         y_BLD = devices.leave(dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), self.wo[...]))
         return y_BLD + along_last(self.bo[...], y_BLD), past
 
@@ -81,10 +83,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, parts, init)
 
     def __call__(
-        self, x_BLD: jax.Array, past: Past | None = None, masks: Masks = NO_MASKS
-    ) -> tuple[jax.Array, Past | None]:
+        self, x_BLD: jax.Array, past: Past | None = None, masks: Masks = NO_MASKS,
+        documents: Documents | None = None,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past, masks)
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past, masks, documents)
         x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
         return x_BLD + masks.stream(self.mlp(self.mlp_norm(x_BLD)), "mlp"), past
 

@@ -28,8 +28,9 @@ class Decoder(CausalDecoder):
 
     @property
     def attend(self) -> Attend:
-        """Causal attention, within the window if there is one."""
-        return Attend(self.sequence, self.config.attention, self.config.sliding_window)
+        """Causal attention, within the window if there is one, and the document."""
+        config = self.config
+        return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
         """A layer of a kind as a module."""
@@ -52,8 +53,8 @@ class Decoder(CausalDecoder):
         length = self._length(x)
         positions = self._positions(context.rows, x.shape[0], length)
         masks = self._masks(context.rows, context.index, length)
-        layer = nnx.merge(self._layers[kind], params)
-        return layer(x, positions, context, self._past(x, context), masks)
+        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
+        return layer(x, positions, context, self._past(x, context), masks, documents)
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """The choice of experts, which no rounding may change between F and B."""

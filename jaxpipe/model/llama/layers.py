@@ -19,6 +19,7 @@ from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.layer import Mixture
+from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, Parts, RMSNorm
 
 
@@ -76,8 +77,9 @@ class Attention(nnx.Module):
         self.config, self.parts = config, parts
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None, masks: Masks
-    ) -> tuple[jax.Array, Past | None]:
+        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None, masks: Masks,
+        documents: Documents | None,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices, dot = self.config, self.parts.devices, self.parts.dot
         x_BLD = devices.enter(x_BLD)
@@ -91,7 +93,7 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past, masks)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past, masks, documents)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         return devices.leave(dot(mixed_BLX, self.wo[...])), past
 
@@ -146,10 +148,11 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context,
-        past: Past | None = None, masks: Masks = NO_MASKS,
+        past: Past | None = None, masks: Masks = NO_MASKS, documents: Documents | None = None,
     ) -> LayerOutput:  # fmt: skip
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, past, masks)
+        x_norm_BLD = self.attn_norm(x_BLD)
+        mixed_BLD, past = self.attn(x_norm_BLD, positions_BL, past, masks, documents)
         x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
         normed_BLD, side = self.mlp_norm(x_BLD), Side()
         if self.kind == SPARSE:

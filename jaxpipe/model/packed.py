@@ -1,0 +1,221 @@
+"""Fused attention of cuDNN within documents that share rows, by its packed form.
+
+cuDNN takes each document as a sequence of its own, found by its first token and its length
+(cuDNN's "ragged offsets"), so there is neither a mask nor a bias. jax has the form in a private
+module alone, `jax._src.cudnn`; of that are used the two primitives that become cuDNN's calls, whose
+offsets are made here.
+
+Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold, padding counted
+as one. Operands: `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and
+values `[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what
+is mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
+traced anywhere; only GPUs run them.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+
+class Documents(NamedTuple):
+    """What a row's tokens belong to, `[B, L]` each.
+
+    `segments` number the documents of a row from 0 on, in the order of their tokens, -1 is padding
+    at its end; `positions` count the tokens of each document from 0 on.
+    """
+
+    segments: jax.Array
+    positions: jax.Array
+
+
+def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
+    """First token and length of the documents in a stretch, `[B, most + 1]`.
+
+    The stretch begins at token `begin` of the sequence. A document that began before it is counted
+    from its own first token on, and any to the end of the stretch; padding is one more. Those that
+    a row lacks have length 0.
+
+    >>> row = Documents(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
+    >>> [found.tolist() for found in documents_of(row, 8, most=3)]
+    [[[6, 10, 11, 12]], [[4, 1, 1, 0]]]
+    """
+    segments_BL, positions_BL = documents
+    padding_B1 = segments_BL.max(axis=1, keepdims=True) + 1
+    number_BL = jnp.where(segments_BL < 0, padding_B1, segments_BL)
+    number_BL -= number_BL[:, :1]
+    own_BN = (number_BL[:, None] == jnp.arange(most + 1)[None, :, None]).sum(axis=2)
+    first_BN = begin + own_BN.cumsum(axis=1) - own_BN
+    before_B = jnp.where(segments_BL[:, 0] < 0, 0, positions_BL[:, 0])
+    first_BN, own_BN = first_BN.at[:, 0].add(-before_B), own_BN.at[:, 0].add(before_B)
+    return first_BN.astype(jnp.int32), own_BN.astype(jnp.int32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def packed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
+    begin: jax.Array, window: int,
+) -> jax.Array:  # fmt: skip
+    """Attention of every token to those of its document up to itself, or the window's last."""
+    return _FORWARD.bind(q, k, v, first, length, begin, window=window)[0]
+
+
+def _forward(*operands: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    *operands, window = operands
+    mixed, logsumexp = _FORWARD.bind(*operands, window=window)
+    return mixed, (*operands, logsumexp, mixed)
+
+
+def _backward(window: int, kept: tuple[jax.Array, ...], dmixed: jax.Array) -> tuple[Any, ...]:
+    return *_BACKWARD.bind(*kept, dmixed, window=window), None, None, None
+
+
+packed_attention.defvjp(_forward, _backward)
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+# Policies of rematerialisation know the kernel by the beginning of its name.
+FORWARD, BACKWARD = "dot_product_attention_packed", "dot_product_attention_packed_gradient"
+_FORWARD, _BACKWARD = _primitive(FORWARD), _primitive(BACKWARD)
+
+
+@_FORWARD.def_abstract_eval
+def _(q: ShapedArray, *_: ShapedArray, window: int) -> list[ShapedArray]:
+    examples, queries, heads, _ = q.shape
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    logsumexp = ShapedArray((examples, heads, queries), wide)
+    return [ShapedArray(q.shape, q.dtype), logsumexp]
+
+
+@_BACKWARD.def_abstract_eval
+def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: Any, window: int) -> list[ShapedArray]:
+    return [ShapedArray(a.shape, a.dtype) for a in (q, k, v)]
+
+
+class _Packing(NamedTuple):
+    """Where cuDNN's packed form has the tokens and documents of one call.
+
+    A stretch stands in a row as long as the sequence, so that a document's queries and keys have
+    the same places; rows follow one another, and so do the N sequences of each.
+    """
+
+    first_BN: jax.Array
+    length_BN: jax.Array
+    begin: jax.Array
+    queries: int
+    tokens: int
+
+    def placed(self, own_BLHK: jax.Array) -> jax.Array:
+        """The stretch in its place in a row of S tokens, zeros elsewhere."""
+        if self.queries == self.tokens:
+            return own_BLHK
+        wide = jnp.zeros((own_BLHK.shape[0], self.tokens, *own_BLHK.shape[2:]), own_BLHK.dtype)
+        return lax.dynamic_update_slice_in_dim(wide, own_BLHK, self.begin, axis=1)
+
+    def own(self, x_BSHK: jax.Array) -> jax.Array:
+        """The stretch, out of a row of S tokens."""
+        return lax.dynamic_slice_in_dim(x_BSHK, self.begin, self.queries, axis=1)
+
+    def seen(self, x_BSGK: jax.Array) -> jax.Array:
+        """Zeros at tokens of no document here: of these cuDNN writes nothing."""
+        if self.queries == self.tokens:
+            return x_BSGK
+        token_1S, end = jnp.arange(self.tokens)[None], self.begin + self.queries
+        seen_BS = (token_1S >= self.first_BN[:, :1]) & (token_1S < end)
+        return jnp.where(seen_BS[..., None, None], x_BSGK, 0)
+
+    def offsets(self, heads: int, width: int) -> jax.Array:
+        """Where each sequence begins, in elements of an array `[B, S, heads, width]`."""
+        examples, most = self.first_BN.shape
+        row_B1 = self.tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
+        first = jnp.minimum(self.first_BN, self.tokens) + row_B1
+        # An end to every row as jax has it; cuDNN reads B * N + 1 of them.
+        first = jnp.pad(first.ravel(), (0, examples), constant_values=examples * self.tokens)
+        return (first * (heads * width)).reshape(examples, most + 1)
+
+    def places(self, heads: int) -> tuple[jax.Array, ...]:
+        """Of every query of a head the sequence, the head, and the place in the sequence."""
+        examples, most = self.first_BN.shape
+        token_L = self.begin + jnp.arange(self.queries)
+        end_BN1 = (self.first_BN + self.length_BN)[..., None]
+        number_BL = (token_L[None, None] >= end_BN1).sum(axis=1)
+        place_BL = token_L[None] - jnp.take_along_axis(self.first_BN, number_BL, axis=1)
+        sequence_BL = number_BL + most * jnp.arange(examples)[:, None]
+        return sequence_BL[:, None], jnp.arange(heads)[None, :, None], place_BL[:, None]
+
+
+def _lower_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
+    begin: jax.Array, *, window: int,
+) -> list[jax.Array]:  # fmt: skip
+    """cuDNN keeps S numbers of every query head and sequence, of which one sequence's are used."""
+    packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    primitive, how = _of_cudnn("fwd", q, window)
+    operands = _operands(packing, packing.placed(q), k, v)
+    mixed, logsumexp = primitive.bind(*operands, **how, is_training=True)
+    return [packing.own(mixed), logsumexp[packing.places(q.shape[2])]]
+
+
+def _lower_backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
+    begin: jax.Array, logsumexp: jax.Array, mixed: jax.Array, dmixed: jax.Array, *, window: int,
+) -> list[jax.Array]:  # fmt: skip
+    packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    primitive, how = _of_cudnn("bwd", q, window)
+    heads = q.shape[2]
+    wide = jnp.zeros((first.size, heads, packing.tokens), logsumexp.dtype)
+    wide = wide.at[packing.places(heads)].set(logsumexp, unique_indices=True)
+    operands = _operands(packing, packing.placed(q), k, v)
+    after = wide, packing.placed(mixed), packing.placed(dmixed)
+    dq, dk, dv = primitive.bind(*operands, *after, **how)
+    return [packing.own(dq), packing.seen(dk), packing.seen(dv)]
+
+
+def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+    """What cuDNN's calls are given, in the order of jax's primitives."""
+    unused, length = jnp.zeros(0, q.dtype), packing.length_BN
+    offsets = packing.offsets(*q.shape[2:]), packing.offsets(*k.shape[2:])
+    return q, k, v, unused, length, length, *offsets, unused, unused
+
+
+def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
+    """jax's primitive of one of cuDNN's calls, and how it is asked for.
+
+    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for dtypes and
+    heads that cuDNN has no kernel for.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    width = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or width % 8 or width > 256:
+        raise ValueError(
+            f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
+            f"8 up to 256, but these are {q.dtype} of width {width}: change train.compute_dtype or "
+            f"the heads, or set model.attention=xla."
+        )
+    how: dict[str, Any] = {
+        "scale": width**-0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+    }
+    if jax.__version_info__ >= (0, 12):
+        how |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return getattr(cudnn, f"_dot_product_attention_{name}_p"), how
+
+
+for _kernel, _lower in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):
+    mlir.register_lowering(_kernel, mlir.lower_fun(_lower, multiple_results=True))

@@ -1,0 +1,167 @@
+"""Attention within documents: the plain kernel, and all of the fused one but cuDNN itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import ragged
+
+from jaxpipe.model.attention import Attend, Past, causal_attention
+from jaxpipe.model.packed import Documents, documents_of
+
+ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # of 12 tokens; what they leave is padding
+
+
+def documents(rows=ROWS, length=12):
+    segments = np.full((len(rows), length), -1, np.int32)
+    positions = np.zeros_like(segments)
+    for row, lengths in enumerate(rows):
+        numbers = np.repeat(np.arange(len(lengths)), lengths)
+        segments[row, : sum(lengths)] = numbers
+        for number in range(len(lengths)):
+            positions[row, segments[row] == number] = np.arange(lengths[number])
+    return Documents(jnp.array(segments), jnp.array(positions))
+
+
+def arguments(rows=ROWS, length=12):
+    shapes = [(len(rows), length, heads, 8) for heads in (4, 2, 2)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+
+
+def twin(q, k, v, window=0, rows=ROWS):
+    """Document by document; of padding nothing."""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    mixed = jnp.zeros_like(q)
+    for row, lengths in enumerate(rows):
+        end = 0
+        for length in lengths:
+            begin, end = end, end + length
+            seen = jnp.tri(length, dtype=bool)
+            seen &= ~jnp.tri(length, k=-window, dtype=bool) if window else True
+            own = [a[row, begin:end] for a in (q, k, v)]
+            score = jnp.einsum("lhk,shk->hls", *own[:2]) * 8**-0.5
+            share = jax.nn.softmax(score, axis=-1, where=seen)
+            mixed = mixed.at[row, begin:end].set(jnp.einsum("hls,shk->lhk", share, own[2]))
+    return mixed
+
+
+def values_and_gradients(attention, given, documents):
+    """Of a loss that padding has no part in."""
+
+    def loss(given):
+        mixed = attention(*given)
+        mixed = jnp.where((documents.segments >= 0)[..., None, None], mixed, 0)
+        weights = jnp.sin(jnp.arange(mixed.size, dtype=mixed.dtype)).reshape(mixed.shape)
+        return jnp.sum(weights * mixed), mixed
+
+    (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
+    return [mixed, *gradients]
+
+
+def equal(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        assert jnp.abs(a - b).max() <= 1e-13 * jnp.abs(b).max()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_plain_kernel_is_each_document_alone(window):
+    with jax.enable_x64(True):
+        given, of = arguments(), documents()
+        plain = lambda q, k, v: Attend(window=window)(q, k, v, documents=of)[0]  # noqa: E731
+        wanted = values_and_gradients(partial(twin, window=window), given, of)
+        equal(values_and_gradients(plain, given, of), wanted)
+
+
+def test_blocks_of_queries_keep_documents_apart():
+    rows = ((100, 156), (256,), (127, 1, 1, 120))
+    with jax.enable_x64(True):
+        given, of = arguments(rows, 256), documents(rows, 256)
+        plain = partial(causal_attention, position_BL=of.positions)
+        wanted = values_and_gradients(partial(twin, rows=rows), given, of)
+        equal(values_and_gradients(plain, given, of), wanted)
+
+
+def test_another_documents_values_have_no_gradient_at_all():
+    """Exactly: neither of a token before nor after, in one block of queries or two."""
+    rows = ((100, 100, 50),)
+    given, of = arguments(rows, 256), documents(rows, 256)
+    own = (of.segments == 1)[..., None, None]
+
+    def loss(given):
+        return jnp.sum(jnp.where(own, causal_attention(*given, position_BL=of.positions), 0) ** 2)
+
+    for gradient in jax.jit(jax.grad(loss))(given):
+        assert jnp.all(jnp.where(own, 0, gradient) == 0)
+        assert jnp.all(jnp.abs(gradient).max(axis=(2, 3))[0, 101:200] > 0)  # of 100 none at q
+
+
+def fused(q, k, v, of, window=0, parts=1):
+    """The fused kernel on a row whole, or slice by slice as they follow one another."""
+    attend, own = Attend(kernel="cudnn", window=window, documents=4), q.shape[1] // parts
+    past = Past(jnp.full_like(k, 7), jnp.full_like(v, 7), 0) if parts > 1 else None
+    mixed = []
+    for begin in range(0, q.shape[1], own):
+        part = slice(begin, begin + own)
+        documents = Documents(*(leaf[:, part] for leaf in of))
+        past = past and past._replace(begin=jnp.int32(begin))
+        y, past = attend(*(a[:, part] for a in (q, k, v)), past, documents=documents)
+        mixed.append(y)
+    return jnp.concatenate(mixed, axis=1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_fused_kernel_is_each_document_alone(window, parts, monkeypatch):
+    """Of rows whole and cut into slices, all but cuDNN itself: where it is told that they are.
+
+    What it leaves as it was is NaN here. Padding's gradients are those of a loss without it: zero.
+    """
+    ragged.stands_in(monkeypatch)
+    with jax.enable_x64(True):
+        given, of = arguments(), documents()
+        wanted = values_and_gradients(partial(twin, window=window), given, of)
+        found = values_and_gradients(partial(fused, of=of, window=window, parts=parts), given, of)
+        equal(found, wanted)
+
+
+def test_documents_of_a_stretch():
+    """One that began before it, whole ones, one that goes on after it, and padding."""
+    of = documents(((3, 4, 5), (2, 2, 3), (12,), (4,)))
+    stretch = Documents(*(leaf[:, 4:8] for leaf in of))
+    first, length = documents_of(stretch, 4, most=2)
+    assert first.tolist() == [[3, 7, 8], [4, 7, 8], [0, 8, 8], [4, 8, 8]]
+    assert length.tolist() == [[4, 1, 0], [3, 1, 0], [8, 0, 0], [4, 0, 0]]
+
+
+@pytest.mark.parametrize("most", [1, 63])
+def test_a_gpu_is_given_documents_and_no_mask(most):
+    """Lowered only. cuDNN is told of each a first element and a length, and the window."""
+    shapes = [(2, 256, h, 64) for h in (4, 2, 2)]
+    given = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    of = Documents(*[jax.ShapeDtypeStruct((2, 256), "int32")] * 2)
+    attend = Attend(kernel="cudnn", window=100, documents=most)
+
+    def loss(given, of):
+        return attend(*given, documents=of)[0].astype("float32").sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(given, of)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmhaSoftmax(") == text.count("__cudnn$fmhaSoftmaxBackward(") == 1
+    assert "x256x256x" not in text
+    for told in (
+        f"max_seg_per_batch\\22: {most + 1},", "PADDING_CAUSAL", "sliding_window_length\\22: 100,"
+    ):  # fmt: skip
+        assert text.count(told) == 2
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 64), ("bfloat16", 12)])
+def test_what_cudnn_has_no_kernel_for(dtype, width):
+    given = [jax.ShapeDtypeStruct((1, 16, 2, width), dtype)] * 3
+    of = Documents(*[jax.ShapeDtypeStruct((1, 16), "int32")] * 2)
+    attend = Attend(kernel="cudnn", documents=2)
+    traced = jax.jit(lambda given, of: attend(*given, documents=of)[0]).trace(given, of)
+    with pytest.raises(ValueError, match=f"but these are {dtype} of width {width}: change"):
+        traced.lower(lowering_platforms=("cuda",))
