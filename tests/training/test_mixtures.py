@@ -16,7 +16,7 @@ from jaxpipe.training.trainer import Trainer
 SIZES = [
     "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=16",
     "model.first_dense_layers=1", "model.router_aux_loss=0.01", "model.router_z_loss=0.001",
-    "model.router_bias_rate=0.1", "train.eval_every=0", "train.steps=2",
+    "model.router_bias_rate=0.001", "train.eval_every=0", "train.steps=2",
 ]  # fmt: skip
 MESHES = {
     "one": ["parallel.pp=1", "parallel.dp=1", "train.microbatch_size=4"],
@@ -59,11 +59,11 @@ def test_a_run_logs_loads_and_goes_on_elsewhere(tmp_path, alone):
     assert first["expert_load_mean"] == [4 * 4 * 32 * 2 / 4] * 3
     assert first["expert_dropped_share"] == 0
     moved = np.abs(variables["router_bias"])
-    assert ((moved == 0) | np.isclose(moved, 0.1)).all()
+    assert ((moved == 0) | np.isclose(moved, 0.001)).all()
     assert moved.any()
     (state, _), (elsewhere, _) = restored(trainer, tmp_path), restored(trainer_of("tp"), tmp_path)
     jax.tree.map(np.testing.assert_array_equal, state, elsewhere)
-    assert np.abs(state["variables"]["router_bias"]).max() > 0.05
+    assert np.abs(state["variables"]["router_bias"]).max() > 0
 
 
 def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -39,7 +40,7 @@ class Balance:
         if not self.config.router_bias_rate:
             return None
         layers = len(self.config.sparse_layers)
-        return {"router_bias": jnp.zeros((layers, self.config.n_experts), jnp.float32)}
+        return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
 
     def next_variables(self, variables: Any, side: Side) -> Any:
         """A bias rises where fewer tokens than the mean chose, and falls where more did.
