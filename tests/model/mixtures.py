@@ -92,22 +92,30 @@ def problem(model, crowded=False, routed=False):
 
 @cache
 @jax.enable_x64(True)
-def wanted(model, crowded=False, routed=False):
+def wanted(model, crowded=False, routed=False, slices=1):
     """What one device makes of it by the twin."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
+    batch = deal_batch(batch, slices=slices, sdp=1, dp=1)
     one_hot = lambda config, replicas: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
-        return step_ref(replace(decoder).functions, shared, layers, batch, variables=variables)
+        return step_ref(
+            replace(decoder, slices=slices).functions,
+            shared,
+            layers,
+            batch,
+            slices,
+            variables=variables,
+        )
 
 
 @jax.enable_x64(True)
 def run(
     model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, room=0.0, crowded=False,
-    routed=False, **execution,
+    routed=False, slices=1, **execution,
 ):  # fmt: skip
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
     _, shared, layers, batch, variables = problem(model, crowded, routed)
-    schedule = build(name, pp=pp, microbatches=MICROBATCHES)
+    schedule = build(name, pp=pp, microbatches=MICROBATCHES, slices=slices)
     counts = (len(layers) // schedule.stages,) * schedule.stages
     config = MODELS[model]
     layout = StageLayout(counts, schedule.placement, config.layer_kinds)
@@ -116,12 +124,13 @@ def run(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
         sequence=SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE,
+        slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
     )
     pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
-    batch = deal_batch(batch, slices=1, sdp=sdp, dp=dp)
+    batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = wanted(model, crowded, routed)
+    want = wanted(model, crowded, routed, slices)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=pipeline.sharding.padded(staged))
