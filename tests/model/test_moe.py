@@ -157,6 +157,9 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat):
     assert forward.count("ragged_dot_general") == in_w.count("ragged_dot_general") == 3
     again = {"none": 0, "selective": 0, "full": 2}[remat]
     assert in_b.count("ragged_dot_general") == 3 + again
+    together = primitives(split.backward, params, context, kept, dy)
+    for product in ("ragged_dot_general", "dot_general"):
+        assert together.count(product) == in_b.count(product) + in_w.count(product)
 
 
 @pytest.mark.parametrize("remat", POLICIES)
