@@ -20,8 +20,8 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     experts_per_token: Positive = 1  # routed experts that a token goes to
     d_expert: Count = 0  # hidden width of an expert; 0: d_ff
     shared_experts: Count = 0  # of that width, side by side, which every token goes to
-    first_dense_layers: Count = 0  # have an MLP of d_ff
-    moe_every: Positive = 1  # of the others every so-manieth is sparse, counted from the first
+    first_dense_layers: Count = 0  # so many have an MLP of d_ff
+    moe_every: Positive = 1  # of all layers every so-manieth is sparse, but for those
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert for a token
     norm_topk_prob: bool = True  # weights of a token's experts add up to 1, times router_scale
     router_scale: PositiveFloat = 1.0  # times the weights
@@ -48,6 +48,11 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
         Layer i, counted from 0, is sparse where i + 1 is a multiple of `moe_every`, but for the
         first ones (`decoder_sparse_step` of Qwen3-MoE, `first_k_dense_replace` of DeepSeek-V3).
+
+        >>> sizes = {"d_model": 8, "vocab_size": 8, "n_heads": 1, "d_ff": 8, "n_layers": 6}
+        >>> model = MixtureConfig(**sizes, n_experts=4, moe_every=2, first_dense_layers=3)
+        >>> model.sparse_layers
+        (3, 5)
         """
         every = self.moe_every
         return tuple(

@@ -44,8 +44,8 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, weights: jax.Array, product: Product) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; of devices along tp a summand."""
-        matrices = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        gate, up, down = matrices
+        of_experts = (self.w_gate, self.w_up, self.w_down)
+        gate, up, down = (matrices[...].astype(x.dtype) for matrices in of_experts)
         return product(jax.nn.silu(product(x, gate)) * product(x, up) * weights, down)
 
 
