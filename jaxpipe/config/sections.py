@@ -36,6 +36,9 @@ class ParallelConfig(_Section, kw_only=True):
     dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
     dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
     sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
+    ep: Positive = 1  # so many of them have parts of every layer's experts
+    # rows that one can send to each of these, over the mean of what tokens choose; 0: all there are
+    ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
     slices: Positive = 1  # of every sequence in time, which pass the pipeline one by one
     tp: Positive = 1  # devices that share every layer
     pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
@@ -71,7 +74,8 @@ class ParallelConfig(_Section, kw_only=True):
         """The sizes of the mesh in words."""
         shared = f" sdp={self.sdp}" if self.sdp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
-        return f"pp={self.pp} dp={self.dp}{groups}{shared} tp={self.tp}"
+        experts = f" ep={self.ep}" if self.ep > 1 else ""
+        return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
     def stretches(self) -> int:
@@ -81,7 +85,7 @@ class ParallelConfig(_Section, kw_only=True):
     @property
     def least_devices(self) -> int:
         """Devices of the fewest replicas that there can be."""
-        return self.pp * self.tp * self.sdp
+        return self.pp * self.tp * self.sdp * self.ep
 
     @property
     def reshards(self) -> bool:

@@ -36,6 +36,7 @@ class StageFunctions:
       variables: the first value of the model's state that is no parameter, a tree of arrays that
         layers find in their context; None: it has none.
       next_variables: `(variables, side) -> variables` after a step; None: they stay.
+      report: `side -> what is logged of it`, small arrays by name; None: its sums and maxima.
 
     Raises `ValueError` where the order names a kind that there is not, or several kinds have none.
 
@@ -64,6 +65,7 @@ class StageFunctions:
     reads: tuple[str, ...] | None = None
     variables: Tree = None
     next_variables: Callable[[Tree, Side], Tree] | None = None
+    report: Callable[[Side], Mapping[str, "jax.Array"]] | None = None
 
     def __post_init__(self):
         if self.order is None and len(self.by_name) > 1:

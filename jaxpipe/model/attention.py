@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.contract import LayerOutput, Side
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
@@ -27,6 +28,11 @@ class Past(NamedTuple):
     keys_BSGK: jax.Array
     values_BSGK: jax.Array
     begin: jax.Array | int
+
+
+def with_past(y: jax.Array, past: Past | None, side: Side = Side()) -> LayerOutput:  # noqa: B008
+    """What a layer returns: y, of a slice the keys and values up to its end, what is beside."""
+    return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK), side)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A decoder does not know that it is pipelined.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_ent
 from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
+from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import Leaf
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
 
@@ -39,7 +40,8 @@ class CausalDecoder:
     [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
     `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
-    and `positions`, as `Documents` has them; 0: a row is one text.
+    and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
+    `replicas` have these in parts.
     """
 
     config: DecoderConfig
@@ -51,14 +53,15 @@ class CausalDecoder:
     seed: int = 0
     z_loss: float = 0.0
     documents: int = 0
+    replicas: AllExperts = ALL_EXPERTS
 
     @property
     def attend(self) -> Attend:
         """How tokens of its layers are mixed."""
         raise NotImplementedError
 
-    def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
-        """A layer as a module."""
+    def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
+        """A layer of a kind as a module."""
         raise NotImplementedError
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
@@ -72,7 +75,9 @@ class CausalDecoder:
         """Tokens to `x [B, L, D]`."""
         raise NotImplementedError
 
-    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
         raise NotImplementedError
 
@@ -82,17 +87,24 @@ class CausalDecoder:
 
     def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
         """Parameters of layer `index`: a function of key, index and parameter names alone."""
-        return _values(self._new_layer(init_from(jax.random.fold_in(key, index))))
+        return _values(self._new_layer(kind, init_from(jax.random.fold_in(key, index))))
 
     @cached_property
     def leaves(self) -> dict[str, Tree]:
-        """How devices share each parameter: the trees of `shared` and of a `layer`, of `Leaf`s."""
+        """How devices share each parameter: the trees of `shared` and of a layer by its kind."""
 
         def leaf(name: str, shape: tuple[int, ...], std: float | None, leaf: Leaf) -> nnx.Param:
-            matrix = (0, 1) if len(shape) == 2 else None
+            dims = len(shape)
+            matrix = (dims - 2, dims - 1) if dims > 1 else None
             return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
-        return {"shared": _values(self._new_ends(leaf)), "layer": _values(self._new_layer(leaf))}
+        layers = {kind: _values(self._new_layer(kind, leaf)) for kind in self.kinds}
+        return {"shared": _values(self._new_ends(leaf))} | layers
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its layers, in the order in which they first come."""
+        return tuple(dict.fromkeys(self.config.layer_kinds))
 
     @property
     def dropout(self) -> Dropout:
@@ -103,14 +115,25 @@ class CausalDecoder:
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
         state = self.state if self.slices > 1 else None
+        kinds = {
+            kind: LayerKind(
+                partial(self.layer, kind=kind), self.leaves[kind], state, self.kept(kind)
+            )
+            for kind in self.kinds
+        }
         reads = ["inputs", "targets", "positions"]
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
         reads += ["segments"] * bool(self.documents)
         return StageFunctions(
-            self.embed, LayerKind(self.layer, self.leaves["layer"], state), self.head, self.count,
+            self.embed, kinds, self.head, self.count,
+            order=self.config.layer_kinds if len(kinds) > 1 else None,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
             leaves=self.leaves["shared"], reads=tuple(reads),
         )  # fmt: skip
+
+    def kept(self, kind: str) -> tuple[str, ...]:
+        """Names of what F stores of a layer of a kind, whatever is rematerialised."""
+        return ()
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
         """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
@@ -174,24 +197,19 @@ class CausalDecoder:
     def _of_ends(self) -> OneDevice:
         return self.end_devices or self.devices
 
-    def _new_layer(self, init: Init) -> nnx.Module:
-        return self.new_layer(Parts(self.devices, self.attend), init)
+    def _new_layer(self, kind: str, init: Init) -> nnx.Module:
+        return self.new_layer(kind, Parts(self.devices, self.attend, replicas=self.replicas), init)
 
     def _new_ends(self, init: Init) -> nnx.Module:
         return self.new_ends(EndParts(self._of_ends), init)
 
     @cached_property
-    def _layer(self) -> nnx.GraphDef:
-        return _graph(self._new_layer)
+    def _layers(self) -> dict[str, nnx.GraphDef]:
+        return {kind: _graph(partial(self._new_layer, kind)) for kind in self.kinds}
 
     @cached_property
     def _ends(self) -> nnx.GraphDef:
         return _graph(self._new_ends)
-
-
-def with_past(y: jax.Array, past: Past | None) -> LayerOutput:
-    """What a layer returns: y, and of a slice the keys and values up to its end."""
-    return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK))
 
 
 def _graph(module: Callable[[Init], nnx.Module]) -> nnx.GraphDef:

@@ -29,6 +29,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.head_dim or self.d_model // self.n_heads
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer."""
+        return ("layer",) * self.n_layers
+
+    @property
     def key_heads(self) -> int:
         """Number of key and value heads."""
         raise NotImplementedError

@@ -35,6 +35,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vocab_size: Positive
     max_seq_len: Count = 0  # longest sequence that it is made for; 0: any
 
+    @property
+    def routed_experts(self) -> int:
+        """Number of experts among which the router of a layer chooses; 0: there are none."""
+        return 0
+
     def resolved(self) -> Self:
         """The same with every size filled in that follows from others where it is not given."""
         return self
@@ -118,7 +123,8 @@ class Family:
         if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
         `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
         what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
-        name; the most `documents` of a row that do not see each other, where rows are packed.
+        name; the most `documents` of a row that do not see each other, where rows are packed; and
+        the `replicas` that have `routed_experts` in parts.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

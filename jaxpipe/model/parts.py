@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxpipe.model.attention import Attend
 from jaxpipe.partition.devices import OneDevice
+from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import PP, TP, Leaf
 
 # (name, shape, standard deviation: 0 for zeros, None for ones; how devices share it)
@@ -84,12 +85,14 @@ class Dot:
 class Parts(NamedTuple):
     """What a layer is built of besides its own maths: what may be chosen without editing it.
 
-    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights.
+    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights, and of a
+    layer's experts `replicas` have parts.
     """
 
     devices: OneDevice
     attend: Attend
     dot: Dot = Dot()
+    replicas: AllExperts = ALL_EXPERTS
 
     def cut(self, dim: int) -> Leaf:
         """Of a parameter of which each of the devices has an equal part along a dim."""

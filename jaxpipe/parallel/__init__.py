@@ -1,5 +1,6 @@
 """The device mesh, what is stored where on it, and what devices do together."""
 
+from jaxpipe.parallel.experts import ExpertParallel
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, RP, SHARDS, TP, Factors, make_mesh
 from jaxpipe.parallel.sequence import SequenceDataParallel, deal_batch
@@ -14,6 +15,7 @@ __all__ = [
     "RP",
     "SHARDS",
     "TP",
+    "ExpertParallel",
     "Factors",
     "SequenceDataParallel",
     "Sharding",

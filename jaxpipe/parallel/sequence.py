@@ -30,21 +30,20 @@ class SequenceDataParallel(WholeSequence):
         return lax.all_gather(x, DP, axis=1, tiled=True, axis_index_groups=groups)
 
     def deal(self, values: Any, dp: int) -> Any:
-        """A batch's `[M, B, L]` as `[M, B * size, L / size]`, of which dp cuts the second axis.
+        """A batch's `[M, B, L, ...]` as `[M, B * size, L / size, ...]`, whose second axis dp cuts.
 
         >>> import numpy as np
         >>> SequenceDataParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
         [[[1, 2], [5, 6], [3, 4], [7, 8]]]
         """
-        m, b, length = values.shape
+        m, b, length, *rest = values.shape
         groups = dp // self.size
-        parts = values.reshape(m, groups, b // groups, self.size, length // self.size)
-        parts = parts.transpose(0, 1, 3, 2, 4)
-        return parts.reshape(m, b * self.size, length // self.size)
+        parts = values.reshape(m, groups, b // groups, self.size, length // self.size, *rest)
+        return parts.swapaxes(2, 3).reshape(m, b * self.size, length // self.size, *rest)
 
 
 def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict[str, Any]:
-    """A batch of leaves `[M, B, L]` as the pipeline takes it.
+    """A batch of leaves `[M, B, L, ...]` as the pipeline takes it.
 
     Sequences are cut into `slices` in time, each of which is a microbatch, and a leaf `slice` then
     says which; stretches of these go to the replicas that share them.
@@ -58,13 +57,13 @@ def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict
     replicas = SequenceDataParallel(sdp)
 
     def dealt(values: Any) -> Any:
-        m, b, length = values.shape
-        parts = values.reshape(m, b, slices, length // slices).transpose(0, 2, 1, 3)
-        return replicas.deal(parts.reshape(m * slices, b, length // slices), dp)
+        m, b, length, *rest = values.shape
+        parts = values.reshape(m, b, slices, length // slices, *rest).swapaxes(1, 2)
+        return replicas.deal(parts.reshape(m * slices, b, length // slices, *rest), dp)
 
     leaves = {name: dealt(values) for name, values in batch.items()}
     if slices == 1:
         return leaves
-    rows, examples, _ = next(iter(leaves.values())).shape
+    rows, examples = next(iter(leaves.values())).shape[:2]
     which = np.arange(rows, dtype=np.int32)[:, None] % slices
     return leaves | {"slice": np.broadcast_to(which, (rows, examples))}

@@ -19,17 +19,19 @@ from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, variables_in
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
 
-# One-operand equations that only rearrange, widen or narrow: cheaper to repeat than to store. What
-# is gathered over tp is stored in parts too, and gathered again (Korthikanti et al. 2022, 4.2.2).
+# Equations that only rearrange, widen or narrow an operand: cheaper to repeat than to store. What
+# is gathered over tp is stored in parts too, and gathered again (Korthikanti et al. 2022, 4.2.2);
+# so are the rows that a token's experts take.
 _LAYOUT = {
-    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg",
-    "reshape", "squeeze", "transpose",
+    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "gather",
+    "neg", "reshape", "squeeze", "transpose",
 }  # fmt: skip
 
 
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Store the outputs of weight matrices, summed over devices, and of fused attention."""
-    if primitive.name.startswith(("dot_product_attention", "psum", "reduce_scatter")):
+    stored = ("dot_product_attention", "psum", "ragged_dot", "reduce_scatter")
+    if primitive.name.startswith(stored):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
@@ -169,10 +171,14 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the equation moves or casts one operand and makes it no smaller; or only names it."""
-    if eqn.primitive.name == "name":
+    """Whether the equation moves or casts an operand, a gather's first, and makes it no smaller.
+
+    Or whether it only names it.
+    """
+    name = eqn.primitive.name
+    if name == "name":
         return eqn.params["name"].startswith((IN_FORWARD, IN_GRADIENT))
-    if eqn.primitive.name not in _LAYOUT or len(eqn.invars) != 1:
+    if name not in _LAYOUT or (len(eqn.invars) != 1 and name != "gather"):
         return False
     return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)
 

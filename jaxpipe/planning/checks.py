@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
+from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
@@ -121,6 +122,7 @@ def check_sizes(config: Config) -> None:
     _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
+    check_experts(config)
     if parallel.vocab_parallel_pp is True:
         _check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):

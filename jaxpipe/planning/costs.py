@@ -98,8 +98,10 @@ def essentials(config: Config) -> Config:
         data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.ends_shared_by or 1,
-            dp=parallel.sdp,
+            dp=parallel.sdp * parallel.ep,
             sdp=parallel.sdp,
+            ep=parallel.ep,
+            ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,
             slices=parallel.slices,
             sequence_parallel=parallel.sequence_parallel,

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
-from jaxpipe.partition.leaf import DP, PP, cutting
+from jaxpipe.partition.leaf import PP, SHARDS, cutting
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Placement, Tables
@@ -176,14 +176,16 @@ def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Valu
 
 def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
     parallel, leaf = config.parallel, parameter.leaf
-    mesh = {"pp": parallel.pp, "dp": parallel.dp // parallel.dp_replicate, "tp": parallel.tp}
+    shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
+    mesh = {"pp": parallel.pp, "dp": shards, "ep": parallel.ep, "tp": parallel.tp}
     shape = (parallel.pp, *parameter.shape) if of_layer else parameter.shape
     how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
     stored = how.part_size(shape, mesh)
-    parted = of_layer or PP in leaf.parted
+    ranks = () if of_layer else (PP,)
+    gathered = tuple(axis for axis in (*SHARDS, *ranks) if axis not in leaf.parted)
     return _Values(
         part=stored,
-        whole=how.part_size(shape, mesh, whole=(DP,) if parted else (PP, DP)),
+        whole=how.part_size(shape, mesh, whole=gathered),
         moments=stored * _moments(config.optimizer.name, of_layer and leaf.matrix is not None),
     )
 

@@ -3,19 +3,26 @@
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
-from jaxpipe.parallel import SequenceDataParallel, TensorParallel, VocabularyParallel
+from jaxpipe.parallel import (
+    ExpertParallel,
+    SequenceDataParallel,
+    TensorParallel,
+    VocabularyParallel,
+)
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 
 
 def model_of(config: Config) -> Model:
-    """Devices along tp share its layers, and those along pp too its ends if told."""
+    """Devices along tp share its layers, those along pp too its ends, along ep its experts."""
     parallel = config.parallel
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-    packed = {"documents": config.data.documents} if config.data.documents else {}
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
+    more = {"documents": config.data.documents} if config.data.documents else {}
+    if parallel.ep > 1:
+        more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
@@ -25,5 +32,5 @@ def model_of(config: Config) -> Model:
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
         z_loss=config.train.z_loss,
-        **packed,
+        **more,
     )

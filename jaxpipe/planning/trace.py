@@ -26,10 +26,10 @@ Tree = Any
 
 
 def trace(config: Config) -> ModelCosts:
-    """The costs of a configuration's model, for `parallel.dp` = `parallel.sdp`."""
+    """The costs of a configuration's model, for the fewest replicas that share something."""
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
-    sizes = {PP: parallel.pp, RP: 1, DP: parallel.dp, EP: 1, TP: parallel.tp}
+    sizes = {PP: parallel.pp, RP: 1, DP: parallel.sdp, EP: parallel.ep, TP: parallel.tp}
     order = functions.kinds_of(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
@@ -89,6 +89,8 @@ def _flops_of(eqn: JaxprEqn) -> float:
         (contract, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+    if name == "ragged_dot_general":
+        return _ragged_flops(eqn)
     kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
     if kernel is not None:
         return kernel
@@ -101,6 +103,15 @@ def _flops_of(eqn: JaxprEqn) -> float:
     if name == "cond":
         return max(bodies)
     return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+
+
+def _ragged_flops(eqn: JaxprEqn) -> float:
+    """Of products of groups of rows, each row with the matrix of its group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contract), (_, batch) = numbers.dot_dimension_numbers
+    left, right = (var.aval.shape for var in eqn.invars[:2])
+    known = {*contract, *batch, *numbers.rhs_group_dimensions}
+    return 2 * prod(left) * prod(size for dim, size in enumerate(right) if dim not in known)
 
 
 def _layer_costs(

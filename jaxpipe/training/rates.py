@@ -1,6 +1,7 @@
 """The names of what is logged of a step, and what of it is not computed in the step: its rates."""
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from jaxpipe.data.batches import Contents
 from jaxpipe.pipeline import Side
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training import optimizer as optimizers
+
+Report = Callable[[Side], Mapping[str, jax.Array]]
 
 # What a line of the log may hold that no layer makes; the loop adds the step, seconds of the host
 # and the held-out loss, the progress line the smoothed loss.
@@ -75,13 +78,16 @@ class Rates:
         return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
 
 
-def step_metrics(loss: jax.Array, norm: jax.Array, side: Side) -> dict[str, jax.Array]:
-    """What is logged of a step and computed in it, by name.
+def step_metrics(
+    loss: jax.Array, norm: jax.Array, side: Side, report: Report | None = None
+) -> dict[str, jax.Array]:
+    """What is logged of a step and computed in it, by name; of layers what the model reports.
 
     Raises `ValueError` where a layer's sum or maximum has a name that is taken.
     """
     metrics = {"loss": loss, "grad_norm": norm}
-    for name, value in (*side.sums.items(), *side.maxima.items()):
+    beside = {**side.sums, **side.maxima} if report is None else report(side)
+    for name, value in beside.items():
         if name in NAMES:
             raise ValueError(
                 f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "

@@ -81,9 +81,10 @@ class Trainer:
     def mesh(self) -> Mesh:
         """The mesh of pp, replicas and tp."""
         parallel = self.config.parallel
+        factors = Factors(rp=parallel.dp_replicate, ep=parallel.ep)
         return make_mesh(
             parallel.pp, parallel.dp, parallel.tp, self.devices,
-            pipeline_first=parallel.pipeline_first, factors=Factors(rp=parallel.dp_replicate),
+            pipeline_first=parallel.pipeline_first, factors=factors,
         )  # fmt: skip
 
     @cached_property
@@ -228,7 +229,7 @@ class Trainer:
         name of another metric.
         """
         norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
-        metrics = step_metrics(loss, norm, side)
+        metrics = step_metrics(loss, norm, side, self.model.functions.report)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         guard, stops = state.guard.after(finite, limit)
         if limit:

@@ -1,4 +1,4 @@
-"""Kinds of layers with all that the contract allows, for tests: none of it is in any model yet.
+"""Kinds of layers with all that the contract allows, for tests, without a model around them.
 
 `routed` makes a loss, counts, maxima, and indices that must be kept; it reads its index and a
 variable. `experts` has matrices cut over ep, and sends tokens to the devices that have theirs.

@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from jaxpipe.contract import Context, LayerOutput
-from jaxpipe.model.attention import Attend
-from jaxpipe.model.decoder import CausalDecoder, with_past
+from jaxpipe.model.attention import Attend, with_past
+from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.layers import DecoderLayer, Ends
 from jaxpipe.model.parts import EndParts, Init, Parts
@@ -27,8 +27,8 @@ class GPT2(CausalDecoder):
         """Causal attention, within the document."""
         return Attend(self.sequence, self.config.attention, documents=self.documents)
 
-    def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
-        """A layer as a module."""
+    def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
+        """A layer as a module; there is one kind."""
         return DecoderLayer(self.config, parts, init)
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
@@ -41,8 +41,10 @@ class GPT2(CausalDecoder):
         x = nnx.merge(self._ends, ends).enter(tokens, self._positions(rows, *tokens.shape))
         return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
 
-    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
         masks = self._masks(context.rows, context.index, self._length(x))
-        layer, documents = nnx.merge(self._layer, params), self._documents(context.rows)
+        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
         return with_past(*layer(x, self._past(x, context), masks, documents))

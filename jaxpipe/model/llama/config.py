@@ -5,12 +5,13 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
+from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.moe.config import MixtureConfig
 
 
-class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]`: a Llama-style decoder, by preset or by size."""
+class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: a Llama-style decoder, with experts or without, by preset or by size."""
 
     n_kv_heads: Positive  # key and value heads; divides n_heads
     rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
@@ -29,21 +30,25 @@ class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def parameter_count(self) -> int:
         """Number of parameters, from the sizes alone."""
+        return self._parameters(self.n_experts)
+
+    def _parameters(self, experts: int) -> int:
+        """Number of parameters where so many of each layer's routed experts are counted."""
         d, k = self.d_model, self.head_size
         attention = 2 * d * k * (self.n_heads + self.n_kv_heads) + 2 * k * self.qk_norm
-        layer = attention + 3 * d * self.d_ff + 2 * d
         ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
-        return self.n_layers * layer + ends
+        return self.n_layers * (attention + 2 * d) + self.mlp_parameters(experts) + ends
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter and 12 L H K S of attention, S no longer than the window.
 
-        The embedding look-up is free.
+        The embedding look-up is free, and of routed experts those that a token goes to count.
         """
         embedding = self.vocab_size * self.d_model
         vectors = (2 * self.n_layers + 1) * self.d_model
         vectors += 2 * self.n_layers * self.head_size * self.qk_norm
-        matrices = self.parameter_count() - vectors - (0 if self.tie_embeddings else embedding)
+        active = self._parameters(self.experts_per_token if self.n_experts else 0)
+        matrices = active - vectors - (0 if self.tie_embeddings else embedding)
         return self.flops_of(matrices, keys=min(seq_len, self.sliding_window or seq_len))
 
     def part(self, tp: int) -> Self:
@@ -53,12 +58,14 @@ class LlamaConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             n_heads=self.n_heads // tp,
             n_kv_heads=max(self.n_kv_heads // tp, 1),
             d_ff=self.d_ff // tp,
+            d_expert=self.d_expert // tp,
             vocab_size=self.vocab_size // tp,
         )
 
     def broken_rules(self, tp: int) -> Iterator[str]:
         """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
         yield from self.unequal_parts(tp)
+        yield from self.broken_mixture_rules(tp)
         if self.n_kv_heads % tp and tp % self.n_kv_heads:
             yield (
                 f"model.n_kv_heads={self.n_kv_heads} and parallel.tp={tp}: one must be a multiple "

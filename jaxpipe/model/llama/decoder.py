@@ -1,16 +1,20 @@
 """A Llama-style decoder as pure functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerOutput
+from jaxpipe.contract import Context, LayerOutput, StageFunctions
 from jaxpipe.model.attention import Attend
-from jaxpipe.model.decoder import CausalDecoder, with_past
+from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
+from jaxpipe.model.moe.balance import Balance
+from jaxpipe.model.moe.config import SPARSE
+from jaxpipe.model.moe.layer import KEEP, ROUTES
 from jaxpipe.model.parts import EndParts, Init, Parts
 
 Tree = Any
@@ -18,7 +22,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Decoder(CausalDecoder):
-    """Llama 3, Qwen3 or Mistral: positions turn queries and keys."""
+    """Llama 3, Qwen3 or Mistral, with experts or without: positions turn queries and keys."""
 
     config: LlamaConfig
 
@@ -28,9 +32,9 @@ class Decoder(CausalDecoder):
         config = self.config
         return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
 
-    def new_layer(self, parts: Parts, init: Init) -> nnx.Module:
-        """A layer as a module."""
-        return DecoderLayer(self.config, parts, init)
+    def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
+        """A layer of a kind as a module."""
+        return DecoderLayer(kind, self.config, parts, init)
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
         """Embedding, final norm and head as a module."""
@@ -42,11 +46,30 @@ class Decoder(CausalDecoder):
         x = nnx.merge(self._ends, ends).enter(tokens)
         return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
 
-    def layer(self, params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
         length = self._length(x)
         positions = self._positions(context.rows, x.shape[0], length)
         masks = self._masks(context.rows, context.index, length)
-        layer = nnx.merge(self._layer, params)
-        documents = self._documents(context.rows)
-        return with_past(*layer(x, positions, self._past(x, context), masks, documents))
+        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
+        return layer(x, positions, context, self._past(x, context), masks, documents)
+
+    def kept(self, kind: str) -> tuple[str, ...]:
+        """The choice of experts, which no rounding may change between F and B."""
+        return KEEP if kind == SPARSE else ()
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as pipeline stages see it, with the state and the counts of its experts."""
+        functions = super().functions
+        if not self.config.n_experts:
+            return functions
+        balance = Balance(self.config, self.devices, self.sequence)
+        variables = balance.variables
+        after = balance.next_variables if variables else None
+        return replace(
+            functions, variables=variables, next_variables=after, report=balance.report,
+            reads=(*functions.reads, ROUTES),
+        )  # fmt: skip

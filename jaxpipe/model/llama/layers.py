@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention import Past
+from jaxpipe.contract import Context, LayerOutput, Side
+from jaxpipe.model.attention import Past, with_past
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.moe.config import SPARSE
+from jaxpipe.model.moe.layer import Mixture
 from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Init, Parts, RMSNorm
 
@@ -107,42 +110,56 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
-        d, f = config.d_model, config.d_ff
+    def __init__(self, name: str, width: int, config: LlamaConfig, parts: Parts, init: Init):
+        d, f = config.d_model, width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        self.w_gate = init("mlp/w_gate", (d, f), 0.02, parts.cut(1))
-        self.w_up = init("mlp/w_up", (d, f), 0.02, parts.cut(1))
-        self.w_down = init("mlp/w_down", (f, d), out_std, parts.cut(0))
+        self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
+        self.w_up = init(f"{name}/w_up", (d, f), 0.02, parts.cut(1))
+        self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
         self.parts = parts
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        devices, dot = self.parts.devices, self.parts.dot
-        x_BLD = devices.enter(x_BLD)
+        return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD)))
+
+    def of_whole(self, x_BLD: jax.Array) -> jax.Array:
+        """The same of the whole stream, as a summand of what the devices make."""
+        dot = self.parts.dot
         gate_BLF, up_BLF = dot(x_BLD, self.w_gate[...]), dot(x_BLD, self.w_up[...])
-        return devices.leave(dot(jax.nn.silu(gate_BLF) * up_BLF, self.w_down[...]))
+        return dot(jax.nn.silu(gate_BLF) * up_BLF, self.w_down[...])
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream."""
 
-    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
+    def __init__(self, kind: str, config: LlamaConfig, parts: Parts, init: Init):
         d, eps = config.d_model, config.norm_eps
         norm = parts.own(differs=parts.devices.sequence)
         self.attn_norm = RMSNorm("attn_norm", d, eps, init, norm)
         self.attn = Attention(config, parts, init)
         self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, norm)
-        self.mlp = MLP(config, parts, init)
+        if kind == SPARSE:
+            width = config.shared_experts * config.expert_width
+            shared = MLP("shared", width, config, parts, init) if width else None
+            self.moe = Mixture(config, parts, init, shared)
+        else:
+            self.mlp = MLP("mlp", config.d_ff, config, parts, init)
+        self.kind = kind
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None = None,
-        masks: Masks = NO_MASKS, documents: Documents | None = None,
-    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context,
+        past: Past | None = None, masks: Masks = NO_MASKS, documents: Documents | None = None,
+    ) -> LayerOutput:  # fmt: skip
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
         x_norm_BLD = self.attn_norm(x_BLD)
         mixed_BLD, past = self.attn(x_norm_BLD, positions_BL, past, masks, documents)
         x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
-        return x_BLD + masks.stream(self.mlp(self.mlp_norm(x_BLD)), "mlp"), past
+        normed_BLD, side = self.mlp_norm(x_BLD), Side()
+        if self.kind == SPARSE:
+            made_BLD, side = self.moe(normed_BLD, context)
+        else:
+            made_BLD = self.mlp(normed_BLD)
+        return with_past(x_BLD + masks.stream(made_BLD, "mlp"), past, side)
 
 
 class Ends(nnx.Module):

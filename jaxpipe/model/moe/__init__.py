@@ -1,0 +1,1 @@
+"""Mixtures of experts: sizes, router, dispatch, the experts' products, and what keeps them even."""

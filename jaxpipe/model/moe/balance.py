@@ -1,0 +1,124 @@
+"""What keeps experts evenly used, and what is counted of them.
+
+Shapes: B examples, L tokens, E routed experts, K experts a token, S sparse layers. Everything is a
+sum over tokens, so that no number depends on how a batch is divided.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpipe.contract import Context, Side
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.moe.router import Routes
+from jaxpipe.partition.devices import OneDevice
+from jaxpipe.partition.sequence import WholeSequence
+
+LOADS = "loads"  # the name of what replicas that share a sequence tell each other, which F keeps
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The losses, counts and biases of a model's sparse layers.
+
+    `devices` share a layer, and replicas a `sequence`.
+    """
+
+    config: MixtureConfig
+    devices: OneDevice
+    sequence: WholeSequence
+
+    @property
+    def variables(self) -> Any:
+        """The first values of the biases on the choice, `[S, E]`; None: there are none."""
+        if not self.config.router_bias_rate:
+            return None
+        layers = len(self.config.sparse_layers)
+        return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
+
+    def next_variables(self, variables: Any, side: Side) -> Any:
+        """A bias rises where fewer tokens than the mean chose, and falls where more did.
+
+        Of all tokens of a step (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+        """
+        counts = side.sums["expert_counts"]
+        few = jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
+        bias = variables["router_bias"]
+        return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
+
+    def bias(self, context: Context) -> jax.Array | None:
+        """That of the layer whose context this is, `[E]`; None: it has none."""
+        if not self.config.router_bias_rate:
+            return None
+        here_S = jnp.asarray(self.config.sparse_layers) == context.index
+        bias_SE = context.variables["router_bias"]
+        return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
+
+    def side(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Side:
+        """Loss and counts of the sparse layer that is the `layer`-th of all layers."""
+        here_S = jnp.asarray(self.config.sparse_layers) == layer
+
+        def of_layer(value: jax.Array) -> jax.Array:
+            return value[None] * here_S.reshape(-1, *(1,) * value.ndim).astype(value.dtype)
+
+        shares_BLE, counts_BE = routes.shares_BLE, self._counts(routes.choice_BLK)
+        loss, entropy = self._loss(routes, counts_BE), jax.scipy.special.entr(shares_BLE).sum()
+        sums = {
+            "expert_counts": counts_BE.sum(0, dtype=jnp.int32),
+            "expert_rows_dropped": dropped,
+            "router_entropy": lax.stop_gradient(entropy),
+        }
+        if loss is not None:
+            sums["router_loss"] = lax.stop_gradient(loss)
+        return Side(loss, {name: of_layer(value) for name, value in sums.items()})
+
+    def report(self, side: Side) -> Mapping[str, jax.Array]:
+        """What is logged of a step: loads by layer, the share dropped, entropy and loss a token."""
+        counts = side.sums["expert_counts"]
+        tokens = counts.sum(1) / self.config.experts_per_token
+        means = [name for name in ("router_entropy", "router_loss") if name in side.sums]
+        return {
+            "expert_load_max": counts.max(1),
+            "expert_load_mean": counts.mean(1),
+            "expert_dropped_share": side.sums["expert_rows_dropped"].sum() / counts.sum(),
+        } | {name: side.sums[name] / tokens for name in means}
+
+    def _counts(self, choice_BLK: jax.Array) -> jax.Array:
+        """Of every example, how many of its tokens chose an expert: `[B, E]`."""
+        experts = jnp.arange(self.config.n_experts)
+        chosen = choice_BLK[..., None] == experts[None, None, None]
+        return chosen.sum((1, 2), dtype=jnp.int32)
+
+    def _loss(self, routes: Routes, counts_BE: jax.Array) -> jax.Array | None:
+        """A sum over tokens, which every device along tp has, and each its part of the gradient.
+
+        Of each sequence E times the sum over experts of f P, which is 1 where loads are even: f is
+        the share of its tokens' choices that an expert has, P the mean share of its scores
+        (DeepSeek-AI 2024, equations 17-20; Fedus et al. 2021, equation 4). So it is the same
+        however sequences are divided into microbatches and among replicas.
+        """
+        config, tokens, loss = self.config, routes.choice_BLK.shape[1], 0.0
+        if config.router_aux_loss:
+            shares_BE = routes.shares_BLE.sum(1)
+            own_B1X = jnp.concatenate([counts_BE.astype(shares_BE.dtype), shares_BE], -1)[:, None]
+            every_BX = self.sequence.gather(own_B1X).sum(1)
+            if self.sequence.size > 1:
+                every_BX = checkpoint_name(every_BX, LOADS)
+            count_BE, share_BE = jnp.split(every_BX, 2, axis=-1)
+            length = tokens * self.sequence.size
+            f_BE = lax.stop_gradient(count_BE) / (length * config.experts_per_token)
+            even_B = config.n_experts * jnp.sum(f_BE * share_BE / length, -1)
+            loss += config.router_aux_loss * tokens * jnp.sum(even_B)
+        if config.router_z_loss:
+            z_BL = jax.nn.logsumexp(routes.logits_BLE, axis=-1)
+            loss += config.router_z_loss * jnp.sum(z_BL * z_BL)
+        if isinstance(loss, float):
+            return None
+        part = loss / self.devices.size
+        return part + lax.stop_gradient(loss - part)

@@ -1,0 +1,54 @@
+"""A mixture of experts in the place of an MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.contract import Context, Side
+from jaxpipe.model.moe.balance import LOADS, Balance
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.moe.experts import Experts, dispatch_of
+from jaxpipe.model.moe.router import CHOICE, Router
+from jaxpipe.model.parts import Init, Parts
+
+ROUTES = "routes"  # the leaf of a batch that has a choice from outside
+KEEP = (CHOICE, LOADS)  # what F stores whatever is rematerialised
+
+
+class Mixture(nnx.Module):
+    """Routed experts, and `shared`, which makes its summand of the whole stream; None: nothing."""
+
+    def __init__(self, config: MixtureConfig, parts: Parts, init: Init, shared: nnx.Module | None):
+        self.router, self.experts = Router(config, parts, init), Experts(config, init)
+        if shared is not None:
+            self.shared = shared
+        self.dispatch, self.parts = dispatch_of(config, parts.replicas), parts
+        self.balance = Balance(config, parts.devices, parts.attend.sequence)
+
+    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Side]:
+        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it."""
+        x_BLD = self.parts.devices.enter(x_BLD)
+        given_BLK = self._given(x_BLD, context)
+        routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
+        weights_BLK = routes.weights_BLK.astype(x_BLD.dtype)
+        y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.choice_BLK, self.experts)
+        if self.balance.config.shared_experts:
+            y_BLD += self.shared.of_whole(x_BLD)
+        side = self.balance.side(routes, dropped, context.index)
+        return self.parts.devices.leave(y_BLD), side
+
+    def _given(self, x_BLD: jax.Array, context: Context) -> jax.Array | None:
+        """The choice of this layer that comes with the microbatch, `[B, L, K]`; None: none does."""
+        routes = context.rows.get(ROUTES)
+        if routes is None:
+            return None
+        config = self.balance.config
+        shape = (*x_BLD.shape[:2], len(config.sparse_layers), config.experts_per_token)
+        if routes.shape != shape or not jnp.issubdtype(routes.dtype, jnp.integer):
+            raise ValueError(
+                f"the routes of a microbatch are {routes.dtype}{list(routes.shape)}, but must be "
+                f"integers {list(shape)}, [B, L, sparse layers, experts_per_token]: give those of "
+                f"this model, or leave them out."
+            )
+        place = jnp.argmax(jnp.asarray(config.sparse_layers) == context.index)
+        return jnp.take(routes, place, axis=2)

@@ -1,0 +1,38 @@
+"""The slow twin of the dispatch: every expert takes every token, and a one-hot mask says which."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.moe.experts import Experts, Made
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """All experts on one device, in plain einsums over tokens x experts."""
+
+    config: MixtureConfig
+
+    def __call__(
+        self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
+    ) -> Made:
+        """As `Dispatch` says."""
+        count, factor = self.config.n_experts, self.config.capacity_factor
+        examples, length, copies = choice_BLK.shape
+        chosen_BLKE = jax.nn.one_hot(choice_BLK, count, dtype=x_BLD.dtype)
+        if factor:
+            rows = chosen_BLKE.reshape(examples, length * copies, count)
+            before = (jnp.cumsum(rows, axis=1) - rows).reshape(chosen_BLKE.shape)
+            chosen_BLKE *= before < factor * length * copies / count
+        weights_BLE = jnp.einsum("BLKE,BLK->BLE", chosen_BLKE, weights_BLK)
+        x_END = jnp.broadcast_to(x_BLD.reshape(1, -1, x_BLD.shape[-1]), (count, *_tokens(x_BLD)))
+        one = jnp.ones((1, 1, 1), x_BLD.dtype)
+        made = experts(x_END, one, jnp.matmul).reshape(count, *x_BLD.shape)
+        dropped = choice_BLK.size - chosen_BLKE.sum().astype(jnp.int32)
+        return jnp.einsum("EBLD,BLE->BLD", made, weights_BLE), dropped
+
+
+def _tokens(x_BLD: jax.Array) -> tuple[int, int]:
+    return x_BLD.shape[0] * x_BLD.shape[1], x_BLD.shape[2]

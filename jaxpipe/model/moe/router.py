@@ -1,0 +1,82 @@
+"""The router: which experts a token goes to, and how much each of them counts.
+
+Shapes: B examples, L tokens, D model, E routed experts, K experts a token. Everything is in float32
+(or wider, if the input is); the choice is made once, by F, and kept for B and W.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.parts import Init, Parts
+
+CHOICE = "experts"  # the name of the indices that F keeps
+
+
+class Routes(NamedTuple):
+    """Where tokens go.
+
+    `choice_BLK` are indices of different experts and `weights_BLK` what each counts;
+    `logits_BLE` and `shares_BLE`, scores that add up to 1, are what the losses read.
+    """
+
+    choice_BLK: jax.Array
+    weights_BLK: jax.Array
+    logits_BLE: jax.Array
+    shares_BLE: jax.Array
+
+
+class Router(nnx.Module):
+    """A linear map of tokens to scores, and the choice of the highest.
+
+    With `softmax` the scores are those of all experts (Qwen3-MoE); with `sigmoid` each is of its
+    own (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). A bias enters the choice alone, not the
+    weights (Wang et al. 2024). With groups a token chooses in those whose two best scores have the
+    largest sum.
+    """
+
+    def __init__(self, config: MixtureConfig, parts: Parts, init: Init):
+        leaf = parts.own(differs=parts.devices.size > 1)
+        self.gate = init("router/gate", (config.d_model, config.n_experts), 0.02, leaf)
+        self.config = config
+
+    def __call__(
+        self, x_BLD: jax.Array, bias_E: jax.Array | None, given_BLK: jax.Array | None = None
+    ) -> Routes:
+        """The routes of tokens `[B, L, D]`; a choice that is given is taken, its weights made."""
+        config, wide = self.config, jnp.promote_types(x_BLD.dtype, jnp.float32)
+        logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
+        softmax = config.router_score == "softmax"
+        scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
+        total = jnp.sum(scores_BLE, -1, keepdims=True)
+        shares_BLE = scores_BLE if softmax else scores_BLE / total
+        choice_BLK = given_BLK
+        if choice_BLK is None:
+            choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
+        weights_BLK = jnp.take_along_axis(scores_BLE, choice_BLK, axis=-1)
+        if config.norm_topk_prob:
+            weights_BLK = weights_BLK / weights_BLK.sum(-1, keepdims=True)
+        return Routes(choice_BLK, config.router_scale * weights_BLK, logits_BLE, shares_BLE)
+
+
+def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfig) -> jax.Array:
+    """Indices of the K experts of each token, `[B, L, K]` int32, the highest score first."""
+    scores_BLE = lax.stop_gradient(scores_BLE)
+    if bias_E is not None:
+        scores_BLE += bias_E.astype(scores_BLE.dtype)[None, None]
+    if config.groups_per_token < config.expert_groups:
+        scores_BLE = _in_groups(scores_BLE, config.expert_groups, config.groups_per_token)
+    return lax.top_k(scores_BLE, config.experts_per_token)[1]
+
+
+def _in_groups(scores_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
+    """The scores of experts in the `kept` best groups, and minus infinity elsewhere."""
+    grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
+    best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    chosen = jax.nn.one_hot(lax.top_k(best, kept)[1], groups, dtype=bool).any(-2)
+    return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores_BLE.shape)

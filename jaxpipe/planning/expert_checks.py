@@ -1,0 +1,41 @@
+"""The rules between a model's experts and the replicas that have them in parts."""
+
+from jaxpipe.config import Config, ConfigError
+
+COUNTED = 255  # experts on a device that has parts: 1 to so many, and 0 for none
+
+
+def check_experts(config: Config) -> None:
+    """Replicas have equal parts of experts, within a group.
+
+    Raises `ConfigError` at the first rule that is broken.
+    """
+    parallel, experts = config.parallel, config.model.routed_experts
+    ep, groups = parallel.ep, parallel.dp_replicate
+    if ep == 1:
+        if parallel.ep_buffer_factor:
+            raise ConfigError(
+                f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with parallel.ep=1: "
+                f"nothing is sent; set parallel.ep, or leave it out."
+            )
+        return
+    if experts % ep or not experts:
+        raise ConfigError(
+            f"model.n_experts={experts} must be a multiple of parallel.ep={ep}: so many replicas "
+            f"have equal parts of the experts; change one of them."
+        )
+    if parallel.dp % (groups * ep):
+        raise ConfigError(
+            f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="
+            f"{parallel.dp}: replicas of a group have the experts in parts; change one of them."
+        )
+    if parallel.sdp > 1:
+        raise ConfigError(
+            f"parallel.ep={ep} with parallel.sdp={parallel.sdp}: neighbouring replicas have parts "
+            f"of the experts, or of a sequence; use one of them."
+        )
+    if experts // ep > COUNTED:
+        raise ConfigError(
+            f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {COUNTED} on "
+            f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
+        )

@@ -1,0 +1,198 @@
+"""The parts of a mixture of experts: settings, router, dispatch, losses, and how a layer is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixtures import MODELS, SIZES, problem
+
+from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.contract import Context
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.moe.balance import Balance
+from jaxpipe.model.moe.dispatch import equal_places, from_slots, into_slots, sorted_places
+from jaxpipe.model.moe.router import Routes, choose
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.pipeline import POLICIES
+from jaxpipe.pipeline.split import Cotangent, split_layer
+from jaxpipe.planning.costs import costs_of
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"experts_per_token": 9}, "model.experts_per_token=9 exceeds model.n_experts=8"),
+        ({"expert_groups": 3}, "model.expert_groups=3 must divide model.n_experts=8"),
+        ({"groups_per_token": 2}, "at least model.groups_per_token=2"),
+        (
+            {"expert_groups": 8, "groups_per_token": 1},
+            "model.experts_per_token=2 exceeds the 1 experts of each",
+        ),
+        ({"first_dense_layers": 4}, "leave none of 4 layers sparse"),
+        ({"d_expert": 9}, "model.d_expert=9 must be a multiple of parallel.tp=2"),
+        ({"n_experts": 0}, "model.d_expert=12 is of experts, but model.n_experts=0"),
+    ],
+)
+def test_sizes_that_do_not_go_together(sizes, message):
+    given = SIZES | sizes
+    if not given["n_experts"]:
+        given["experts_per_token"] = 1
+    assert message in " ".join(LlamaConfig(**given).broken_rules(tp=2))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_and_active_flops_are_counted(model):
+    config = MODELS[model]
+    _, ends, layers, *_ = problem(model)
+    assert config.parameter_count() == sum(leaf.size for leaf in jax.tree.leaves((ends, layers)))
+    idle = 3 * (config.n_experts - config.experts_per_token) * 16 * 12 * len(config.sparse_layers)
+    whole = LlamaConfig(**{**SIZES, "experts_per_token": 8})
+    if model == "qwen":
+        assert whole.flops_per_token(8) - config.flops_per_token(8) == 6 * idle
+
+
+def test_the_choice_is_that_of_plain_loops():
+    """DeepSeek-V3's: of the groups whose two best scores have the largest sum, the best experts."""
+    config = MODELS["deepseek"]
+    rng = np.random.default_rng(0)
+    scores, bias = rng.uniform(size=(2, 5, 8)), rng.uniform(size=8)
+    got = np.asarray(choose(jnp.asarray(scores), jnp.asarray(bias), config))
+    for place in np.ndindex(2, 5):
+        biased = (scores[place] + bias).reshape(4, 2)
+        groups = np.argsort(-biased.sum(1))[:2]
+        allowed = [group * 2 + i for group in groups for i in range(2)]
+        want = sorted(allowed, key=lambda e: -biased.ravel()[e])[:3]
+        assert got[place].tolist() == want
+
+
+@pytest.mark.parametrize("places", ["sorted", "equal"])
+def test_rows_go_into_slots_and_back(places):
+    """A gather forth, a sum back, each with the other as its gradient."""
+    group = jnp.array([2, 0, 1, 1, 1, 0, 2, 1])
+    made = sorted_places(group) if places == "sorted" else equal_places(group, 3, 3)
+    with jax.enable_x64(True):
+        x = jax.random.normal(jax.random.key(0), (4, 5), jnp.float64)
+        slots = into_slots(x, made, 2)
+        want = np.zeros((made.source_S.size, 5))
+        for row, slot in enumerate(np.asarray(made.target_R)):
+            if slot < len(want):
+                want[slot] = x[row // 2]
+        np.testing.assert_array_equal(slots, want)
+        assert np.asarray(made.target_R).max() == (9 if places == "equal" else 7)
+        dy = jax.random.normal(jax.random.key(1), slots.shape, jnp.float64)
+        (dx,) = jax.vjp(lambda x: into_slots(x, made, 2), x)[1](dy)
+        np.testing.assert_array_equal(dx, from_slots(dy, made, 2))
+        back = from_slots(slots, made, 2)
+        np.testing.assert_allclose((x * dx).sum(), (slots * dy).sum(), rtol=1e-14)
+        (dslots,) = jax.vjp(lambda s: from_slots(s, made, 2), slots)[1](back)
+        np.testing.assert_array_equal(dslots, into_slots(back, made, 2))
+
+
+def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
+    config = LlamaConfig(**SIZES, router_aux_loss=1.0)
+    balance = Balance(config, ONE_DEVICE, WHOLE_SEQUENCE)
+    even = (2 * jnp.arange(8)[None, :, None] + jnp.arange(2)[None, None]) % 8
+    shares = jnp.full((1, 8, 8), 1 / 8)
+    weights = jnp.full((1, 8, 2), 1 / 2)
+
+    def loss(choice, shares):
+        routes = Routes(choice, weights, jnp.log(shares), shares)
+        return float(balance.side(routes, jnp.int32(0), jnp.int32(0)).loss)
+
+    assert loss(even, shares) == pytest.approx(8)
+    uneven = jnp.broadcast_to(jnp.arange(2)[None, None], (1, 8, 2))
+    skewed = jnp.broadcast_to(jnp.array([[[0.5, 0.5] + [0] * 6]]), (1, 8, 8))
+    assert loss(uneven, skewed) == pytest.approx(8 * 4)
+
+
+def test_a_bias_rises_where_few_tokens_chose():
+    decoder = Decoder(MODELS["one"])
+    functions = decoder.functions
+    counts = jnp.tile(jnp.arange(8), (4, 1)).at[:, 4].set(4).astype(jnp.int32)
+    side = type("Side", (), {"sums": {"expert_counts": counts.at[:, 3].set(0).at[:, 7].set(14)}})
+    after = functions.next_variables(functions.variables, side)
+    signs = np.sign(np.asarray(side.sums["expert_counts"]).mean() - side.sums["expert_counts"])
+    np.testing.assert_allclose(after["router_bias"], 0.01 * signs, rtol=1e-6)
+
+
+def primitives(function, *args):
+    """The names of all equations of a function, those of inner calls too."""
+    names = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            names.append(eqn.primitive.name)
+            for value in jax.tree.leaves(tuple(eqn.params.values())):
+                if hasattr(value, "jaxpr"):
+                    walk(value.jaxpr)
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return names
+
+
+def split_of(model, remat):
+    """A sparse layer's pieces, and what they are called with."""
+    decoder, _, layers, _, variables = problem(model)
+    kind, x = decoder.functions.by_name["sparse"], jnp.zeros((2, 8, 16))
+    params, variables = jax.tree.map(jnp.float32, (layers[3], variables))
+    context = Context({}, jnp.int32(3), None, variables)
+    split = split_layer(kind.layer, params, x, context, POLICIES[remat], kind.keep)
+    return split, params, x, context
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_experts_are_chosen_once_and_cut_into_b_and_w(remat):
+    """W has one of three products of each matrix, B the other and, rematerialised, F's again."""
+    split, params, x, context = split_of("deepseek", remat)
+    kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
+    forward = primitives(split.forward, params, x, context)
+    in_b = primitives(split.backward_input, params, context, kept, dy)
+    in_w = primitives(
+        split.backward_weight, params, context, kept.for_w, split.stash, jnp.float32(1)
+    )
+    assert "top_k" in forward
+    assert "top_k" not in in_b + in_w
+    assert forward.count("ragged_dot_general") == in_w.count("ragged_dot_general") == 3
+    again = {"none": 0, "selective": 0, "full": 2}[remat]
+    assert in_b.count("ragged_dot_general") == 3 + again
+    together = primitives(split.backward, params, context, kept, dy)
+    for product in ("ragged_dot_general", "dot_general"):
+        assert together.count(product) == in_b.count(product) + in_w.count(product)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_no_row_of_a_token_is_stored_but_what_is_inside_an_expert(remat):
+    """Gathers are made again: rows are as wide as an expert, or numbers, or with all tokens."""
+    split, *_ = split_of("qwen", remat)
+    rows = 2 * 8 * 2
+    stored = [leaf.shape for leaf in (*split.residuals.for_b, *split.residuals.for_w, *split.stash)]
+    wide = [shape for shape in stored if shape[0] == rows and len(shape) == 2 and shape[1] > 12]
+    assert not wide
+
+
+@pytest.mark.parametrize("model", ["qwen", "deepseek", "narrow"])
+def test_a_plan_counts_the_products_of_active_experts(model):
+    """F of a sparse layer, closed; capacity counts its slots. B and W of experts are F each."""
+    config = MODELS[model]
+    train = TrainConfig(steps=1, grad_accum_steps=1, microbatch_size=2, seq_len=8)
+    costs = costs_of(Config(model=config, parallel=ParallelConfig(), train=train))
+    layer, tokens, d = costs.kinds["sparse"], 16, 16
+    rows = tokens * config.experts_per_token
+    if config.capacity_factor:
+        rows = 8 * 2 * 1  # experts x sequences x slots
+    experts = 6 * d * 12 * (rows + tokens * config.shared_experts)
+    router, attention = 2 * tokens * d * 8, 8 * tokens * d * d
+    scores = 4 * 2 * 8 * 8 * d
+    assert experts + router + attention + scores == layer.F
+    assert layer.F + scores == layer.B
+    assert layer.F - scores == layer.W
+
+
+def test_modules_have_the_leaves_that_replicas_and_devices_cut():
+    leaves = Decoder(MODELS["qwen"]).functions.by_name["sparse"].leaves["moe"]
+    assert leaves["experts"]["w_up"].cuts == (("ep", 0), ("tp", 2))
+    assert leaves["experts"]["w_down"].cuts == (("ep", 0), ("tp", 1))
+    assert leaves["experts"]["w_down"].matrix == (1, 2)
+    assert leaves["router"]["gate"].cuts == ()

@@ -1,0 +1,53 @@
+"""Mixtures of experts under every schedule and mesh, against the one-hot twin on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same
+from mixtures import EXAMPLES, LENGTH, MICROBATCHES, problem, run
+
+from jaxpipe.contract import Context
+
+TOKENS = MICROBATCHES * EXAMPLES * LENGTH
+CASES = [
+    ("qwen", "gpipe", (2, 4, 1, 4), {}),
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"remat": "selective"}),
+    ("switch", "interleaved_1f1b", (2, 2, 2, 2), {"sequence": True, "zero_stage": 1}),
+    ("deepseek", "zb_h1", (4, 2, 1, 2), {"remat": "full", "zero_stage": 2}),
+    ("qwen", "zbv", (2, 2, 2, 1), {"sequence": True}),
+    ("narrow", "dualpipe", (2, 4, 1, 2), {"zero_stage": 1}),
+    ("deepseek", "dualpipev", (2, 4, 1, 2), {"zero_stage": 3, "reshard_after_forward": True}),
+    ("deepseek", "1f1b", (2, 2, 1, 2), {"slices": 2, "routed": True}),
+    # replicas that share sequences; all tokens to one expert; a choice from outside
+    ("qwen", "1f1b", (2, 2), {"sdp": 2, "remat": "full"}),
+    ("one", "zb_h1", (2, 2, 1, 2), {"crowded": True}),
+    ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "mesh", "how"), CASES)
+def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
+    got, want = run(model, name, *mesh, poison_bubbles=True, **how)
+    assert_same(got, want)
+    counts = np.asarray(got.side.sums["expert_counts"])
+    assert (counts.sum(1) % TOKENS == 0).all()
+    assert (counts.sum(1) > 0).all()
+    dropped = np.asarray(got.side.sums["expert_rows_dropped"])
+    assert (dropped > 0).all() == (model in ("switch", "narrow"))
+
+
+def test_what_buffers_have_no_room_for_is_counted():
+    """All tokens go to a device that has room for half of those of each."""
+    got, _ = run("one", "1f1b", 2, 2, 1, 2, crowded=True, room=1.0)
+    assert got.side.sums["expert_rows_dropped"].tolist() == [TOKENS // 2] * 4
+    assert np.isfinite(got.losses).all()
+
+
+def test_a_choice_from_outside_must_be_that_of_this_model():
+    decoder, _, layers, batch, _ = problem("switch", routed=True)
+    layer, x = decoder.functions.by_name["sparse"].layer, jnp.zeros((EXAMPLES, LENGTH, 16))
+    rows = {"routes": batch["routes"][0][:, :, :1]}
+    message = r"are int64\[4, 8, 1, 1\], but must be integers \[4, 8, 2, 1\]"
+    with pytest.raises(ValueError, match=message), jax.enable_x64(True):
+        layer(layers[1], x, Context(rows, jnp.int32(1)))

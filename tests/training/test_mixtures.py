@@ -1,0 +1,104 @@
+"""A run with experts: the same step on every mesh, its logs, its biases, and where it goes on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from commands import SMALL
+from routed import restored, run
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.planning.checks import validate
+from jaxpipe.training.trainer import Trainer
+
+SIZES = [
+    "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=16",
+    "model.first_dense_layers=1", "model.router_aux_loss=0.01", "model.router_z_loss=0.001",
+    "model.router_bias_rate=0.001", "train.eval_every=0", "train.steps=2",
+]  # fmt: skip
+MESHES = {
+    "one": ["parallel.pp=1", "parallel.dp=1", "train.microbatch_size=4"],
+    "ep": ["parallel.pp=2", "parallel.dp=4", "parallel.ep=2", "parallel.zero_stage=2"],
+    "tp": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.ep=2",
+           "parallel.sequence_parallel=true", "train.microbatch_size=2"],
+}  # fmt: skip
+
+
+def trainer_of(mesh, *overrides):
+    config = configs.load(SMALL, [*SIZES, *MESHES[mesh], *overrides])
+    parallel = config.parallel
+    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+
+
+def batches(position, microbatches, batch_size, rows=None):
+    while True:
+        tokens = np.random.default_rng(position).integers(0, 256, (microbatches, batch_size, 33))
+        tokens = tokens.astype(np.int32)
+        yield {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+        position += microbatches * batch_size
+
+
+@pytest.fixture(scope="module")
+def alone():
+    trainer = trainer_of("one")
+    state, metrics = trainer.train_step(trainer.init(), trainer.put(next(batches(0, 4, 4))))
+    return jax.device_get((state.variables, metrics))
+
+
+def test_a_run_logs_loads_and_goes_on_elsewhere(tmp_path, alone):
+    variables, metrics = alone
+    trainer = trainer_of("ep")
+    assert run(trainer, tmp_path, data=batches) == 0
+    first, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    for name in ("loss", "grad_norm", "router_entropy", "router_loss"):
+        np.testing.assert_allclose(first[name], metrics[name], rtol=1e-6)
+    for name in ("expert_load_max", "expert_load_mean", "expert_dropped_share"):
+        np.testing.assert_array_equal(first[name], metrics[name])
+    assert first["expert_load_mean"] == [4 * 4 * 32 * 2 / 4] * 3
+    assert first["expert_dropped_share"] == 0
+    moved = np.abs(variables["router_bias"])
+    assert ((moved == 0) | np.isclose(moved, 0.001)).all()
+    assert moved.any()
+    (state, _), (elsewhere, _) = restored(trainer, tmp_path), restored(trainer_of("tp"), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, state, elsewhere)
+    assert np.abs(state["variables"]["router_bias"]).max() > 0
+
+
+def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
+    trainer = trainer_of("tp")
+    state, metrics = trainer.train_step(trainer.init(), trainer.put(next(batches(0, 4, 4))))
+    variables, wanted = alone
+    for name in wanted:
+        np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-6)
+    np.testing.assert_array_equal(state.variables["router_bias"], variables["router_bias"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.n_experts=6", "parallel.dp=4", "parallel.ep=4"], "model.n_experts=6 must be a mu"),
+        (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
+        (["parallel.dp=4", "parallel.ep=2", "parallel.sdp=2"], "parallel.ep=2 with parallel.sdp"),
+        (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
+        (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
+        (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),
+    ],
+)
+def test_meshes_that_do_not_go_with_the_experts(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(configs.load(SMALL, [*SIZES, *overrides]))
+
+
+@pytest.mark.parametrize("override", ["model.capacity_factor=-1", "model.router_score=tanh"])
+def test_values_that_are_none(override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        configs.load(SMALL, [*SIZES, override])
+
+
+def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
+    dense = configs.load(SMALL, [*MESHES["one"], "train.eval_every=0", "train.steps=1"])
+    assert run(Trainer(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
+    with pytest.raises(ValueError, match="layers/1/"):
+        restored(trainer_of("one"), tmp_path)
