@@ -95,10 +95,9 @@ def test_evaluation_in_slices():
 
 def test_only_functions_with_a_state_run_in_slices():
     pipeline, _, params, batch = pipeline_of("normed", "1f1b", 2, 1, 1, slices=2)
-    whole = replace(
-        pipeline,
-        functions=replace(pipeline.functions, kinds=LayerKind(pipeline.functions.kinds.layer)),
-    )
+    (kind,) = pipeline.functions.by_name.values()
+    stateless = replace(pipeline.functions, kinds=LayerKind(kind.layer))
+    whole = replace(pipeline, functions=stateless)
     with pytest.raises(ValueError, match="the functions need a state if, and only if"):
         whole.losses(params, batch)
 

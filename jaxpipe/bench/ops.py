@@ -157,7 +157,7 @@ def _loops(
     kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
     plan = RingPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
-    rings = tuple(_filled(plan.empty()) for _ in layers)
+    rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers)
     inputs = jnp.stack([x] * _SLOTS)
 

@@ -53,7 +53,9 @@ class RunKind:
 
     def with_rings(self, tables: Tables, *, on_host: bool = False) -> "RunKind":
         """The same with rings for the slots of these tables."""
-        return replace(self, rings=RingPlan.of(self.split, self.state, tables, on_host=on_host))
+        pairs = bool(tables.pairs)
+        rings = RingPlan.of(self.split, self.state, tables.slots_of, pairs=pairs, on_host=on_host)
+        return replace(self, rings=rings)
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context

@@ -1,5 +1,6 @@
 """What one layer slot leaves in its rings, and where the tables say that it stands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
 from jaxpipe.pipeline.store import Store, Values
-from jaxpipe.schedule import Buffers, Op, Row, Tables
+from jaxpipe.schedule import Buffers, Op, Row
 
 Tree = Any
 NOTHING = Residuals((), ())
@@ -63,16 +64,18 @@ class RingPlan:
 
     @classmethod
     def of(
-        cls, split: LayerSplit | None, state: Tree, tables: Tables, *, on_host: bool = False
-    ) -> "RingPlan":
-        """For the slots of these tables; a layer that is not cut leaves only a state.
+        cls, split: LayerSplit | None, state: Tree, slots_of: Sequence[Buffers[int]],
+        *, pairs: bool, on_host: bool = False,
+    ) -> "RingPlan":  # fmt: skip
+        """For so many slots of every rank; a layer that is not cut leaves only a state.
 
         `on_host`: residuals wait in the host's memory.
         """
         values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
-        kept, stash = sharing(*values, apart=bool(tables.pairs) or on_host)
-        kept = Store.of(kept, tables.slots_of, on_host=on_host)
-        return cls(kept, Store.of(stash, tables.slots_of), state, tables.slots)
+        kept, stash = sharing(*values, apart=pairs or on_host)
+        kept = Store.of(kept, slots_of, on_host=on_host)
+        slots = Buffers(*map(max, zip(*slots_of)))
+        return cls(kept, Store.of(stash, slots_of), state, slots)
 
     @property
     def on_host(self) -> bool:

@@ -150,6 +150,8 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
 
     F copies what it leaves, B and BW need all of it back, W what it reads itself.
     """
+    if not config.train.offload_layers:
+        return NO_COPIES
     costs = costs_of(config)
     layers = [costs.kinds[kind] for kind in costs.order]
     for_b, for_w = (sum(getattr(kind, name) for kind in layers) for name in ("for_b", "for_w"))
