@@ -311,10 +311,11 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_start(config: Config) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.exclude and not checkpoint.parameters_only:
+    if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
         raise ConfigError(
-            f"checkpoint.exclude={list(checkpoint.exclude)} needs checkpoint.parameters_only=true: "
-            f"a whole state has the moments of all its parameters."
+            f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
+            f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
+            f"exclude out."
         )
 
 
