@@ -136,7 +136,11 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
     [
         ('["ends/haed"]', [], "has 'ends/haed', but no parameter is named so: names are ends/"),
         ('["ends/head"]', ["model.vocab_size=320"], "params/ends/embed has shape (256, 32) there"),
-        ('["ends/head"]', ["checkpoint.resume=auto"], "but that is 'auto': give its path, or leave"),
+        (
+            '["ends/head"]',
+            ["checkpoint.resume=auto"],
+            "but that is 'auto': give its path",
+        ),
         ("ends/head", [], "unknown checkpoint.exclude='ends/head': use one of a list of strings"),
     ],
 )

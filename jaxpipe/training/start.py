@@ -74,7 +74,11 @@ def on_one_device(config: Config) -> Config:
 
 
 def _resumed(
-    trainer: Trainer, parts: dict[str, Any], meta: dict[str, Any], data: Data, say: Say,
+    trainer: Trainer,
+    parts: dict[str, Any],
+    meta: dict[str, Any],
+    data: Data,
+    say: Say,
     but: str = "",
 ) -> tuple[State, Seen]:
     if not data.train.has(meta["data"]):
