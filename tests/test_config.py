@@ -113,7 +113,7 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["train.seq_len=1"], "train.seq_len: expected `int` >= 2, got 1"),
         (
             ["data.sources=[{path='a', weight=-1}]"],
-            r"data.sources\[0\].weight: expected `float` >=",
+            r"data.sources\[0\].weight: expected `float` >= 0.0, got -1\.$",
         ),
         (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),

@@ -167,6 +167,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--out", str(tmp_path / "none"), "--workers", "2"]) == 2
     assert "bad.jsonl, line 1, is no document: it is no JSON object" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+    words = ["prepare", str(path), "--tokenizer", "bytes", "--out", str(path)]
+    assert main(words) == 2
+    assert "a.jsonl cannot be written (File exists): make room" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--workers", "0"])
+    assert "--workers: 0 is no number of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_process")
