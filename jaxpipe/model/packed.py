@@ -5,8 +5,7 @@ cuDNN takes each document as a sequence of its own, found by its first token and
 module alone, `jax._src.cudnn`; of that are used the two primitives that become cuDNN's calls, whose
 offsets are made here.
 
-Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold, padding counted
-as one. Operands: `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and
+Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands: `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and
 values `[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what
 is mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
 traced anywhere; only GPUs run them.
@@ -35,21 +34,20 @@ class Documents(NamedTuple):
 
 
 def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """First token and length of the documents in a stretch, `[B, most + 1]`.
+    """First token and length of the documents in a stretch, `[B, most]`.
 
     The stretch begins at token `begin` of the sequence. A document that began before it is counted
-    from its own first token on, and any to the end of the stretch; padding is one more. Those that
-    a row lacks have length 0.
+    from its own first token on, and any to the end of the stretch. Padding extends the last one; a
+    stretch of nothing else is one. Those that a row lacks have length 0.
 
     >>> row = Documents(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
     >>> [found.tolist() for found in documents_of(row, 8, most=3)]
-    [[[6, 10, 11, 12]], [[4, 1, 1, 0]]]
+    [[[6, 10, 12]], [[4, 2, 0]]]
     """
     segments_BL, positions_BL = documents
-    padding_B1 = segments_BL.max(axis=1, keepdims=True) + 1
-    number_BL = jnp.where(segments_BL < 0, padding_B1, segments_BL)
+    number_BL = jnp.where(segments_BL < 0, segments_BL.max(axis=1, keepdims=True), segments_BL)
     number_BL -= number_BL[:, :1]
-    own_BN = (number_BL[:, None] == jnp.arange(most + 1)[None, :, None]).sum(axis=2)
+    own_BN = (number_BL[:, None] == jnp.arange(most)[None, :, None]).sum(axis=2)
     first_BN = begin + own_BN.cumsum(axis=1) - own_BN
     before_B = jnp.where(segments_BL[:, 0] < 0, 0, positions_BL[:, 0])
     first_BN, own_BN = first_BN.at[:, 0].add(-before_B), own_BN.at[:, 0].add(before_B)
