@@ -112,7 +112,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
         f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
         f"{manifest.bad_lines:,} that cannot be read; to train on them: data.source=file "
-        f"data.path={out}"
+        f"data.path={out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
     )
 
 

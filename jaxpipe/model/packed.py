@@ -5,9 +5,10 @@ cuDNN takes each document as a sequence of its own, found by its first token and
 module alone, `jax._src.cudnn`; of that are used the two primitives that become cuDNN's calls, whose
 offsets are made here.
 
-Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands: `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and
-values `[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what
-is mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
+Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands:
+`q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and values
+`[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what is
+mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
 traced anywhere; only GPUs run them.
 """
 

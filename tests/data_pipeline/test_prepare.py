@@ -154,7 +154,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--tokenizer", "bytes", "--workers", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "6 documents, 1,296 tokens in 1 shards" in said
-    assert f"data.source=file data.path={tmp_path / 'out'}" in said
+    assert f"data.source=file data.path={tmp_path / 'out'}, and model.vocab_size=256 or" in said
     assert main(["inspect", str(tmp_path / "out"), "--documents", "9"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for words_of in ("document 4, 66 tokens", "zwei drei", "1,024 │ 1", "0..", "bytes, 256 ids"):
