@@ -79,7 +79,7 @@ def prepare(
     with something else in it, and where there is no document; `WorkerDied` where a process is
     killed.
     """
-    pieces = cut(input_files(list(inputs)), options.piece_size)
+    pieces = cut(input_files(list(inputs), folder), options.piece_size)
     entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
     keys = [_key(piece, options.field, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()

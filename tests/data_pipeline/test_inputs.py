@@ -47,6 +47,9 @@ def test_a_text_file_is_a_document_and_a_folder_is_its_files(tmp_path: Path) -> 
     (tmp_path / "in" / "a.txt").write_text("first")
     prepared([tmp_path / "in"], tmp_path / "out")
     assert decoded(tmp_path / "out") == ["first", "x = 1\ny = 2\n", "last"]
+    for _ in range(2):  # what is written there is no input of the second time
+        manifest = prepared([tmp_path / "in"], tmp_path / "in" / "b" / "out")
+        assert manifest.documents == 3
 
 
 def test_only_answers_count(tmp_path: Path) -> None:
