@@ -22,6 +22,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxpipe.model.decoder_config import unmet_by_packed_kernel
+
 
 class Documents(NamedTuple):
     """What a row's tokens belong to, `[B, L]` each.
@@ -134,17 +136,8 @@ class _Packing(NamedTuple):
         return jnp.where(seen_BS[..., None, None], x_BSGK, 0)
 
     def offsets(self, heads: int, width: int) -> jax.Array:
-        """Where each sequence begins, in elements of an array `[B, S, heads, width]`.
-
-        Raises `ValueError` where int32 cannot count them.
-        """
+        """Where each sequence begins, in elements of an array `[B, S, heads, width]`."""
         examples, most = self.first_BN.shape
-        if examples * self.tokens * heads * width >= 2**31:
-            raise ValueError(
-                f"attention of cuDNN within documents counts elements in int32, but {examples} "
-                f"rows of {self.tokens} tokens with {heads} heads of {width} are 2^31 or more: "
-                f"lower train.microbatch_size, or set model.attention=xla."
-            )
         row_B1 = self.tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
         first = jnp.minimum(self.first_BN, self.tokens) + row_B1
         # An end to every row as jax has it; cuDNN reads B * N + 1 of them.
@@ -168,8 +161,9 @@ def _lower_forward(
 ) -> list[jax.Array]:  # fmt: skip
     """cuDNN keeps S numbers of every query head and sequence, of which one sequence's are used."""
     packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    q = packing.placed(q)
     primitive, how = _of_cudnn("fwd", q, window)
-    operands = _operands(packing, packing.placed(q), k, v)
+    operands = _operands(packing, q, k, v)
     mixed, logsumexp = primitive.bind(*operands, **how, is_training=True)
     return [packing.own(mixed), logsumexp[packing.places(q.shape[2])]]
 
@@ -179,11 +173,12 @@ def _lower_backward(
     begin: jax.Array, logsumexp: jax.Array, mixed: jax.Array, dmixed: jax.Array, *, window: int,
 ) -> list[jax.Array]:  # fmt: skip
     packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    q = packing.placed(q)
     primitive, how = _of_cudnn("bwd", q, window)
     heads = q.shape[2]
     wide = jnp.zeros((first.size, heads, packing.tokens), logsumexp.dtype)
     wide = wide.at[packing.places(heads)].set(logsumexp, unique_indices=True)
-    operands = _operands(packing, packing.placed(q), k, v)
+    operands = _operands(packing, q, k, v)
     after = wide, packing.placed(mixed), packing.placed(dmixed)
     dq, dk, dv = primitive.bind(*operands, *after, **how)
     return [packing.own(dq), packing.seen(dk), packing.seen(dv)]
@@ -197,22 +192,17 @@ def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tu
 
 
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
-    """jax's primitive of one of cuDNN's calls, and how it is asked for.
+    """jax's primitive of one of cuDNN's calls on queries `[B, S, H, K]`, and how it is asked for.
 
-    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for dtypes and
-    heads that cuDNN has no kernel for.
+    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for queries
+    that cuDNN has no kernel for.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    width = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or width % 8 or width > 256:
-        raise ValueError(
-            f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
-            f"8 up to 256, but these are {q.dtype} of width {width}: change train.compute_dtype or "
-            f"the heads, or set model.attention=xla."
-        )
+    for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
+        raise ValueError(sentence)
     how: dict[str, Any] = {
-        "scale": width**-0.5,
+        "scale": q.shape[-1] ** -0.5,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
