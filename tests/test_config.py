@@ -236,6 +236,8 @@ def test_load_rejects(path, overrides, message):
         (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
         (["parallel.memory_limit=1"], "the least that works for it is 2"),
+        (["parallel.memory_limit=0"], "parallel.memory_limit=0 must be above 0"),
+        (["parallel.costs=none.json"], "cannot read op seconds from none.json"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
         (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
         (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
