@@ -66,7 +66,9 @@ def _check_platform(config: Config, platform: str) -> None:
 def _check_packing(config: Config, platform: str | None) -> None:
     """Raise `ConfigError` where a token would see other documents of its row."""
     capability = compute_capability() if platform in ("gpu", "cuda") else None
-    for sentence in config.model.unmet_by_packing(capability):
+    rows, dtype = (config.train.microbatch_size, config.train.seq_len), config.train.compute_dtype
+    unmet = config.model.unmet_by_packing(capability, rows, dtype=dtype, tp=config.parallel.tp)
+    for sentence in unmet:
         raise ConfigError(sentence)
 
 
