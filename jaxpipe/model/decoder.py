@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
@@ -117,7 +117,11 @@ class CausalDecoder:
         state = self.state if self.slices > 1 else None
         kinds = {
             kind: LayerKind(
-                partial(self.layer, kind=kind), self.leaves[kind], state, self.kept(kind)
+                partial(self.layer, kind=kind),
+                self.leaves[kind],
+                state,
+                self.kept(kind),
+                self.pair(kind),
             )
             for kind in self.kinds
         }
@@ -134,6 +138,10 @@ class CausalDecoder:
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of what F stores of a layer of a kind, whatever is rematerialised."""
         return ()
+
+    def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
+        """How a layer of a kind runs beside another's gradient; None: nothing waits."""
+        return None
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
         """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpipe.contract import Names, Rounds, point
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     counts_of,
@@ -84,11 +85,12 @@ class Dropless:
         number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 is that of an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
         sent = [into_slots(x_ND, places, copies), into_slots(beside_R2, places, 1)]
-        came = self.replicas.exchange(jnp.concatenate(sent, axis=-1))
+        came = _exchanged(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
         x_SD, weights_S1, number_S1 = jnp.split(came, [x_ND.shape[1], x_ND.shape[1] + 1], axis=-1)
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
-        y_SD = self.replicas.exchange(_grouped(x_SD, weights_S1, expert_S, own, experts))
+        made_SD = _grouped(x_SD, weights_S1, expert_S, own, experts)
+        y_SD = _exchanged(self.replicas, made_SD, "tokens")
         dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
@@ -122,12 +124,13 @@ class Capacity:
         places = equal_places(group_BLK.reshape(-1), self.count * examples, room)
         x_SD = into_slots(x_BLD.reshape(-1, d), places, copies)
         weights_S1 = into_slots(weights_BLK.reshape(-1, 1), places, 1)
-        came = self.replicas.exchange(jnp.concatenate([x_SD, weights_S1], axis=-1))
+        sent = jnp.concatenate([x_SD, weights_S1], axis=-1)
+        came = _exchanged(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
         made = experts(of_expert[..., :d], of_expert[..., d:], jnp.matmul)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
-        y_SD = self.replicas.exchange(made.reshape(-1, d))
+        y_SD = _exchanged(self.replicas, made.reshape(-1, d), "tokens")
         dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
@@ -141,6 +144,22 @@ def dispatch_of(config: MixtureConfig, replicas: AllExperts) -> Dispatch:
     if config.capacity_factor:
         return Capacity(config.n_experts, replicas, config.capacity_factor)
     return Dropless(config.n_experts, replicas)
+
+
+def in_rounds(forward: Names, gradient: Names) -> Rounds:
+    """How F of a layer runs beside the gradient of another, where replicas exchange rows.
+
+    One's exchange beside the other's products: attention, then experts, experts, attention. It is
+    the order of DualPipe's authors (DeepSeek-AI 2024, "DeepSeek-V3", figure 4).
+    """
+    return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
+
+
+def _exchanged(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
+    """Rows as `exchange` leaves them; before and after it is a point, for `in_rounds`."""
+    if replicas.size == 1:
+        return rows
+    return point(replicas.exchange(point(rows, f"to {to}")), f"at {to}")
 
 
 def _grouped(
