@@ -15,6 +15,7 @@ Tree = Any
 Names = tuple[str, ...]
 Rounds = Iterable[tuple[str | None, str | None]]
 IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # before the names of points
+PRODUCT = "product"  # the name of what selective rematerialisation stores, as it does products
 
 
 class Context(NamedTuple):

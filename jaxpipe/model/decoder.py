@@ -41,7 +41,7 @@ class CausalDecoder:
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
     `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
-    `replicas` have these in parts.
+    `replicas` have these in parts, and `product` multiplies groups of rows with them.
     """
 
     config: DecoderConfig
@@ -54,6 +54,7 @@ class CausalDecoder:
     z_loss: float = 0.0
     documents: int = 0
     replicas: AllExperts = ALL_EXPERTS
+    product: Callable[..., jax.Array] = jax.lax.ragged_dot
 
     @property
     def attend(self) -> Attend:
@@ -206,7 +207,8 @@ class CausalDecoder:
         return self.end_devices or self.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
-        return self.new_layer(kind, Parts(self.devices, self.attend, replicas=self.replicas), init)
+        experts = {"replicas": self.replicas, "product": self.product}
+        return self.new_layer(kind, Parts(self.devices, self.attend, **experts), init)
 
     def _new_ends(self, init: Init) -> nnx.Module:
         return self.new_ends(EndParts(self._of_ends), init)

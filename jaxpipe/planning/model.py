@@ -3,6 +3,7 @@
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
+from jaxpipe.model.moe.products import Grouped
 from jaxpipe.parallel import (
     ExpertParallel,
     SequenceDataParallel,
@@ -13,7 +14,7 @@ from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 
 
-def model_of(config: Config) -> Model:
+def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B008
     """Devices along tp share its layers, those along pp too its ends, along ep its experts."""
     parallel = config.parallel
     devices = ONE_DEVICE
@@ -23,6 +24,8 @@ def model_of(config: Config) -> Model:
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+    if config.model.routed_experts:
+        more["product"] = grouped.product
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
+from jaxpipe.model.moe.products import Grouped, grouped_on
 from jaxpipe.parallel import (
     PP,
     REPLICAS,
@@ -121,7 +122,13 @@ class Trainer:
     @cached_property
     def model(self) -> Model:
         """The model's functions, as devices share them."""
-        return model_of(self.config)
+        return model_of(self.config, self.grouped)
+
+    @cached_property
+    def grouped(self) -> Grouped:
+        """How this kind of device multiplies groups of rows with their experts."""
+        dtype, tp = jnp.dtype(self.config.train.compute_dtype), self.config.parallel.tp
+        return grouped_on(self.mesh.devices.flat[0], self.config.model, dtype, tp)
 
     @cached_property
     def pipeline(self) -> Pipeline:

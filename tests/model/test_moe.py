@@ -1,9 +1,14 @@
 """The parts of a mixture of experts: settings, router, dispatch, losses, and how a layer is cut."""
 
+import sys
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from kernels import TOKAMAX
 from mixtures import MODELS, SIZES, problem
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
@@ -12,6 +17,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.dispatch import equal_places, from_slots, into_slots, sorted_places
+from jaxpipe.model.moe.products import by_kernel
 from jaxpipe.model.moe.router import Routes, choose
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
@@ -132,9 +138,10 @@ def primitives(function, *args):
     return names
 
 
-def split_of(model, remat):
+def split_of(model, remat, product=lax.ragged_dot):
     """A sparse layer's pieces, and what they are called with."""
     decoder, _, layers, _, variables = problem(model)
+    decoder = replace(decoder, product=product)
     kind, x = decoder.functions.by_name["sparse"], jnp.zeros((2, 8, 16))
     params, variables = jax.tree.map(jnp.float32, (layers[3], variables))
     context = Context({}, jnp.int32(3), None, variables)
@@ -142,10 +149,12 @@ def split_of(model, remat):
     return split, params, x, context
 
 
+@pytest.mark.parametrize("product", [lax.ragged_dot, by_kernel])
 @pytest.mark.parametrize("remat", POLICIES)
-def test_experts_are_chosen_once_and_cut_into_b_and_w(remat):
+def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatch):
     """W has one of three products of each matrix, B the other and, rematerialised, F's again."""
-    split, params, x, context = split_of("deepseek", remat)
+    monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
+    split, params, x, context = split_of("deepseek", remat, product)
     kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
     forward = primitives(split.forward, params, x, context)
     in_b = primitives(split.backward_input, params, context, kept, dy)
@@ -158,8 +167,8 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat):
     again = {"none": 0, "selective": 0, "full": 2}[remat]
     assert in_b.count("ragged_dot_general") == 3 + again
     together = primitives(split.backward, params, context, kept, dy)
-    for product in ("ragged_dot_general", "dot_general"):
-        assert together.count(product) == in_b.count(product) + in_w.count(product)
+    for name in ("ragged_dot_general", "dot_general"):
+        assert together.count(name) == in_b.count(name) + in_w.count(name)
 
 
 @pytest.mark.parametrize("remat", POLICIES)

@@ -22,7 +22,8 @@ class Mixture(nnx.Module):
         self.router, self.experts = Router(config, parts, init), Experts(config, init)
         if shared is not None:
             self.shared = shared
-        self.dispatch, self.parts = dispatch_of(config, parts.replicas), parts
+        self.dispatch = dispatch_of(config, parts.replicas, parts.product)
+        self.parts = parts
         self.balance = Balance(config, parts.devices, parts.attend.sequence)
 
     def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Side]:
