@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seed-checkpoint", action="store_true",
         help="save the initial state, made on one device, as checkpoint 0, and stop",
     )  # fmt: skip
+    parser.add_argument(
+        "--record-routes", type=Path, metavar="NPZ",
+        help="write the next step's batch with the experts that its tokens go to, and stop",
+    )  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
     try:
         overrides = arguments.overrides
@@ -48,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(configs.to_toml(config), end="")
             return 0
-        return train(config, only_seed=arguments.seed_checkpoint)
+        return train(
+            config, only_seed=arguments.seed_checkpoint, record_routes=arguments.record_routes
+        )
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -80,10 +86,11 @@ def _leave_others(error: Exception) -> NoReturn:
     os._exit(3)
 
 
-def train(config: Config, *, only_seed: bool = False) -> int:
+def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
     """Train as configured and return the exit code; `ConfigError` comes before anything is done.
 
-    `only_seed` saves the initial state, made on one device, and trains nothing.
+    `only_seed` saves the initial state, made on one device, and trains nothing; `record_routes`
+    writes the batch of the next step with its routes to that file, and trains nothing.
     """
     known = processes.started() * config.runtime.cpu_devices or None
     validate(filled(config, known or config.parallel.least_devices), devices=known)
@@ -97,6 +104,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
     from jaxpipe.runtime.compiler import check_version
+    from jaxpipe.training import routes
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -123,6 +131,8 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         if config.parallel.costs == "measure":
             said.append(measure(config, memory=memory))
         trainer = Trainer(config)
+    if record_routes:
+        routes.check_recording(trainer.config, processes.started())
     data = _data(config, directory)
     if config.train.eval_every:
         data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
@@ -151,6 +161,11 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         for part in (*said, summary(trainer)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
+        if record_routes:
+            with contextlib.closing(data.train.batches(seen.samples, **trainer.feed.sizes)) as read:
+                routes.write(record_routes, routes.recorded(trainer, state, next(read)))
+            progress.say(f"wrote the batch of step {int(state.step) + 1} to {record_routes}")
+            return 0
         log = None
         if processes.first():
             step = int(state.step)

@@ -41,7 +41,8 @@ class CausalDecoder:
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
     `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
-    `replicas` have these in parts, and `product` multiplies groups of rows with them.
+    `replicas` have these in parts, `product` multiplies groups of rows with them, and the choice
+    may be `recorded`: layers then give it back as `routes`, of the form in which it is replayed.
     """
 
     config: DecoderConfig
@@ -55,6 +56,7 @@ class CausalDecoder:
     documents: int = 0
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
+    recorded: bool = False
 
     @property
     def attend(self) -> Attend:
@@ -207,7 +209,8 @@ class CausalDecoder:
         return self.end_devices or self.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
-        experts = {"replicas": self.replicas, "product": self.product}
+        names = "replicas", "product", "recorded"
+        experts = {name: getattr(self, name) for name in names}
         return self.new_layer(kind, Parts(self.devices, self.attend, **experts), init)
 
     def _new_ends(self, init: Init) -> nnx.Module:

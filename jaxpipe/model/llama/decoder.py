@@ -13,10 +13,10 @@ from jaxpipe.model.attention import Attend
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
-from jaxpipe.model.moe.balance import Balance
+from jaxpipe.model.moe.balance import ROUTES, Balance
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.experts import in_rounds
-from jaxpipe.model.moe.layer import KEEP, ROUTES
+from jaxpipe.model.moe.layer import KEEP
 from jaxpipe.model.parts import EndParts, Init, Parts
 
 Tree = Any
