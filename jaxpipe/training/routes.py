@@ -1,5 +1,6 @@
 """Which experts tokens went to: a batch with its routes, in the form in which they are replayed."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,26 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import ConfigError
+from jaxpipe.data.sources import Split
 from jaxpipe.model.moe.balance import ROUTES
 from jaxpipe.training.trainer import State, Trainer
 
 
-def check_recording(config: Config, processes: int = 1) -> None:
-    """Raise `ConfigError` where a run of so many processes cannot record routes."""
-    parallel = config.parallel
-    if not config.model.routed_experts:
-        raise ConfigError("--record-routes: model.n_experts=0, no token is routed; leave it out.")
-    if processes > 1:
-        raise ConfigError(
-            f"--record-routes with {processes} processes: one writes the whole batch; use one."
-        )
-    if parallel.slices > 1 or parallel.sdp > 1:
-        raise ConfigError(
-            f"--record-routes with parallel.slices={parallel.slices} and parallel.sdp="
-            f"{parallel.sdp}: routes are recorded of whole sequences, and replayed on any mesh; "
-            f"set both to 1."
-        )
+def record(trainer: Trainer, data: Split, state: State, samples: int, path: Path) -> None:
+    """Write the batch that begins after so many samples, with its routes, and nothing else."""
+    with contextlib.closing(data.batches(samples, **trainer.feed.sizes)) as batches:
+        write(path, recorded(trainer, state, next(batches)))
 
 
 def recorded(trainer: Trainer, state: State, batch: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -111,7 +111,7 @@ EXPERTS = (*STEP, "model.n_experts=8", "model.experts_per_token=2", "model.d_exp
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
-    """And beside a shared expert in an F alone; without rounds XLA hides three in four of a pair's."""
+    """And beside a shared expert in an F alone; without rounds three in four of a pair's are."""
     found = report(
         *EXPERTS, "parallel.schedule=dualpipe", "model.capacity_factor=1.25",
         "model.shared_experts=1",

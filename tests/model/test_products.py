@@ -71,4 +71,3 @@ def test_who_has_the_kernel(device, model, dtype, found, note, monkeypatch):
         assert not got.note
     else:
         assert re.search(note, got.note)
-

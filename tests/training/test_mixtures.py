@@ -11,8 +11,8 @@ from routed import restored, run
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import validate
+from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.train import train
-from jaxpipe.training.routes import check_recording
 from jaxpipe.training.trainer import Trainer
 
 SIZES = [
