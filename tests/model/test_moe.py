@@ -24,6 +24,7 @@ from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.split import Cotangent, split_layer
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.trace import product_flops
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,8 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatc
     kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
     forward = primitives(split.forward, params, x, context)
     in_b = primitives(split.backward_input, params, context, kept, dy)
-    in_w = primitives(
-        split.backward_weight, params, context, kept.for_w, split.stash, jnp.float32(1)
-    )
+    of_w_given = params, context, kept.for_w, split.stash, jnp.float32(1)
+    in_w = primitives(split.backward_weight, *of_w_given)
     assert "top_k" in forward
     assert "top_k" not in in_b + in_w
     assert forward.count("ragged_dot_general") == in_w.count("ragged_dot_general") == 3
@@ -169,6 +169,11 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatc
     together = primitives(split.backward, params, context, kept, dy)
     for name in ("ragged_dot_general", "dot_general"):
         assert together.count(name) == in_b.count(name) + in_w.count(name)
+    if product is lax.ragged_dot:
+        flops = lambda f, *given: product_flops(jax.make_jaxpr(f)(*given).jaxpr)  # noqa: E731
+        of_b = flops(split.backward_input, params, context, kept, dy)
+        of_w = flops(split.backward_weight, *of_w_given)
+        assert flops(split.backward, params, context, kept, dy) == of_b + of_w
 
 
 @pytest.mark.parametrize("remat", POLICIES)
