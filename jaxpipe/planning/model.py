@@ -1,9 +1,12 @@
 """The model of a configuration, as its devices share it. Importing this imports jax."""
 
+import jax
+import jax.numpy as jnp
+
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
-from jaxpipe.model.moe.products import Grouped
+from jaxpipe.model.moe.products import Grouped, grouped_on
 from jaxpipe.parallel import (
     ExpertParallel,
     SequenceDataParallel,
@@ -37,3 +40,9 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
         z_loss=config.train.z_loss,
         **more,
     )
+
+
+def grouped_of(config: Config, device: jax.Device) -> Grouped:
+    """How devices of this kind multiply groups of rows with their experts."""
+    dtype = jnp.dtype(config.train.compute_dtype)
+    return grouped_on(device, config.model, dtype, config.parallel.tp)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
-from jaxpipe.model.moe.products import Grouped, grouped_on
+from jaxpipe.model.moe.products import Grouped
 from jaxpipe.parallel import (
     PP,
     REPLICAS,
@@ -29,7 +29,7 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import Choice, chosen, decided
-from jaxpipe.planning.model import model_of
+from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
@@ -110,6 +110,7 @@ class Trainer:
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
             lockstep=self.choice.lockstep,
             remat=train.remat,
@@ -117,6 +118,11 @@ class Trainer:
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
+            # A collective on CPU waits for its answer; the layers' sums are made in every tick with
+            # `reshards`; and a gradient outside a branch would copy all of what is on the host.
+            overlap_sums=not (
+                on_cpu or parallel.reshards or train.offload_layers or parallel.dp == 1
+            ),
         )
 
     @cached_property
@@ -127,8 +133,7 @@ class Trainer:
     @cached_property
     def grouped(self) -> Grouped:
         """How this kind of device multiplies groups of rows with their experts."""
-        dtype, tp = jnp.dtype(self.config.train.compute_dtype), self.config.parallel.tp
-        return grouped_on(self.mesh.devices.flat[0], self.config.model, dtype, tp)
+        return grouped_of(self.config, self.mesh.devices.flat[0])
 
     @cached_property
     def pipeline(self) -> Pipeline:
