@@ -1,6 +1,7 @@
 """Experts as Hugging Face names and describes them: those of Qwen3-MoE.
 
-What is read are fields of transformers' `Qwen3MoeConfig`. A field that is absent has its default.
+What is read are fields of transformers' `Qwen3MoeConfig`, as version 4 writes them (`num_experts`)
+and as version 5 does (`num_local_experts`). A field that is absent has its default.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,8 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"has mlp_only_layers={dense} but of this model's layers only the first ones can be "
             f"left without experts: take another checkpoint."
         )
-    ours = {own: theirs[name] for name, own in _CHOICES.items()}
+    number = theirs.get("num_local_experts", theirs["num_experts"])
+    ours = {own: theirs[name] for name, own in _CHOICES.items()} | {"n_experts": number}
     return ours | {"first_dense_layers": len(dense)} | _ONLY_OURS
 
 
