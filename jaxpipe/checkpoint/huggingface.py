@@ -6,7 +6,7 @@ there. A tied head is the embedding in both, but some checkpoints hold it twice.
 are tensors of their own there, and one leaf `[E, in, out]` here.
 
 Tensors are read, converted and written one by one, whichever way: of a model, memory has one leaf
-on the way in and one layer on the way out.
+on the way in, and on the way out one layer without its experts, or one leaf of these.
 """
 
 import json
@@ -272,7 +272,7 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None
 def _converted(
     checkpoint: StoredCheckpoint, wanted: list[Parameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor of all parameters: ends one by one, layers one at a time."""
+    """Name and tensor of all parameters, a layer or less at a time."""
     for _, group in groupby(wanted, key=_unit):
         together = list(group)
         arrays = dict(
@@ -301,7 +301,8 @@ def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
 
 
 def _unit(own: Parameter) -> tuple[str, ...]:
-    return own.path[:2] if own.path[0] == "layers" else own.path
+    """What is read together: a layer, but its experts, and the ends, leaf by leaf."""
+    return own.path[:2] if own.path[0] == "layers" and not own.stacked else own.path
 
 
 def _paths(tree: Tree) -> dict[tuple[str, ...], Shape]:
