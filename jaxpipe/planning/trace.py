@@ -96,7 +96,7 @@ def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
 
 def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None]) -> float:
     """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs."""
-    total = 0.0
+    total: float = 0
     for eqn in jaxpr.eqns:
         own = of_eqn(eqn)
         if own is None:
