@@ -102,7 +102,8 @@ def test_values_that_are_none(override):
 def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
     dense = configs.load(SMALL, [*MESHES["one"], "train.eval_every=0", "train.steps=1"])
     assert run(Trainer(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
-    with pytest.raises(ValueError, match="layers/1/"):
+    first = r"params/layers/1/mlp/w_down has shape \(64, 32\) there and none \(absent\) in this"
+    with pytest.raises(ConfigError, match=f"is of another model: {first}"):
         restored(trainer_of("one"), tmp_path)
 
 
