@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from jaxpipe.config import Config, ConfigError, load, to_toml
+from jaxpipe.config import Config, ConfigError, from_builtins, load, to_toml
 from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import compute_capability
@@ -45,6 +46,13 @@ def test_reads_overrides_and_names_the_run(path):
     assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
     assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
     validate(config, devices=4)
+
+
+def test_a_saved_configuration_may_have_older_names(path):
+    config = load(path, ["parallel.cp=2"])
+    saved = msgspec.to_builtins(config)
+    saved["parallel"]["sdp"] = saved["parallel"].pop("cp")
+    assert from_builtins(saved) == config
 
 
 def test_round_trip(path, tmp_path):
@@ -167,19 +175,20 @@ def test_load_rejects(path, overrides, message):
             ["model.max_seq_len=31"],
             "train.seq_len=32 exceeds model.max_seq_len=31, .* shorten it, or raise model.max_",
         ),
-        (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
+        (["parallel.cp=2"], "parallel.cp=2 must divide parallel.dp=1"),
+        (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
         (
             ["parallel.dp=-1"],
             "parallel.dp=-1: give at least 1; or -1 for all .* commands that know",
         ),
         (
-            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.seq_len=31"],
-            "train.seq_len=31 must be a multiple of parallel.sdp=2: it is cut into equal parts",
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.seq_len=31"],
+            "train.seq_len=31 must be a multiple of parallel.cp=2: it is cut into equal parts",
         ),
         (
-            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.loss_chunks=32"],
-            "train.seq_len=32 must be a multiple of parallel.sdp=2 x train.loss_chunks=32",
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.loss_chunks=32"],
+            "train.seq_len=32 must be a multiple of parallel.cp=2 x train.loss_chunks=32",
         ),
         (
             ["parallel.slices=3"],

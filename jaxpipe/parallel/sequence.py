@@ -12,7 +12,7 @@ from jaxpipe.partition.sequence import WholeSequence
 
 
 @dataclass(frozen=True)
-class SequenceDataParallel(WholeSequence):
+class ContextParallel(WholeSequence):
     """`size` neighbours along the mesh's dp axis share every sequence, in the order of its tokens.
 
     They are replicas like any others: parameters and gradients know of dp alone. The gradient of
@@ -33,7 +33,7 @@ class SequenceDataParallel(WholeSequence):
         """A batch's `[M, B, L, ...]` as `[M, B * size, L / size, ...]`, whose second axis dp cuts.
 
         >>> import numpy as np
-        >>> SequenceDataParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
+        >>> ContextParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
         [[[1, 2], [5, 6], [3, 4], [7, 8]]]
         """
         m, b, length, *rest = values.shape
@@ -42,7 +42,7 @@ class SequenceDataParallel(WholeSequence):
         return parts.swapaxes(2, 3).reshape(m, b * self.size, length // self.size, *rest)
 
 
-def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict[str, Any]:
+def deal_batch(batch: dict[str, Any], *, slices: int, cp: int, dp: int) -> dict[str, Any]:
     """A batch of leaves `[M, B, L, ...]` as the pipeline takes it.
 
     Sequences are cut into `slices` in time, each of which is a microbatch, and a leaf `slice` then
@@ -50,11 +50,11 @@ def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict
 
     >>> import numpy as np
     >>> tokens = np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]])
-    >>> dealt = deal_batch({"inputs": tokens}, slices=2, sdp=1, dp=1)
+    >>> dealt = deal_batch({"inputs": tokens}, slices=2, cp=1, dp=1)
     >>> dealt["inputs"].tolist(), dealt["slice"].tolist()
     ([[[1, 2], [5, 6]], [[3, 4], [7, 8]]], [[0, 0], [1, 1]])
     """
-    replicas = SequenceDataParallel(sdp)
+    replicas = ContextParallel(cp)
 
     def dealt(values: Any) -> Any:
         m, b, length, *rest = values.shape

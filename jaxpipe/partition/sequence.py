@@ -1,9 +1,9 @@
-"""Sequence-data parallelism as a model sees it: which tokens of a sequence a device has.
+"""Context parallelism as a model sees it: which tokens of a sequence a device has.
 
 Replicas along dp may share every sequence instead of having sequences of their own: each then has
 one stretch of its tokens, and attention alone looks beyond it (Fast-LLM's `sequence_data_parallel`;
 keys and values are gathered as in Grattafiori et al. 2024, section 3.3.2). This module has the case
-of whole sequences; `jaxpipe.parallel.SequenceDataParallel` is the other. A device that has whole
+of whole sequences; `jaxpipe.parallel.ContextParallel` is the other. A device that has whole
 sequences need not look at keys after its queries: `query_blocks`.
 """
 

@@ -100,7 +100,7 @@ def _with_microbatches(config: Config) -> Config:
         raise ConfigError(
             f"train.batch_tokens={train.batch_tokens} is no multiple of the {one.tokens_per_step} "
             f"tokens of a microbatch (train.microbatch_size={train.microbatch_size} x "
-            f"train.seq_len={train.seq_len} on each of {parallel.dp // parallel.sdp} replicas): "
+            f"train.seq_len={train.seq_len} on each of {parallel.dp // parallel.cp} replicas): "
             f"give {near}, or change one of them."
         )
     return replace(one, train=replace(one.train, grad_accum_steps=microbatches))
@@ -150,21 +150,21 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_sequences(config: Config) -> None:
-    """Sequences fit the model, and are cut into equal slices, these over sdp, then tp or chunks."""
+    """Sequences fit the model, and are cut into equal slices, these over cp, then tp or chunks."""
     parallel, train, longest = config.parallel, config.train, config.model.max_seq_len
     if longest and train.seq_len > longest:
         raise ConfigError(
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={longest}, the longest "
             f"sequence that the model is made for: shorten it, or raise model.max_seq_len."
         )
-    if parallel.dp % parallel.sdp:
+    if parallel.dp % parallel.cp:
         raise ConfigError(
-            f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
+            f"parallel.cp={parallel.cp} must divide parallel.dp={parallel.dp}: so many of the "
             f"replicas share every sequence; change one of them."
         )
-    if parallel.dp % (parallel.dp_replicate * parallel.sdp):
+    if parallel.dp % (parallel.dp_replicate * parallel.cp):
         raise ConfigError(
-            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.sdp={parallel.sdp} must "
+            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.cp={parallel.cp} must "
             f"divide parallel.dp={parallel.dp}: replicas form so many groups, and those of a group "
             f"share sequences; change one of them."
         )
@@ -173,7 +173,7 @@ def _check_sequences(config: Config) -> None:
             f"parallel.dp_replicate={parallel.dp_replicate} with parallel.zero_stage=0: groups "
             f"differ only where replicas hold parts; raise zero_stage, or leave dp_replicate out."
         )
-    stretches = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp}
+    stretches = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
     for more in (stretches | over_tp, stretches | {"train.loss_chunks": train.loss_chunks}):
         if train.seq_len % prod(more.values()):

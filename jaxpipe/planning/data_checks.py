@@ -51,9 +51,9 @@ def _check_lengths(config: Config) -> None:
     train, parallel = config.train, config.parallel
     if not train.variable_length:
         return
-    multiple, tp = train.pad_to_multiple_of, parallel.stretches // parallel.slices // parallel.sdp
+    multiple, tp = train.pad_to_multiple_of, parallel.stretches // parallel.slices // parallel.cp
     if train.length_bucket % (multiple * parallel.stretches):
-        cuts = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp, "parallel.tp": tp}
+        cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp, "parallel.tp": tp}
         product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
         raise ConfigError(
             f"train.length_bucket={train.length_bucket} must be a multiple of "

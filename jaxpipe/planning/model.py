@@ -4,8 +4,8 @@ from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
 from jaxpipe.parallel import (
+    ContextParallel,
     ExpertParallel,
-    SequenceDataParallel,
     TensorParallel,
     VocabularyParallel,
 )
@@ -27,7 +27,7 @@ def model_of(config: Config) -> Model:
         config.model,
         devices=devices,
         end_devices=ends,
-        sequence=SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE,
+        sequence=ContextParallel(parallel.cp) if parallel.cp > 1 else WHOLE_SEQUENCE,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,

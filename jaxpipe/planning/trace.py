@@ -29,7 +29,7 @@ def trace(config: Config) -> ModelCosts:
     """The costs of a configuration's model, for the fewest replicas that share something."""
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
-    sizes = {PP: parallel.pp, RP: 1, DP: parallel.sdp, EP: parallel.ep, TP: parallel.tp}
+    sizes = {PP: parallel.pp, RP: 1, DP: parallel.cp, EP: parallel.ep, TP: parallel.tp}
     order = functions.kinds_of(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
@@ -133,7 +133,7 @@ def _layer_costs(
 def rows_of(config: Config, functions: StageFunctions) -> Tree:
     """Shapes of the rows of one microbatch or slice that one device reads."""
     parallel, train = config.parallel, config.train
-    length = train.seq_len // (parallel.sdp * parallel.slices)
+    length = train.seq_len // (parallel.cp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
     reads = functions.reads or ()

@@ -130,7 +130,7 @@ def test_residuals_wait_in_the_hosts_memory():
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
     """XLA's limit of collectives in flight matters here, and not for small layers."""
-    found = report("parallel.sdp=2", config=LLAMA)
+    found = report("parallel.cp=2", config=LLAMA)
     permutes = found["permutes"]
     assert permutes["hides"] == [permutes["conditionals"]] * 2
     assert permutes["hidden"]

@@ -7,8 +7,8 @@ is for one microbatch on one device.
 
 Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, section 3); sequence
 parallelism splits the stream between them along the sequence, the matrices' inputs included, which
-are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Sequence-data
-parallelism gives each of `sdp` devices a stretch of every sequence; keys and values are stored
+are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Context
+parallelism gives each of `cp` devices a stretch of every sequence; keys and values are stored
 where they are made, and gathered again. Of sequences cut into `slices` in time, everything is for
 one slice, except that all keys and values are held once a sequence: `state_bytes`.
 
@@ -52,7 +52,7 @@ def layer_flops(
     seq_len: int,
     remat: str = "none",
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
     slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
@@ -60,16 +60,16 @@ def layer_flops(
 
     Attention counts the pairs that `xla` computes, the full square where a device has a part of a
     sequence, or of `cudnn`, whatever it skips; `causal` counts only those that the mask lets
-    through, on the average of `sdp` devices. `cudnn` computes the scores once more in B (Dao et al.
+    through, on the average of `cp` devices. `cudnn` computes the scores once more in B (Dao et al.
     2022, Algorithm 4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    an `sdp` x `slices` that does not divide `seq_len`.
+    a `cp` x `slices` that does not divide `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    tokens = batch * _stretch(seq_len, sdp, slices)
-    keys = _seen(model, seq_len) if causal else _keys(model, seq_len, sdp * slices)
+    tokens = batch * _stretch(seq_len, cp, slices)
+    keys = _seen(model, seq_len) if causal else _keys(model, seq_len, cp * slices)
     pairs = tokens * keys
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
@@ -87,14 +87,14 @@ def layer_flops(
 
 
 def head_flops(
-    model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1, slices: int = 1
+    model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, cp: int = 1, slices: int = 1
 ) -> OpFlops:
     """FLOPs of the product with the output head, on one device.
 
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or an `sdp` x `slices` that
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or a `cp` x `slices` that
     does not divide `seq_len`.
     """
-    tokens = batch * _stretch(seq_len, sdp, slices)
+    tokens = batch * _stretch(seq_len, cp, slices)
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
@@ -106,7 +106,7 @@ def layer_bytes(
     itemsize: int,
     remat: str = "none",
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
@@ -117,13 +117,13 @@ def layer_bytes(
     part of the stash where B computes it again.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    with sequence parallelism a device's tokens, or an `sdp` x `slices` that does not divide
+    with sequence parallelism a device's tokens, or a `cp` x `slices` that does not divide
     `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
     fused = model.attention == "cudnn"
-    own = _stretch(seq_len, sdp, slices)
+    own = _stretch(seq_len, cp, slices)
     tokens = batch * own
     rows = _stream_tokens(batch, own, tp, sequence_parallel)
     stream = rows * model.d_model * itemsize
@@ -145,7 +145,7 @@ def layer_bytes(
     wide = max(itemsize, 4)
     # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-    blocks, keys = _blocks(model, seq_len, sdp * slices), _keys(model, seq_len, sdp * slices)
+    blocks, keys = _blocks(model, seq_len, cp * slices), _keys(model, seq_len, cp * slices)
     if blocks[-1] != (0, seq_len):  # no block reads all keys: each stores its own
         made = int(made * keys * len(blocks) / seq_len)
     softmax = logsumexp or int(tokens * widths.heads * wide * (keys + 1))
@@ -165,13 +165,13 @@ def hidden_bytes(
     seq_len: int,
     itemsize: int,
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
     """Bytes of one activation, or of its gradient, as a device sends it to another stage.
 
-    Raises `ValueError` for an `sdp` x `slices` that does not divide `seq_len`, or a `tp` that does
+    Raises `ValueError` for a `cp` x `slices` that does not divide `seq_len`, or a `tp` that does
     not divide the rest with sequence parallelism.
 
     >>> model = LlamaConfig(
@@ -180,7 +180,7 @@ def hidden_bytes(
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
     64
     """
-    own = _stretch(seq_len, sdp, slices)
+    own = _stretch(seq_len, cp, slices)
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
@@ -230,10 +230,10 @@ class _Widths:
         self.hidden = model.d_ff // tp
 
 
-def _stretch(seq_len: int, sdp: int, slices: int) -> int:
+def _stretch(seq_len: int, cp: int, slices: int) -> int:
     """Tokens of a sequence's slice that one of the devices sharing it has."""
-    _check_divides(sdp * slices, "seq_len", seq_len, by="sdp x slices")
-    return seq_len // (sdp * slices)
+    _check_divides(cp * slices, "seq_len", seq_len, by="cp x slices")
+    return seq_len // (cp * slices)
 
 
 def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:

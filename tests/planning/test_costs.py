@@ -45,7 +45,7 @@ def traced(
         steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
         compute_dtype=dtype, remat=remat, loss_chunks=chunks,
     )  # fmt: skip
-    parallel, data = ParallelConfig(dp=how.get("sdp", 1), **how), DataConfig(packing=packing)
+    parallel, data = ParallelConfig(dp=how.get("cp", 1), **how), DataConfig(packing=packing)
     return costs_of(Config(model=model, parallel=parallel, train=train, data=data))
 
 
@@ -102,7 +102,7 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
     assert whole == traced(model_of(attention="cudnn"), length=256).kinds["layer"]
 
 
-@pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "sdp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "cp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_borders_of_documents_cost_nothing(attention, remat, how):
@@ -119,7 +119,7 @@ def test_borders_of_documents_cost_nothing(attention, remat, how):
     assert (whole.head, whole.message) == (packed.head, packed.message)
 
 
-@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"slices": 4}, {"cp": 2}], ids=str)
 def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
     check(model_of(sliding_window=3), "float32", "none", **how)
     assert traced(model_of(sliding_window=3), **how) == traced(model_of(), **how)
@@ -127,7 +127,7 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
-@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}, {"sdp": 2, "slices": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"slices": 4}, {"cp": 2}, {"cp": 2, "slices": 2}], ids=str)
 def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
     """Keys and values of slices are in the state, which B is given instead of residuals."""
     check(model_of(qk_norm=qk_norm), dtype, remat, **how)
