@@ -10,6 +10,7 @@ from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import compute_capability
 
+SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
 
@@ -177,6 +178,45 @@ def test_load_rejects(path, overrides, message):
         ),
         (["parallel.cp=2"], "parallel.cp=2 must divide parallel.dp=1"),
         (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
+        (
+            [*SHARED, "parallel.cp_method=ring", "train.seq_len=30"],
+            "train.seq_len=30 must be a multiple of parallel.cp=2 x the stretches of a device=2",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "parallel.slices=2"],
+            "parallel.cp_method='ring' with parallel.slices=2: .* parallel.cp_method=ulysses or ga",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
+            "'ring' with model.attention='cudnn': .* set model.attention=xla",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention_dropout=0.1"],
+            "model.attention_dropout=0.1 with parallel.cp_method='ring'",
+        ),
+        (
+            [
+                *SHARED,
+                "parallel.cp_method=ulysses",
+                "model.n_heads=3",
+                "model.n_kv_heads=1",
+                "model.head_dim=8",
+            ],
+            "parallel.cp=2 must divide the 3 heads of a device .* set parallel.cp_method=ring",
+        ),
+        (
+            [
+                "parallel.pp=1",
+                "parallel.dp=4",
+                "parallel.cp=4",
+                "parallel.cp_method=ulysses",
+                "model.n_heads=12",
+                "model.n_kv_heads=6",
+                "model.head_dim=8",
+            ],
+            "parallel.cp=4 and the 6 key/value heads of a device: one must be a multiple",
+        ),
+        (["parallel.cp_method=rings"], "unknown parallel.cp_method='rings': use one of 'gather'"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
         (
             ["parallel.dp=-1"],

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model import ModelConfig
-from jaxpipe.partition.sequence import padded_length
+from jaxpipe.partition.sequence import Method, padded_length
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -35,7 +35,9 @@ class ParallelConfig(_Section, kw_only=True):
     pp: Positive = 1  # pipeline ranks
     dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
     dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
-    cp: Positive = 1  # of these so many share every sequence, each with a stretch of it
+    cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
+    # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
+    cp_method: Method = "gather"
     ep: Positive = 1  # so many of them have parts of every layer's experts
     # rows that one can send to each of these, over the mean of what tokens choose; 0: all there are
     ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
@@ -72,15 +74,16 @@ class ParallelConfig(_Section, kw_only=True):
     @property
     def mesh(self) -> str:
         """The sizes of the mesh in words."""
-        shared = f" cp={self.cp}" if self.cp > 1 else ""
+        shared = f" cp={self.cp} ({self.cp_method})" if self.cp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
     def stretches(self) -> int:
-        """Equal parts that a sequence is cut into, in time and over devices."""
-        return self.slices * self.cp * (self.tp if self.sequence_parallel else 1)
+        """Equal parts that a sequence is cut into, in time and over devices, two each in a ring."""
+        halves = 2 if self.cp > 1 and self.cp_method == "ring" else 1
+        return self.slices * self.cp * halves * (self.tp if self.sequence_parallel else 1)
 
     @property
     def least_devices(self) -> int:

@@ -8,18 +8,30 @@ sequences need not look at keys after its queries: `query_blocks`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+
+Method = Literal["gather", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """A device that has all tokens of its sequences."""
+    """A device that has all tokens of its sequences.
+
+    `method` says how attention reaches the tokens of others, where there are any.
+    """
 
     size: int = 1
+    method: Method = "gather"
 
     def start(self, own: int) -> Any:
-        """Where in the sequence this device's stretch of `own` tokens begins."""
+        """Where in the sequence this device's first token stands, of `own`."""
         return 0
+
+    def places(self, own: int) -> Any:
+        """Where in the sequence this device's `own` tokens stand, `[own]`."""
+        return self.start(own) + np.arange(own)
 
     def gather(self, x: Any) -> Any:
         """The `[B, L, ...]` of all tokens, from those of this device's."""

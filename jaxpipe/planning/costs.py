@@ -100,6 +100,7 @@ def essentials(config: Config) -> Config:
             pp=parallel.ends_shared_by or 1,
             dp=parallel.cp * parallel.ep,
             cp=parallel.cp,
+            cp_method=parallel.cp_method,
             ep=parallel.ep,
             ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,

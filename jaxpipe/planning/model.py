@@ -20,6 +20,9 @@ def model_of(config: Config) -> Model:
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
+    sequence = WHOLE_SEQUENCE
+    if parallel.cp > 1:
+        sequence = ContextParallel(parallel.cp, parallel.cp_method)
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
@@ -27,7 +30,7 @@ def model_of(config: Config) -> Model:
         config.model,
         devices=devices,
         end_devices=ends,
-        sequence=ContextParallel(parallel.cp) if parallel.cp > 1 else WHOLE_SEQUENCE,
+        sequence=sequence,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,
