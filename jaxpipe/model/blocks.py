@@ -137,6 +137,14 @@ def of_seen(op: Op, queries: Queries, keys: Keys) -> Any:
     return lax.cond(sight.ends_before(place_BS), lambda: _nothing(like), made)
 
 
+def in_backward(kept: Any, dmixed_BLHK: jax.Array) -> Any:
+    """What F kept, as values that are there when the gradient is.
+
+    What B makes of them again would else need no gradient, and be made in F and stored.
+    """
+    return lax.optimization_barrier((kept, dmixed_BLHK))[0]
+
+
 def halvings(length: int) -> int:
     """How often causal attention is cut in two: each leaves half as much for nothing.
 

@@ -30,6 +30,7 @@ from jaxpipe.model.blocks import (
     causal,
     causal_gradients,
     gradients,
+    in_backward,
     of_seen,
 )
 from jaxpipe.partition.sequence import WholeSequence
@@ -70,7 +71,7 @@ def _forward(
 def _backward(
     sequence: WholeSequence, depth: int, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
-    q_BLHK, k_BLGK, v_BLGK, sight, made = kept
+    q_BLHK, k_BLGK, v_BLGK, sight, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
     at_keys = None  # gradients at the keys that are here, of the devices that they came by
     for turn, there in _turns(sequence, Keys(k_BLGK, v_BLGK, sight.own_BL)):

@@ -26,6 +26,7 @@ from jaxpipe.model.blocks import (
     causal,
     causal_gradients,
     gradients,
+    in_backward,
     of_seen,
 )
 
@@ -67,7 +68,7 @@ def _forward(
 def _backward(
     tokens: int, depth: int, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
-    q_BLHK, k_BSGK, v_BSGK, sight, begin, made = kept
+    q_BLHK, k_BSGK, v_BSGK, sight, begin, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
     slices = _Slices(tokens, k_BSGK, v_BSGK)
     own = slices.keys(begin)

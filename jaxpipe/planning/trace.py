@@ -55,7 +55,7 @@ def trace(config: Config) -> ModelCosts:
             kind = functions.by_name[name]
             run = RunKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
-            kinds[name] = _layer_costs(run, params, x, context, of_layers[name])
+            kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel.slices)
         total = lambda *given: functions.head(*given).sum()  # noqa: E731
         head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
@@ -74,16 +74,18 @@ def trace(config: Config) -> ModelCosts:
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr) -> float:
+def product_flops(jaxpr: Jaxpr, turns: float = 1) -> float:
     """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
+
+    Loops that end when they have seen enough take `turns`.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return sum(map(_flops_of, jaxpr.eqns))
+    return sum(_flops_of(eqn, turns) for eqn in jaxpr.eqns)
 
 
-def _flops_of(eqn: JaxprEqn) -> float:
+def _flops_of(eqn: JaxprEqn, turns: float) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -95,14 +97,14 @@ def _flops_of(eqn: JaxprEqn) -> float:
     if kernel is not None:
         return kernel
     bodies = [
-        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
+        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body, turns)
         for value in eqn.params.values()
         for body in (value if isinstance(value, tuple) else (value,))
         if isinstance(body, ClosedJaxpr | Jaxpr)
     ]
     if name == "cond":
         return max(bodies)
-    return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+    return sum(bodies) * {"scan": eqn.params.get("length"), "while": turns}.get(name, 1)
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:
@@ -115,14 +117,17 @@ def _ragged_flops(eqn: JaxprEqn) -> float:
 
 
 def _layer_costs(
-    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...]
-) -> LayerCosts:
+    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...],
+    slices: int,
+) -> LayerCosts:  # fmt: skip
+    """Of a slice on the average: before it are half of the others."""
     split: LayerSplit = run.split
     kept, dloss = split.residuals, run.output.side.loss
     dy = Cotangent(x, inexact(run.state), dloss)
+    before = (slices - 1) / 2
     return LayerCosts(
-        F=_flops(split.forward, params, x, context),
-        B=_flops(split.backward_input, params, context, kept, dy),
+        F=_flops(split.forward, params, x, context, turns=before),
+        B=_flops(split.backward_input, params, context, kept, dy, turns=before),
         W=_flops(split.backward_weight, params, context, kept.for_w, split.stash, dloss),
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
@@ -158,8 +163,8 @@ def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
     return jax.tree.map(part, tree, leaves)
 
 
-def _flops(function: Callable[..., Any], *args: Any) -> float:
-    return product_flops(jax.make_jaxpr(function)(*args).jaxpr)
+def _flops(function: Callable[..., Any], *args: Any, turns: float = 1) -> float:
+    return product_flops(jax.make_jaxpr(function)(*args).jaxpr, turns)
 
 
 def _bytes(tree: Tree) -> int:

@@ -18,6 +18,7 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
+from jaxpipe.model.blocks import halvings
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.leaf import TP, Leaf
 from jaxpipe.partition.sequence import query_blocks
@@ -53,6 +54,7 @@ def layer_flops(
     remat: str = "none",
     tp: int = 1,
     cp: int = 1,
+    method: str = "gather",
     slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
@@ -69,13 +71,18 @@ def layer_flops(
     widths = _Widths(model, tp)
     _check_remat(remat)
     tokens = batch * _stretch(seq_len, cp, slices)
-    keys = _seen(model, seq_len) if causal else _keys(model, seq_len, cp * slices)
+    blocks = _in_blocks(model, cp, method, slices)
+    keys = _keys(model, seq_len, cp * slices)
+    if causal:
+        keys = _seen(model, seq_len)
+    elif blocks:
+        keys = _keys_of_blocks(seq_len, cp, method, slices)
     pairs = tokens * keys
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
     product = 2.0 * pairs * widths.q  # scores, or scores @ v
     work = OpFlops.of_weight(weights) + OpFlops.of_values(2 * product)
-    fused = model.attention == "cudnn"
+    fused = model.attention == "cudnn" or blocks
     again = product if fused else 0.0
     if remat == "full":
         again += work.F - down
@@ -107,6 +114,7 @@ def layer_bytes(
     remat: str = "none",
     tp: int = 1,
     cp: int = 1,
+    method: str = "gather",
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
@@ -122,7 +130,8 @@ def layer_bytes(
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    fused = model.attention == "cudnn"
+    blocks = _in_blocks(model, cp, method, slices)
+    fused = model.attention == "cudnn" or blocks
     own = _stretch(seq_len, cp, slices)
     tokens = batch * own
     rows = _stream_tokens(batch, own, tp, sequence_parallel)
@@ -133,29 +142,43 @@ def layer_bytes(
     made = 2 * kv if slices == 1 else kv * model.qk_norm
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
     gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
-    # The fused attention's second output: a float32 logsumexp a query.
+    # The second output of attention that stores no scores: a wide logsumexp a query.
     logsumexp = 4 * tokens * widths.heads if fused else 0
+    # What attention gives by heads, beside the same by tokens, which W reads; keys of fewer heads
+    # than devices, of which each has one; queries and keys before their norms.
+    by_heads = cp > 1 and method == "ulysses"
+    exchanged = by_heads * q
+    copied = by_heads * (max(cp // widths.kv_heads, 1) - 1) * 2 * kv * (slices == 1)
+    copied += by_heads * model.qk_norm * (q + kv * (slices == 1) * max(cp // widths.kv_heads, 1))
     match remat:
         case "full":
             return LayerBytes(stream, 0, inputs + gradients)
         case "selective":
             products = q + made + stream + 2 * hidden
-            for_w = q if fused else 0  # the attention's output is stored only if it is fused
-            return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
+            # The attention's output is stored only if it is fused.
+            for_w = q if fused and not by_heads else 0
+            for_b = stream + products + logsumexp + exchanged
+            return LayerBytes(for_b, for_w, inputs - for_w + gradients)
     wide = max(itemsize, 4)
     # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-    blocks, keys = _blocks(model, seq_len, cp * slices), _keys(model, seq_len, cp * slices)
-    if blocks[-1] != (0, seq_len):  # no block reads all keys: each stores its own
-        made = int(made * keys * len(blocks) / seq_len)
+    parts, keys = _blocks(model, seq_len, cp * slices), _keys(model, seq_len, cp * slices)
+    if not fused and parts[-1] != (0, seq_len):  # no block reads all keys: each stores its own
+        made = int(made * keys * len(parts) / seq_len)
     softmax = logsumexp or int(tokens * widths.heads * wide * (keys + 1))
-    for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax
+    for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax + exchanged + copied
     return LayerBytes(for_b, q, inputs - q + gradients)
 
 
-def state_bytes(model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
+def state_bytes(
+    model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1, cp: int = 1,
+    method: str = "gather",
+) -> int:  # fmt: skip
     """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many."""
-    return 2 * batch * seq_len * _Widths(model, tp).kv * itemsize
+    heads = _Widths(model, tp).kv_heads
+    if method == "ulysses":
+        heads = max(heads // cp, 1)
+    return 2 * batch * seq_len * heads * model.head_size * itemsize
 
 
 def hidden_bytes(
@@ -240,6 +263,27 @@ def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
     """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
     blocks = _blocks(model, seq_len, parts)
     return sum(end - first for first, end in blocks) / len(blocks)
+
+
+def _in_blocks(model: LlamaConfig, cp: int, method: str, slices: int) -> bool:
+    """Whether attention is made block by block, of which nothing is stored."""
+    return model.attention == "xla" and (slices > 1 or (cp > 1 and method != "gather"))
+
+
+def _keys_of_blocks(seq_len: int, cp: int, method: str, slices: int) -> float:
+    """Keys whose scores a query has on average where later blocks are left out.
+
+    n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice; of half
+    of the other slices, or of the tokens of others in a ring, all or none. A gather has no halves.
+    """
+    own = seq_len // slices
+    others = (slices - 1) / 2 * own
+    if method == "ring":
+        own //= cp
+        others = (cp - 1) / 2 * own
+    elif method == "gather" and cp > 1:
+        return own + others
+    return own * (1 + 0.5 ** halvings(own)) / 2 + others
 
 
 def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int]]:
