@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from jaxpipe.config import Config, ConfigError, load, to_toml
+from jaxpipe.config import Config, ConfigError, from_builtins, load, to_toml
 from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import compute_capability
 
+SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
 
@@ -45,6 +47,13 @@ def test_reads_overrides_and_names_the_run(path):
     assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
     assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
     validate(config, devices=4)
+
+
+def test_a_saved_configuration_may_have_older_names(path):
+    config = load(path, ["parallel.cp=2"])
+    saved = msgspec.to_builtins(config)
+    saved["parallel"]["sdp"] = saved["parallel"].pop("cp")
+    assert from_builtins(saved) == config
 
 
 def test_round_trip(path, tmp_path):
@@ -170,19 +179,59 @@ def test_load_rejects(path, overrides, message):
             ["model.max_seq_len=31"],
             "train.seq_len=32 exceeds model.max_seq_len=31, .* shorten it, or raise model.max_",
         ),
-        (["parallel.sdp=2"], "parallel.sdp=2 must divide parallel.dp=1"),
+        (["parallel.cp=2"], "parallel.cp=2 must divide parallel.dp=1"),
+        (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
+        (
+            [*SHARED, "parallel.cp_method=ring", "train.seq_len=30"],
+            "train.seq_len=30 must be a multiple of parallel.cp=2 x the stretches of a device=2",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "parallel.slices=2"],
+            "parallel.cp_method='ring' with parallel.slices=2: .* parallel.cp_method=ulysses or ga",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
+            "'ring' with model.attention='cudnn': .* set model.attention=xla",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention_dropout=0.1"],
+            "model.attention_dropout=0.1 with parallel.cp_method='ring'",
+        ),
+        (
+            [
+                *SHARED,
+                "parallel.cp_method=ulysses",
+                "model.n_heads=3",
+                "model.n_kv_heads=1",
+                "model.head_dim=8",
+            ],
+            "parallel.cp=2 must divide the 3 heads of a device .* set parallel.cp_method=ring",
+        ),
+        (
+            [
+                "parallel.pp=1",
+                "parallel.dp=4",
+                "parallel.cp=4",
+                "parallel.cp_method=ulysses",
+                "model.n_heads=12",
+                "model.n_kv_heads=6",
+                "model.head_dim=8",
+            ],
+            "parallel.cp=4 and the 6 key/value heads of a device: one must be a multiple",
+        ),
+        (["parallel.cp_method=rings"], "unknown parallel.cp_method='rings': use one of 'gather'"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
         (
             ["parallel.dp=-1"],
             "parallel.dp=-1: give at least 1; or -1 for all .* commands that know",
         ),
         (
-            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.seq_len=31"],
-            "train.seq_len=31 must be a multiple of parallel.sdp=2: it is cut into equal parts",
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.seq_len=31"],
+            "train.seq_len=31 must be a multiple of parallel.cp=2: it is cut into equal parts",
         ),
         (
-            ["parallel.pp=1", "parallel.dp=2", "parallel.sdp=2", "train.loss_chunks=32"],
-            "train.seq_len=32 must be a multiple of parallel.sdp=2 x train.loss_chunks=32",
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.loss_chunks=32"],
+            "train.seq_len=32 must be a multiple of parallel.cp=2 x train.loss_chunks=32",
         ),
         (
             ["parallel.slices=3"],

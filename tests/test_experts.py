@@ -32,7 +32,7 @@ CASES = [
     ),
     ("deepseek", "1f1b", (2, 2, 1, 2), {"slices": 2, "routed": True}),
     # replicas that share sequences; all tokens to one expert; a choice from outside
-    ("qwen", "1f1b", (2, 2), {"sdp": 2, "remat": "full"}),
+    ("qwen", "1f1b", (2, 2), {"cp": 2, "remat": "full"}),
     ("one", "zb_h1", (2, 2, 1, 2), {"crowded": True}),
     ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
 ]

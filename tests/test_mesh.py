@@ -26,7 +26,7 @@ from recorded import recording
 
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (
-    SequenceDataParallel,
+    ContextParallel,
     Sharding,
     StageLayout,
     TensorParallel,
@@ -77,7 +77,7 @@ def test_schedules_on_meshes(schedule, mesh):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh", "sdp"),
+    ("schedule", "mesh", "cp"),
     [
         *((name, (2, 2, 2), 2) for name in ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")),
         ("interleaved_1f1b", (2, 4, 1), 2),
@@ -86,16 +86,16 @@ def test_schedules_on_meshes(schedule, mesh):
     ],
     ids=str,
 )
-def test_replicas_that_share_sequences(schedule, mesh, sdp):
-    how = {"sequence": mesh[2] > 1, "zero_stage": 2 + (sdp == 4), "reshard_after_forward": sdp == 4}
+def test_replicas_that_share_sequences(schedule, mesh, cp):
+    how = {"sequence": mesh[2] > 1, "zero_stage": 2 + (cp == 4), "reshard_after_forward": cp == 4}
     with jax.enable_x64(True):
-        assert_same(*run("one_kv", schedule, *mesh, sdp=sdp, dtype=jnp.float64, **how))
+        assert_same(*run("one_kv", schedule, *mesh, cp=cp, dtype=jnp.float64, **how))
 
 
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
-    assert_close(*run("normed", "zb_h1", 2, 2, 1, sdp=2, remat=remat))
-    assert_close(*run("normed", "1f1b", 2, 2, 2, sdp=2, remat=remat, lockstep=SHARED))
+    assert_close(*run("normed", "zb_h1", 2, 2, 1, cp=2, remat=remat))
+    assert_close(*run("normed", "1f1b", 2, 2, 2, cp=2, remat=remat, lockstep=SHARED))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes():
 
 SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what is given to others
     "tp": ((1, 1, 2), {"devices": TensorParallel(2, sequence=True)}),
-    "sdp": ((1, 2, 1), {"sequence": SequenceDataParallel(2)}),
+    "cp": ((1, 2, 1), {"sequence": ContextParallel(2)}),
 }
 
 
@@ -369,7 +369,7 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
             gathers = lambda made: sum(  # noqa: E731
                 eqn.primitive.name == "all_gather" for eqn in made.jaxpr.eqns
             )
-            # tp, B: dy of out and of down; W: these, and the inputs of the others. sdp, B: k and v.
+            # tp, B: dy of out and of down; W: these, and the inputs of the others. cp, B: k and v.
             wanted = (2, 4, 4) if shared == "tp" else (2, 0, 2)
             assert (gathers(of_b), gathers(of_w), gathers(of_both)) == wanted
         found.append((LayerBytes(size(kept.for_b), size(kept.for_w), size(split.stash)), size(x)))
@@ -382,7 +382,7 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
     run = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=None, check_vma=False)
     jax.eval_shape(run, ends, layer, {"inputs": ids, "targets": ids})
     sizes = {"batch": EXAMPLES, "seq_len": LENGTH, "itemsize": 4}
-    cut = {"tp": 2, "sequence_parallel": True} if shared == "tp" else {"sdp": 2}
+    cut = {"tp": 2, "sequence_parallel": True} if shared == "tp" else {"cp": 2}
     assert found[-1] == (
         layer_bytes(config, remat=remat, **sizes, **cut),
         hidden_bytes(config, **sizes, **cut),

@@ -27,18 +27,18 @@ def test_schedules_of_packed_rows(schedule, pp):
     if pp == 4:
         check(model, schedule, 4, 1, 1)
     else:
-        check(model, schedule, 2, 2, 2, sdp=2, slices=2 if slices else 1)
+        check(model, schedule, 2, 2, 2, cp=2, slices=2 if slices else 1)
 
 
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
         ("packed", "zb_h1", (2, 2, 2), {"sequence": True, "zero_stage": 2, "remat": "selective"}),
-        ("packed", "1f1b", (2, 2, 2), {"sdp": 2, "slices": 2, "remat": "full"}),
+        ("packed", "1f1b", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"}),
         ("packed_windowed", "zb_h1", (4, 1, 2), {"slices": 4, "zero_stage": 0}),
-        ("packed", "1f1b", (2, 4, 1), {"zero_stage": 3, "reshard_after_forward": True, "sdp": 4}),
+        ("packed", "1f1b", (2, 4, 1), {"zero_stage": 3, "reshard_after_forward": True, "cp": 4}),
         ("packed", "dualpipe", (2, 1, 2), {"lockstep": Lockstep(vocab_parallel=True)}),
-        ("packed_gpt2", "interleaved_1f1b", (2, 2, 2), {"sdp": 2, "loss_chunks": 2}),
+        ("packed_gpt2", "interleaved_1f1b", (2, 2, 2), {"cp": 2, "loss_chunks": 2}),
     ],
     ids=str,
 )
@@ -54,7 +54,7 @@ def test_packed_rows_on_meshes(model, schedule, mesh, how):
     ("schedule", "mesh", "how"),
     [
         ("dualpipe", (4, 1, 2), {"remat": "selective"}),
-        ("zb_h1", (2, 2, 2), {"sdp": 2, "slices": 2, "sequence": True, "remat": "full"}),
+        ("zb_h1", (2, 2, 2), {"cp": 2, "slices": 2, "sequence": True, "remat": "full"}),
     ],
     ids=str,
 )

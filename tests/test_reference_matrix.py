@@ -52,7 +52,7 @@ def split(m, **parallel):
 TIED = {"model.tie_embeddings": True}
 BFS = {"schedule": "bfs"}
 TP, STP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
-SDP = {"dp": 2, "sdp": 2}
+SDP = {"dp": 2, "cp": 2}
 S1, S2 = {"pp": 2, "virtual_stages": 2} | BFS, {"pp": 2} | BFS
 CHUNKS = {"train.loss_chunks": 4}
 MS4 = {"slices": 4}
@@ -103,7 +103,7 @@ def base(tmp_path_factory):
 def trainer_of(base, name):
     settings, _ = MATRIX[name]
     settings = dict(settings)
-    shared = settings.get("parallel.sdp", 1)
+    shared = settings.get("parallel.cp", 1)
     sequences = SEQUENCES // settings["train.grad_accum_steps"]
     settings["train.microbatch_size"] = sequences * shared // settings.get("parallel.dp", 1)
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731

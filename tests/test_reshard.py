@@ -19,7 +19,7 @@ BASE = ("model.n_layers=8", "train.seq_len=16", "train.grad_accum_steps=8",
 LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from both ends
     {"pp": 4, "dp": 2},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3, "reshard_after_forward": True},
-    {"pp": 1, "dp": 4, "sdp": 2, "zero_stage": 2},
+    {"pp": 1, "dp": 4, "cp": 2, "cp_method": "ring", "zero_stage": 2},
     {"pp": 3, "layer_split": [1, 4, 3]},
     {"pp": 8, "zero_stage": 0},
     {"pp": 2, "schedule": "interleaved_zb", "transfer_ticks": 2},
@@ -30,7 +30,7 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
     {"pp": 2, "dp": 2, "ep": 2, "tp": 2, "schedule": "dualpipev", "zero_stage": 3},
 ]
 PLAIN = {
-    "pp": 1, "dp": 1, "tp": 1, "sdp": 1, "schedule": "1f1b", "layer_split": "even",
+    "pp": 1, "dp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", "layer_split": "even",
     "zero_stage": 1, "sequence_parallel": False, "vocab_parallel_pp": False,
     "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1,
 }  # fmt: skip
@@ -46,7 +46,7 @@ MODELS = {  # what differs, and the layouts that it goes through
 def config_of(layout, model):
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     overrides = [f"parallel.{name}={as_toml(value)}" for name, value in layout.items()]
-    per_device = EXAMPLES * layout.get("sdp", 1) // layout.get("dp", 1)
+    per_device = EXAMPLES * layout.get("cp", 1) // layout.get("dp", 1)
     overrides += [f"train.microbatch_size={per_device}"]
     return configs.load(SMALL, [*BASE, *MODELS[model][0], *overrides])
 

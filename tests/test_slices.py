@@ -31,7 +31,7 @@ def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):
         _, shared, layers, batch = problem(model, jnp.float64)
         functions = Decoder(MODELS[model], slices=4).functions
-        batch = deal_batch(batch, slices=4, sdp=1, dp=1)
+        batch = deal_batch(batch, slices=4, cp=1, dp=1)
         losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
         want, want_gradients = wanted(model, jnp.float64)
         assert_same((losses.reshape(-1, 4).sum(1), gradients), (want, want_gradients))
@@ -48,12 +48,12 @@ def test_schedules_of_slices(schedule, pp):
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
 def test_slices_on_meshes(mesh):
-    sdp = {1: 1, 2: 2, 4: 2}[mesh[1]]
-    check("one_kv", "zb_h1", *mesh, sdp=sdp, slices=2, sequence=mesh[2] == 2, zero_stage=2)
+    cp = {1: 1, 2: 2, 4: 2}[mesh[1]]
+    check("one_kv", "zb_h1", *mesh, cp=cp, slices=2, sequence=mesh[2] == 2, zero_stage=2)
 
 
 @pytest.mark.parametrize(
-    "how", [{"sdp": 2}, {"slices": 4}, {"sdp": 2, "slices": 2, "remat": "full"}], ids=str
+    "how", [{"cp": 2}, {"slices": 4}, {"cp": 2, "slices": 2, "remat": "full"}], ids=str
 )
 def test_a_window_reaches_across_slices_and_stretches(how):
     """Of three tokens, which begins in the part before."""

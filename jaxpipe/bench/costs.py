@@ -2,7 +2,7 @@
 
 F, B, W and BW are of one layer and one microbatch or slice, in the compute dtype and with the remat
 of `[train]`; `head` is the loss with its gradients. They run on all devices that share a sequence
-(`parallel.tp` x `parallel.sdp`) at once, with their collectives; with fewer devices than tp on one,
+(`parallel.tp` x `parallel.cp`) at once, with their collectives; with fewer devices than tp on one,
 at the sizes of its part and without them. Beside each stand its matrix products' FLOPs by the
 planner's account, the rate they ran at, and that rate as a share of the device's peak. The file is
 what `plan --costs` and `parallel.costs` read.
@@ -95,18 +95,19 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
 def of_one_rank(config: Config, devices: int) -> Config:
     """The configuration on the devices that share a sequence; on one if there are too few for tp.
 
-    Raises `ConfigError` where there are too few for `parallel.sdp`.
+    Raises `ConfigError` where there are too few for `parallel.cp`.
     """
     given = config.parallel
-    if given.tp * given.sdp > devices:
-        if given.sdp > 1:
+    if given.tp * given.cp > devices:
+        if given.cp > 1:
             raise ConfigError(
-                f"parallel.tp={given.tp} x parallel.sdp={given.sdp} devices share a sequence, but "
-                f"there are {devices}: time ops on as many, or with parallel.sdp=1."
+                f"parallel.tp={given.tp} x parallel.cp={given.cp} devices share a sequence, but "
+                f"there are {devices}: time ops on as many, or with parallel.cp=1."
             )
         config = of_one_device(config)
     parallel = configs.ParallelConfig(
-        dp=given.sdp, sdp=given.sdp, tp=config.parallel.tp, slices=given.slices,
+        dp=given.cp, cp=given.cp, cp_method=given.cp_method, tp=config.parallel.tp,
+        slices=given.slices,
         sequence_parallel=given.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
     )  # fmt: skip
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)

@@ -10,7 +10,7 @@ from jaxpipe.config import Config
 from jaxpipe.planning import OpSeconds, configured, estimate
 
 PP = 2  # ranks of a pipeline
-_ALONE = {"dp": 1, "sdp": 1, "slices": 1, "tp": 1}  # nothing else divides the work
+_ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # nothing else divides the work
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
+_RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and what they are now
 _LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
 
 
@@ -55,8 +56,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def from_builtins(tree: Mapping[str, Any]) -> Config:
     """A configuration from `msgspec.to_builtins` of one, with names and types checked.
 
-    Raises `msgspec.ValidationError`.
+    One that was saved may have the names of its time. Raises `msgspec.ValidationError`.
     """
+    for name, renamed in _RENAMED.items():
+        section = {renamed.get(key, key): value for key, value in tree.get(name, {}).items()}
+        tree = {**tree, name: section}
     return msgspec.convert(tree, Config[_sections(tree)["model"]])  # type: ignore[misc]
 
 
@@ -132,6 +136,10 @@ def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
         fields = sections[name].__struct_fields__
         for key in section:
+            if now := _RENAMED.get(name, {}).get(key):
+                raise ConfigError(
+                    f"{name}.{key} is now {name}.{now}: give {name}.{now}={section[key]} instead."
+                )
             if key not in fields:
                 near = _nearest(key, fields, prefix=f"{name}.")
                 raise ConfigError(

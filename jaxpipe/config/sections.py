@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model import ModelConfig
-from jaxpipe.partition.sequence import padded_length
+from jaxpipe.partition.sequence import Method, padded_length
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -35,7 +35,9 @@ class ParallelConfig(_Section, kw_only=True):
     pp: Positive = 1  # pipeline ranks
     dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
     dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
-    sdp: Positive = 1  # of these so many share every sequence, each with a stretch of it
+    cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
+    # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
+    cp_method: Method = "gather"
     ep: Positive = 1  # so many of them have parts of every layer's experts
     # rows that one can send to each of these, over the mean of what tokens choose; 0: all there are
     ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
@@ -72,20 +74,21 @@ class ParallelConfig(_Section, kw_only=True):
     @property
     def mesh(self) -> str:
         """The sizes of the mesh in words."""
-        shared = f" sdp={self.sdp}" if self.sdp > 1 else ""
+        shared = f" cp={self.cp} ({self.cp_method})" if self.cp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
     def stretches(self) -> int:
-        """Equal parts that a sequence is cut into, in time and over devices."""
-        return self.slices * self.sdp * (self.tp if self.sequence_parallel else 1)
+        """Equal parts that a sequence is cut into, in time and over devices, two each in a ring."""
+        halves = 2 if self.cp > 1 and self.cp_method == "ring" else 1
+        return self.slices * self.cp * halves * (self.tp if self.sequence_parallel else 1)
 
     @property
     def least_devices(self) -> int:
         """Devices of the fewest replicas that there can be."""
-        return self.pp * self.tp * self.sdp * self.ep
+        return self.pp * self.tp * self.cp * self.ep
 
     @property
     def reshards(self) -> bool:
@@ -106,7 +109,7 @@ class TrainConfig(_Section, kw_only=True):
     steps: Positive  # updates in the whole run
     grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
     batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
-    microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with sdp, stretches
+    microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with cp, stretches
     seq_len: Annotated[int, Meta(ge=2)]  # tokens in a sequence
     # a step is as long as the longest of its rows, which hold whole documents of up to seq_len
     variable_length: bool = False
@@ -228,7 +231,7 @@ class Config(_Section, Generic[Model], kw_only=True):
     def batch_shape(self) -> dict[str, int]:
         """M and B of a step over all devices, as the data's readers take them."""
         parallel, train = self.parallel, self.train
-        sequences = train.microbatch_size * parallel.dp // parallel.sdp
+        sequences = train.microbatch_size * parallel.dp // parallel.cp
         return {"microbatches": train.grad_accum_steps, "batch_size": sequences}
 
     @property

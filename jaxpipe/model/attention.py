@@ -5,7 +5,7 @@ R * L rows, the queries of all heads that read the same keys.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import LayerOutput, Side
+from jaxpipe.model.blocks import Sight, halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
+from jaxpipe.model.ring import ring_attention
+from jaxpipe.model.sliced import sliced_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
 
@@ -40,16 +43,18 @@ class Attend:
     """Causal attention as a layer asks for it: which keys reach its queries, and by which kernel.
 
     Attributes:
-      sequence: what replicas that share a sequence have of it; they gather its keys and values.
+      sequence: what replicas that share a sequence have of it, and how they reach the rest.
       kernel: plain products of XLA, or the fused one of cuDNN.
       window: how many last tokens a query sees, its own included; 0: all.
       documents: how many a row may hold that do not see each other; 0: a row is one text.
+      in_blocks: whether plain products are made block by block, and none of them stored.
     """
 
     sequence: WholeSequence = WHOLE_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
     documents: int = 0
+    in_blocks: bool = False
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
@@ -61,8 +66,13 @@ class Attend:
         after those of the past. The plain kernel drops shares as the masks say. Of a packed row
         the queries mix values of their own document, of which `documents` tells.
         """
+        if self.sequence.method == "ring":
+            return self._around(q_BLHK, k_BLGK, v_BLGK, documents), None
+        if self.sequence.method == "ulysses":
+            return self._by_heads((q_BLHK, k_BLGK, v_BLGK), past, documents)
         length = q_BLHK.shape[1]
         k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
+        tokens = k_BSGK.shape[1]
         if past is not None:
             past = Past(
                 _write(past.keys_BSGK, k_BSGK, past.begin),
@@ -76,18 +86,50 @@ class Attend:
             begin = jnp.asarray(begin, jnp.int32)
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, begin, self.window), past
         position_BL = None if documents is None else documents.positions
+        place_L = begin + jnp.arange(length)
+        if self.kernel == "xla" and (past is not None or self.in_blocks) and not _drops(masks):
+            sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
+            slice_begin = jnp.asarray(0 if past is None else past.begin, jnp.int32)
+            return sliced_attention(
+                tokens, halvings(length), q_BLHK, k_BSGK, v_BSGK, sight, slice_begin
+            ), past
         mask_B1LS = None
         if self.sequence.size > 1 or past is not None:
-            query_L, token_S = begin + jnp.arange(length), jnp.arange(k_BSGK.shape[1])
-            mask_B1LS = _seen(query_L, token_S, self.window, position_BL)
+            mask_B1LS = _seen(place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL)
         if self.kernel == "cudnn":
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
         elif mask_B1LS is None:
             mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL)
         else:
-            kept = masks.shares if masks.dropout.shares else None
+            kept = masks.shares if _drops(masks) else None
             mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept)
         return mixed_BLHK, past
+
+    def _around(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, documents: Documents | None
+    ) -> jax.Array:
+        """With keys and values that go round the devices."""
+        batch, length = q_BLHK.shape[:2]
+        position_BL = None if documents is None else documents.positions
+        sight = Sight.of(self.sequence.places(length), batch, self.window, position_BL)
+        depth = halvings(length)
+        return ring_attention(self.sequence, depth, q_BLHK, k_BLGK, v_BLGK, sight)
+
+    def _by_heads(
+        self, own: tuple[jax.Array, ...], past: Past | None, documents: Documents | None
+    ) -> tuple[jax.Array, Past | None]:
+        """Of the whole sequence, or of a slice of it, with this device's share of the heads."""
+        sequence, whole = self.sequence, replace(self, sequence=WHOLE_SEQUENCE, in_blocks=True)
+        if documents is not None:
+            documents = jax.tree.map(sequence.gather, documents)
+        q_BSHK, k_BSGK, v_BSGK = map(sequence.to_heads, own)
+        mixed_BSHK, past = whole(q_BSHK, k_BSGK, v_BSGK, past, documents=documents)
+        return sequence.to_tokens(mixed_BSHK), past
+
+
+def _drops(masks: Masks) -> bool:
+    """Whether a query's shares are dropped, which blocks do not do."""
+    return bool(masks.dropout.shares)
 
 
 def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:

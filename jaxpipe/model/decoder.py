@@ -149,6 +149,8 @@ class CausalDecoder:
     def state(self, x: jax.Array, rows: Tree) -> Tree:
         """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
         heads = max(self.config.key_heads // self.devices.size, 1)
+        if self.sequence.method == "ulysses":
+            heads = max(heads // self.sequence.size, 1)
         tokens = self.slices * self._length(x) * self.sequence.size
         empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
         return empty, empty
@@ -173,15 +175,18 @@ class CausalDecoder:
         """Given, or counted along each example from where its slice begins: `[B, L]`."""
         if (positions := rows.get("positions")) is not None:
             return positions
-        own = self._begin(rows, length) + self.sequence.start(length) + jnp.arange(length)
-        return jnp.broadcast_to(own, (batch, length))
+        return jnp.broadcast_to(self._places(rows, length), (batch, length))
 
     def _masks(self, rows: Tree, layer: Any, length: int) -> Masks:
         """What is dropped in a layer, or with -1 in the embedding, of L tokens."""
         if not self.dropout or "samples" not in rows:
             return NO_MASKS
-        begin = self._begin(rows, length) + self.sequence.start(length)
-        return Masks.of(self.dropout, rows["samples"][:, 0], layer, begin, self.devices)
+        places = self._places(rows, length)
+        return Masks.of(self.dropout, rows["samples"][:, 0], layer, places, self.devices)
+
+    def _places(self, rows: Tree, length: int) -> jax.Array:
+        """Where in their sequences this device's tokens stand, `[L]`."""
+        return self._begin(rows, length) + jnp.asarray(self.sequence.places(length))
 
     def _documents(self, rows: Tree) -> Documents | None:
         """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""

@@ -63,6 +63,38 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             )
         yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
+    def unmet_by_context(self, method: str, cp: int, tp: int) -> Iterator[str]:
+        """A sentence for every reason why `cp` replicas cannot share sequences by this method."""
+        if method == "gather":
+            return
+        if self.attention_dropout:
+            yield (
+                f"model.attention_dropout={self.attention_dropout} with parallel.cp_method="
+                f"{method!r}: shares that may be dropped are not kept there; set "
+                f"parallel.cp_method=gather, or model.attention_dropout=0."
+            )
+        if method == "ring":
+            if self.attention == "cudnn":
+                yield (
+                    "parallel.cp_method='ring' with model.attention='cudnn': keys that go round "
+                    "are multiplied by plain products; set model.attention=xla, or "
+                    "parallel.cp_method=ulysses or gather."
+                )
+            return
+        heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
+        if heads % cp:
+            yield (
+                f"parallel.cp={cp} must divide the {heads} heads of a device (model.n_heads="
+                f"{self.n_heads}, parallel.tp={tp}) with parallel.cp_method='ulysses': each device "
+                f"then has some of them whole; set parallel.cp_method=ring, or another parallel.cp."
+            )
+        if keys % cp and cp % keys:
+            yield (
+                f"parallel.cp={cp} and the {keys} key/value heads of a device: one must be a "
+                f"multiple of the other with parallel.cp_method='ulysses'; set "
+                f"parallel.cp_method=ring, or another parallel.cp."
+            )
+
     def flops_of(self, matrices: int, keys: int) -> int:
         """FLOPs that training is said to take a token: 6 per matrix parameter, 12 L H K a key.
 

@@ -44,30 +44,32 @@ class Masks(NamedTuple):
     Attributes:
       dropout: how much is dropped.
       key_B2: a key for every example's layer; None if nothing is dropped.
-      begin: where in the whole sequence the first of this device's L tokens stands.
+      place_L: where in the whole sequence this device's L tokens stand.
       devices: those that share the layer.
     """
 
     dropout: Dropout
     key_B2: jax.Array | None
-    begin: jax.Array | int
+    place_L: jax.Array | None
     devices: OneDevice
 
     @classmethod
     def of(
-        cls, dropout: Dropout, samples_B: jax.Array, layer: Any, begin: Any, devices: OneDevice
+        cls, dropout: Dropout, samples_B: jax.Array, layer: Any, place_L: Any, devices: OneDevice
     ) -> "Masks":
         """Of a layer by its number in the whole model; the ends have -1."""
         key = jax.random.fold_in(jax.random.PRNGKey(dropout.seed), jnp.asarray(layer) + 1)
-        return cls(dropout, _fold(key, samples_B.astype(jnp.uint32)), begin, devices)
+        return cls(dropout, _fold(key, samples_B.astype(jnp.uint32)), place_L, devices)
 
     def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
         """The stream, or this device's tokens of it, without what is dropped."""
         if not self.dropout.rate:
             return x_BLD
         _, own, width = x_BLD.shape
-        first = self.begin + (self.devices.index() * own if self.devices.sequence else 0)
-        key_BL2 = _fold(self._at(site)[:, None], (first + jnp.arange(own))[None])
+        place_L = self.place_L
+        if self.devices.sequence:
+            place_L = jax.lax.dynamic_slice_in_dim(place_L, self.devices.index() * own, own)
+        key_BL2 = _fold(self._at(site)[:, None], place_L[None])
         return _dropped(x_BLD, key_BL2, width, self.dropout.rate)
 
     def shares(self, share_BHLS: jax.Array, query: int = 0, key: int = 0) -> jax.Array:
@@ -79,16 +81,15 @@ class Masks(NamedTuple):
         _, heads, queries, keys = share_BHLS.shape
         head_H = self.devices.index() * heads + jnp.arange(heads)
         key_BH2 = _fold(self._at("shares")[:, None], head_H[None])
-        key_BHL2 = _fold(
-            key_BH2[:, :, None], (self.begin + query + jnp.arange(queries))[None, None]
-        )
+        place_L = self.place_L[query : query + queries]
+        key_BHL2 = _fold(key_BH2[:, :, None], place_L[None, None])
         return _dropped(share_BHLS, key_BHL2, keys, self.dropout.shares, first=key)
 
     def _at(self, site: str) -> jax.Array:
         return _fold(self.key_B2, jnp.uint32(_SITES[site]))
 
 
-NO_MASKS = Masks(Dropout(), None, 0, OneDevice())
+NO_MASKS = Masks(Dropout(), None, None, OneDevice())
 
 
 def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:

@@ -74,6 +74,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         return iter(())
 
+    def unmet_by_context(self, method: str, cp: int, tp: int) -> Iterator[str]:
+        """A sentence for every reason why `cp` replicas cannot share sequences by this method.
+
+        That is `parallel.cp_method`; each is one of `tp` devices that share the layers.
+        """
+        if method != "gather":
+            yield (
+                f"parallel.cp_method={method!r} is not for models of the family {self.family!r}: "
+                f"set it to gather, or choose another model.family."
+            )
+
     def unmet_by_packing(
         self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
     ) -> Iterator[str]:

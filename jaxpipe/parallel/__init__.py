@@ -3,7 +3,7 @@
 from jaxpipe.parallel.experts import ExpertParallel
 from jaxpipe.parallel.layout import StageLayout, is_stage_form
 from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, RP, SHARDS, TP, Factors, make_mesh
-from jaxpipe.parallel.sequence import SequenceDataParallel, deal_batch
+from jaxpipe.parallel.sequence import ContextParallel, deal_batch
 from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
 from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
 
@@ -15,9 +15,9 @@ __all__ = [
     "RP",
     "SHARDS",
     "TP",
+    "ContextParallel",
     "ExpertParallel",
     "Factors",
-    "SequenceDataParallel",
     "Sharding",
     "StageLayout",
     "Stored",

@@ -4,45 +4,105 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe.parallel.mesh import DP
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import Method, WholeSequence
 
 
 @dataclass(frozen=True)
-class SequenceDataParallel(WholeSequence):
-    """`size` neighbours along the mesh's dp axis share every sequence, in the order of its tokens.
+class ContextParallel(WholeSequence):
+    """`size` neighbours along the mesh's dp axis share every sequence.
 
-    They are replicas like any others: parameters and gradients know of dp alone. The gradient of
-    what was gathered is summed and scattered, which is the transpose of the gather.
+    They are replicas like any others: parameters and gradients know of dp alone. Each has one
+    stretch of its tokens, in their order; with `ring` two of twice as many, the i-th from the
+    beginning and the i-th from the end, so that causal attention is as much work for all. The
+    gradient of what was gathered is summed and scattered, which is the transpose of the gather.
     """
 
+    def index(self) -> jax.Array:
+        """This device's place among those that share its sequences."""
+        return lax.axis_index(DP) % self.size
+
     def start(self, own: int) -> jax.Array:
-        """Where in the sequence this device's stretch of `own` tokens begins."""
-        return lax.axis_index(DP) % self.size * own
+        """Where in the sequence this device's first token stands, of `own`."""
+        return self.index() * (own // 2 if self.method == "ring" else own)
+
+    def places(self, own: int) -> jax.Array:
+        """Where in the sequence this device's `own` tokens stand, `[own]`."""
+        if self.method != "ring":
+            return self.start(own) + jnp.arange(own)
+        half_L, last = jnp.arange(own // 2), 2 * self.size - 1 - self.index()
+        return jnp.concatenate([self.start(own) + half_L, last * (own // 2) + half_L])
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The `[B, L, ...]` of all tokens, from `[B, L / size, ...]`."""
+        """The `[B, L, ...]` of all tokens, from `[B, L / size, ...]`, in the order of devices."""
+        return lax.all_gather(x, DP, axis=1, tiled=True, axis_index_groups=self._groups)
+
+    def turned(self, tree: Any) -> Any:
+        """What the device before this one has, in a ring of those that share a sequence.
+
+        A permute. Ranks of a pipeline are in different branches, where XLA's permutes on CPU, which
+        know no groups, would take values of others: there it is a gather, of which one is taken.
+        """
+        pairs = [(group[i - 1], group[i]) for group in self._groups for i in range(self.size)]
+
+        def gathered(x: jax.Array) -> jax.Array:
+            every = lax.all_gather(x, DP, axis_index_groups=self._groups)
+            return lax.dynamic_index_in_dim(every, (self.index() - 1) % self.size, keepdims=False)
+
+        def turned(x: jax.Array) -> jax.Array:
+            permuted = lambda x: lax.ppermute(x, DP, pairs)  # noqa: E731
+            return lax.platform_dependent(x, cpu=gathered, default=permuted)
+
+        return jax.tree.map(turned, tree)
+
+    def to_heads(self, x_BLHK: jax.Array) -> jax.Array:
+        """All tokens of this device's share of the heads, from its tokens of all `[B, L, H, K]`.
+
+        Where there are fewer heads than devices, neighbours have the same one.
+        """
+        if copies := self.size // x_BLHK.shape[2]:
+            x_BLHK = jnp.repeat(x_BLHK, copies, axis=2)
+        return self._exchanged(x_BLHK, apart=2, together=1)
+
+    def to_tokens(self, x_BSHK: jax.Array) -> jax.Array:
+        """All heads of this device's tokens, from its heads of all tokens."""
+        return self._exchanged(x_BSHK, apart=1, together=2)
+
+    def _exchanged(self, x: jax.Array, *, apart: int, together: int) -> jax.Array:
+        groups = self._groups
+        return lax.all_to_all(x, DP, apart, together, tiled=True, axis_index_groups=groups)
+
+    @property
+    def _groups(self) -> list[list[int]]:
         replicas = range(lax.axis_size(DP))
-        groups = [list(replicas[i : i + self.size]) for i in replicas[:: self.size]]
-        return lax.all_gather(x, DP, axis=1, tiled=True, axis_index_groups=groups)
+        return [list(replicas[i : i + self.size]) for i in replicas[:: self.size]]
 
     def deal(self, values: Any, dp: int) -> Any:
         """A batch's `[M, B, L, ...]` as `[M, B * size, L / size, ...]`, whose second axis dp cuts.
 
         >>> import numpy as np
-        >>> SequenceDataParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
+        >>> ContextParallel(2).deal(np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]]), dp=2).tolist()
         [[[1, 2], [5, 6], [3, 4], [7, 8]]]
+        >>> ContextParallel(2, "ring").deal(np.array([[[1, 2, 3, 4]]]), dp=2).tolist()
+        [[[1, 4], [2, 3]]]
         """
         m, b, length, *rest = values.shape
-        groups = dp // self.size
-        parts = values.reshape(m, groups, b // groups, self.size, length // self.size, *rest)
-        return parts.swapaxes(2, 3).reshape(m, b * self.size, length // self.size, *rest)
+        groups, own = dp // self.size, length // self.size
+        if self.method == "ring":
+            halves = values.reshape(m, b, 2 * self.size, own // 2, *rest)
+            order = [half for i in range(self.size) for half in (i, 2 * self.size - 1 - i)]
+            values = halves[:, :, np.array(order)]
+        parts = values.reshape(m, groups, b // groups, self.size, own, *rest)
+        return parts.swapaxes(2, 3).reshape(m, b * self.size, own, *rest)
 
 
-def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict[str, Any]:
+def deal_batch(
+    batch: dict[str, Any], *, slices: int, cp: int, dp: int, method: Method = "gather"
+) -> dict[str, Any]:
     """A batch of leaves `[M, B, L, ...]` as the pipeline takes it.
 
     Sequences are cut into `slices` in time, each of which is a microbatch, and a leaf `slice` then
@@ -50,11 +110,11 @@ def deal_batch(batch: dict[str, Any], *, slices: int, sdp: int, dp: int) -> dict
 
     >>> import numpy as np
     >>> tokens = np.array([[[1, 2, 3, 4], [5, 6, 7, 8]]])
-    >>> dealt = deal_batch({"inputs": tokens}, slices=2, sdp=1, dp=1)
+    >>> dealt = deal_batch({"inputs": tokens}, slices=2, cp=1, dp=1)
     >>> dealt["inputs"].tolist(), dealt["slice"].tolist()
     ([[[1, 2], [5, 6]], [[3, 4], [7, 8]]], [[0, 0], [1, 1]])
     """
-    replicas = SequenceDataParallel(sdp)
+    replicas = ContextParallel(cp, method)
 
     def dealt(values: Any) -> Any:
         m, b, length, *rest = values.shape

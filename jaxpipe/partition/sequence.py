@@ -1,25 +1,37 @@
-"""Sequence-data parallelism as a model sees it: which tokens of a sequence a device has.
+"""Context parallelism as a model sees it: which tokens of a sequence a device has.
 
 Replicas along dp may share every sequence instead of having sequences of their own: each then has
 one stretch of its tokens, and attention alone looks beyond it (Fast-LLM's `sequence_data_parallel`;
 keys and values are gathered as in Grattafiori et al. 2024, section 3.3.2). This module has the case
-of whole sequences; `jaxpipe.parallel.SequenceDataParallel` is the other. A device that has whole
+of whole sequences; `jaxpipe.parallel.ContextParallel` is the other. A device that has whole
 sequences need not look at keys after its queries: `query_blocks`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+
+Method = Literal["gather", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """A device that has all tokens of its sequences."""
+    """A device that has all tokens of its sequences.
+
+    `method` says how attention reaches the tokens of others, where there are any.
+    """
 
     size: int = 1
+    method: Method = "gather"
 
     def start(self, own: int) -> Any:
-        """Where in the sequence this device's stretch of `own` tokens begins."""
+        """Where in the sequence this device's first token stands, of `own`."""
         return 0
+
+    def places(self, own: int) -> Any:
+        """Where in the sequence this device's `own` tokens stand, `[own]`."""
+        return self.start(own) + np.arange(own)
 
     def gather(self, x: Any) -> Any:
         """The `[B, L, ...]` of all tokens, from those of this device's."""

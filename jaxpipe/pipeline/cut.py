@@ -31,7 +31,8 @@ _LAYOUT = {
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Store the outputs of weight matrices, summed over devices, and of fused attention."""
     stored = ("dot_product_attention", "psum", "ragged_dot", "reduce_scatter")
-    if primitive.name.startswith(stored) or params.get("name") == PRODUCT:
+    name = params["name"] if primitive.name == "name" else primitive.name
+    if name.startswith(stored) or name == PRODUCT:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 

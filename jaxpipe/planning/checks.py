@@ -1,7 +1,6 @@
 """What no single field of a configuration shows: the rules across fields."""
 
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -11,6 +10,7 @@ from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.planning.hardware import read_measured
+from jaxpipe.planning.sequence_checks import check_sequences
 from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
@@ -104,7 +104,7 @@ def _with_microbatches(config: Config) -> Config:
         raise ConfigError(
             f"train.batch_tokens={train.batch_tokens} is no multiple of the {one.tokens_per_step} "
             f"tokens of a microbatch (train.microbatch_size={train.microbatch_size} x "
-            f"train.seq_len={train.seq_len} on each of {parallel.dp // parallel.sdp} replicas): "
+            f"train.seq_len={train.seq_len} on each of {parallel.dp // parallel.cp} replicas): "
             f"give {near}, or change one of them."
         )
     return replace(one, train=replace(one.train, grad_accum_steps=microbatches))
@@ -124,7 +124,7 @@ def check_sizes(config: Config) -> None:
     parallel, tp = config.parallel, config.parallel.tp
     _check_replicas(config)
     _check_batch(config)
-    _check_sequences(config)
+    check_sequences(config)
     _check_weights(config)
     _check_limit(config)
     check_experts(config)
@@ -152,41 +152,6 @@ def _check_batch(config: Config) -> None:
             f"train.grad_accum_steps={train.grad_accum_steps} with train.batch_tokens="
             f"{train.batch_tokens}: give one of them, and leave the other out or 0."
         )
-
-
-def _check_sequences(config: Config) -> None:
-    """Sequences fit the model, and are cut into equal slices, these over sdp, then tp or chunks."""
-    parallel, train, longest = config.parallel, config.train, config.model.max_seq_len
-    if longest and train.seq_len > longest:
-        raise ConfigError(
-            f"train.seq_len={train.seq_len} exceeds model.max_seq_len={longest}, the longest "
-            f"sequence that the model is made for: shorten it, or raise model.max_seq_len."
-        )
-    if parallel.dp % parallel.sdp:
-        raise ConfigError(
-            f"parallel.sdp={parallel.sdp} must divide parallel.dp={parallel.dp}: so many of the "
-            f"replicas share every sequence; change one of them."
-        )
-    if parallel.dp % (parallel.dp_replicate * parallel.sdp):
-        raise ConfigError(
-            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.sdp={parallel.sdp} must "
-            f"divide parallel.dp={parallel.dp}: replicas form so many groups, and those of a group "
-            f"share sequences; change one of them."
-        )
-    if parallel.dp_replicate > 1 and not parallel.zero_stage:
-        raise ConfigError(
-            f"parallel.dp_replicate={parallel.dp_replicate} with parallel.zero_stage=0: groups "
-            f"differ only where replicas hold parts; raise zero_stage, or leave dp_replicate out."
-        )
-    stretches = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp}
-    over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
-    for more in (stretches | over_tp, stretches | {"train.loss_chunks": train.loss_chunks}):
-        if train.seq_len % prod(more.values()):
-            product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
-            raise ConfigError(
-                f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
-                f"equal parts; change one of them."
-            )
 
 
 def _check_weights(config: Config) -> None:

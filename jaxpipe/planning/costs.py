@@ -100,8 +100,9 @@ def essentials(config: Config) -> Config:
         data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.ends_shared_by or 1,
-            dp=parallel.sdp * parallel.ep,
-            sdp=parallel.sdp,
+            dp=parallel.cp * parallel.ep,
+            cp=parallel.cp,
+            cp_method=parallel.cp_method,
             ep=parallel.ep,
             ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,

@@ -1,6 +1,6 @@
 """The rules across fields of what a run reads, and of how long its rows are."""
 
-from math import inf
+from math import inf, prod
 
 from jaxpipe.config import Config, ConfigError
 
@@ -51,10 +51,11 @@ def _check_lengths(config: Config) -> None:
     train, parallel = config.train, config.parallel
     if not train.variable_length:
         return
-    multiple, tp = train.pad_to_multiple_of, parallel.stretches // parallel.slices // parallel.sdp
+    multiple, tp = train.pad_to_multiple_of, parallel.tp if parallel.sequence_parallel else 1
     if train.length_bucket % (multiple * parallel.stretches):
-        cuts = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp, "parallel.tp": tp}
+        cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp, "parallel.tp": tp}
         product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
+        product += " x 2 stretches" if parallel.stretches > prod(cuts.values()) else ""
         raise ConfigError(
             f"train.length_bucket={train.length_bucket} must be a multiple of "
             f"train.pad_to_multiple_of={multiple}{product}: every equal part of a sequence is a "

@@ -29,9 +29,9 @@ def check_experts(config: Config) -> None:
             f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="
             f"{parallel.dp}: replicas of a group have the experts in parts; change one of them."
         )
-    if parallel.sdp > 1:
+    if parallel.cp > 1:
         raise ConfigError(
-            f"parallel.ep={ep} with parallel.sdp={parallel.sdp}: neighbouring replicas have parts "
+            f"parallel.ep={ep} with parallel.cp={parallel.cp}: neighbouring replicas have parts "
             f"of the experts, or of a sequence; use one of them."
         )
     if experts // ep > COUNTED:
@@ -50,9 +50,9 @@ def check_recording(config: Config, processes: int = 1) -> None:
         raise ConfigError(
             f"--record-routes with {processes} processes: one writes the whole batch; use one."
         )
-    if parallel.slices > 1 or parallel.sdp > 1:
+    if parallel.slices > 1 or parallel.cp > 1:
         raise ConfigError(
-            f"--record-routes with parallel.slices={parallel.slices} and parallel.sdp="
-            f"{parallel.sdp}: routes are recorded of whole sequences, and replayed on any mesh; "
+            f"--record-routes with parallel.slices={parallel.slices} and parallel.cp="
+            f"{parallel.cp}: routes are recorded of whole sequences, and replayed on any mesh; "
             f"set both to 1."
         )

@@ -84,7 +84,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
 def logits_of(config: Config) -> int:
     """Logits that a device makes at once: of a microbatch or slice, or of a chunk of its loss."""
     parallel, train = config.parallel, config.train
-    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.sdp)
+    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.cp)
     return rows // train.loss_chunks * _vocabulary(config)
 
 

@@ -8,8 +8,8 @@ from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import Grouped, grouped_on
 from jaxpipe.parallel import (
+    ContextParallel,
     ExpertParallel,
-    SequenceDataParallel,
     TensorParallel,
     VocabularyParallel,
 )
@@ -24,6 +24,9 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
+    sequence = WHOLE_SEQUENCE
+    if parallel.cp > 1:
+        sequence = ContextParallel(parallel.cp, parallel.cp_method)
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
@@ -33,7 +36,7 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
         config.model,
         devices=devices,
         end_devices=ends,
-        sequence=SequenceDataParallel(parallel.sdp) if parallel.sdp > 1 else WHOLE_SEQUENCE,
+        sequence=sequence,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
         seed=config.train.seed,

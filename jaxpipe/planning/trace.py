@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model.fused import flops_of_kernel, stand_ins
 from jaxpipe.parallel import DP, EP, PP, RP, TP
@@ -29,7 +29,7 @@ def trace(config: Config) -> ModelCosts:
     """The costs of a configuration's model, for the fewest replicas that share something."""
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
-    sizes = {PP: parallel.pp, RP: 1, DP: parallel.sdp, EP: parallel.ep, TP: parallel.tp}
+    sizes = {PP: parallel.pp, RP: 1, DP: parallel.cp, EP: parallel.ep, TP: parallel.tp}
     order = functions.kinds_of(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
@@ -55,7 +55,7 @@ def trace(config: Config) -> ModelCosts:
             kind = functions.by_name[name]
             run = RunKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
-            kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel.ep)
+            kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel)
         total = lambda *given: functions.head(*given).sum()  # noqa: E731
         head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
@@ -74,13 +74,15 @@ def trace(config: Config) -> ModelCosts:
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr) -> float:
+def product_flops(jaxpr: Jaxpr, turns: float = 1) -> float:
     """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
+
+    Loops that end when they have seen enough take `turns`.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return _total(jaxpr, _flops_of)
+    return _total(jaxpr, _flops_of, turns)
 
 
 def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
@@ -91,24 +93,24 @@ def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
             return None
         return _bytes([var.aval for var in eqn.invars]) * (devices - 1) / devices
 
-    return _total(jaxpr, sent)
+    return _total(jaxpr, sent, 1)
 
 
-def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None]) -> float:
+def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: float) -> float:
     """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs."""
     total: float = 0
     for eqn in jaxpr.eqns:
         own = of_eqn(eqn)
         if own is None:
             bodies = [
-                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn)
+                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn, turns)
                 for value in eqn.params.values()
                 for body in (value if isinstance(value, tuple) else (value,))
                 if isinstance(body, ClosedJaxpr | Jaxpr)
             ]
-            branches = eqn.primitive.name == "cond"
-            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            own = max(bodies) if branches else sum(bodies) * turns
+            name = eqn.primitive.name
+            times = {"scan": eqn.params.get("length"), "while": turns}.get(name, 1)
+            own = max(bodies) if name == "cond" else sum(bodies) * times
         total += own
     return total
 
@@ -135,19 +137,22 @@ def _ragged_flops(eqn: JaxprEqn) -> float:
 
 
 def _layer_costs(
-    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...], ep: int
-) -> LayerCosts:
+    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...],
+    parallel: ParallelConfig,
+) -> LayerCosts:  # fmt: skip
+    """Of a slice on the average: before it are half of the others."""
     split: LayerSplit = run.split
     kept, dloss = split.residuals, run.output.side.loss
     dy = Cotangent(x, inexact(run.state), dloss)
+    before = (parallel.slices - 1) / 2
     ops = {
         "F": jax.make_jaxpr(split.forward)(params, x, context),
         "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
         "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
     }
     return LayerCosts(
-        **{op: product_flops(traced.jaxpr) for op, traced in ops.items()},
-        exchanged={op: exchanged_bytes(traced.jaxpr, ep) for op, traced in ops.items()},
+        **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
+        exchanged={op: exchanged_bytes(traced.jaxpr, parallel.ep) for op, traced in ops.items()},
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,
@@ -157,7 +162,7 @@ def _layer_costs(
 def rows_of(config: Config, functions: StageFunctions) -> Tree:
     """Shapes of the rows of one microbatch or slice that one device reads."""
     parallel, train = config.parallel, config.train
-    length = train.seq_len // (parallel.sdp * parallel.slices)
+    length = train.seq_len // (parallel.cp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
     reads = functions.reads or ()

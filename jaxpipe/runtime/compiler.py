@@ -46,7 +46,7 @@ GPU = (
         "Both permutes of a tick are in flight at once, and stay so behind conditionals that hold "
         "many collectives of their own. The default of 1 makes the second permute synchronous; 4 "
         "ends both behind two of four conditionals for the 70B with tp=4, and for the 8B with "
-        "sdp=2; 1000 behind all four.",
+        "cp=2; 1000 behind all four.",
     ),
     Option(
         "xla_gpu_enable_command_buffer",

@@ -64,7 +64,7 @@ class CompiledSteps:
             return getattr(self._trainer, name)
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
-        whole = length * parallel.slices * parallel.sdp
+        whole = length * parallel.slices * parallel.cp
         return self._ask(name, rows // parallel.slices, whole).result()
 
     def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:

@@ -44,7 +44,7 @@ class Feed:
         of_process = np.vectorize(lambda device: device.process_index == process)
         pp, *replicas, tp = self.mesh.devices.shape
         here = of_process(self.mesh.devices).reshape(pp, math.prod(replicas), tp).any(axis=(0, 2))
-        groups = np.flatnonzero(here) // self.config.parallel.sdp
+        groups = np.flatnonzero(here) // self.config.parallel.cp
         each = self.config.train.microbatch_size
         return slice(int(groups.min()) * each, (int(groups.max()) + 1) * each)
 
@@ -85,7 +85,9 @@ class Feed:
         parallel = self.config.parallel
         own = next(iter(batch.values())).shape[1]
         dp = parallel.dp * own // self.config.batch_shape["batch_size"]
-        return deal_batch(batch, slices=parallel.slices, sdp=parallel.sdp, dp=dp)
+        return deal_batch(
+            batch, slices=parallel.slices, cp=parallel.cp, dp=dp, method=parallel.cp_method
+        )
 
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
         """The global array of which this process has the rows of `own` examples from `first` on."""

@@ -35,7 +35,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
     parallel, train, model = config.parallel, config.train, config.model
     device = trainer.mesh.devices.flat[0]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    shared = f" / sdp={parallel.sdp}" if parallel.sdp > 1 else ""
+    shared = f" / cp={parallel.cp}" if parallel.cp > 1 else ""
     cut = f", in {parallel.slices} slices" if parallel.slices > 1 else ""
     for name, value in {
         "model": f"{model.parameter_count():,} parameters, {model.n_layers} layers",

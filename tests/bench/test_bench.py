@@ -152,7 +152,7 @@ def test_ops_write_what_plans_and_the_readme_read(tmp_path, monkeypatch, capsys)
 
 def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
     """On four devices at once, with a message to four others."""
-    how = ("parallel.dp=2", "parallel.sdp=2", "parallel.tp=2", "parallel.slices=2")
+    how = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.slices=2")
     config = small(*how, "parallel.sequence_parallel=true", "data.packing=best_fit")
     found = costs.measure(config, 1, 1, 1.0)
     complete = msgspec.convert(found["seconds"], OpSeconds)
@@ -166,7 +166,7 @@ def test_ops_without_the_devices_that_they_need():
     part = costs.of_one_rank(small("parallel.tp=2"), 1)
     assert (part.parallel.tp, part.model.n_heads) == (1, 2)
     with pytest.raises(configs.ConfigError, match="there are 2: time ops on as many, or with"):
-        costs.of_one_rank(small("parallel.dp=2", "parallel.sdp=2", "parallel.tp=2"), 2)
+        costs.of_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
 def test_steps_on_the_present_devices(tmp_path, capsys):

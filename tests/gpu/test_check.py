@@ -166,7 +166,7 @@ def test_real_sizes_with_collectives_in_every_branch():
     Nor would it leave sums over replicas of small layers apart. Here most of them have compute to
     hide behind: that of the last tick with a gradient.
     """
-    found = report("parallel.sdp=2", config=LLAMA)
+    found = report("parallel.cp=2", config=LLAMA)
     shares = {(one["kind"], *one["axes"], one["looped"]): one for one in found["collectives"]}
     sums = shares["all-reduce", "dp", False]
     assert sums["hidden"] > 0.4 * sums["size"]

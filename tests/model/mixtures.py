@@ -13,9 +13,9 @@ from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
+    ContextParallel,
     ExpertParallel,
     Factors,
-    SequenceDataParallel,
     StageLayout,
     TensorParallel,
     deal_batch,
@@ -96,8 +96,8 @@ def problem(model, crowded=False, routed=False):
 def wanted(model, crowded=False, routed=False, slices=1):
     """What one device makes of it by the twin."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
-    batch = deal_batch(batch, slices=slices, sdp=1, dp=1)
-    one_hot = lambda config, replicas, product: OneHot(config)  # noqa: E731
+    batch = deal_batch(batch, slices=slices, cp=1, dp=1)
+    one_hot = lambda config, replicas: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,
@@ -111,7 +111,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
 
 @jax.enable_x64(True)
 def run(
-    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, room=0.0, crowded=False,
+    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, cp=1, room=0.0, crowded=False,
     routed=False, slices=1, product=lax.ragged_dot, **execution,
 ):  # fmt: skip
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
@@ -124,14 +124,14 @@ def run(
     decoder = Decoder(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
-        sequence=SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE,
+        sequence=ContextParallel(cp) if cp > 1 else WHOLE_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
     )
     pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
-    batch = deal_batch(batch, slices=slices, sdp=sdp, dp=dp)
+    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp)
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = wanted(model, crowded, routed, slices)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}

@@ -25,7 +25,7 @@ from jaxpipe.training.trainer import Trainer
         ("dropping", "zb_h1", (4, 1, 2), {"remat": "full"}),
         ("dropping", "dualpipe", (2, 4, 1), {"remat": "selective"}),
         ("dropping", "1f1b", (2, 2, 1), {"slices": 4}),
-        ("dropping", "1f1b", (2, 4, 1), {"sdp": 2}),
+        ("dropping", "1f1b", (2, 4, 1), {"cp": 2}),
         ("gpt2_dropping", "interleaved_1f1b", (2, 1, 2), {}),
     ],
 )

@@ -70,9 +70,9 @@ def test_the_loss_is_that_of_a_plain_twin():
     [
         ("1f1b", (2, 2, 2), {"sequence": True, "zero_stage": 3}),
         ("zb_h1", (2, 1, 4), {"lockstep": SHARED, "sequence": True, "loss_chunks": 2}),
-        ("interleaved_1f1b", (2, 4, 1), {"sdp": 2, "zero_stage": 2}),
+        ("interleaved_1f1b", (2, 4, 1), {"cp": 2, "zero_stage": 2}),
         ("dualpipe", (2, 2, 2), {"lockstep": SHARED, "zero_stage": 2, "remat": "full"}),
-        ("zb_h1", (2, 2, 2), {"slices": 2, "sdp": 2, "sequence": True, "remat": "selective"}),
+        ("zb_h1", (2, 2, 2), {"slices": 2, "cp": 2, "sequence": True, "remat": "selective"}),
     ],
     ids=str,
 )
@@ -116,7 +116,7 @@ def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
 
     one = ["parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.vocab_parallel_pp=true"]
     one += ["train.microbatch_size=2"]
-    other = ["parallel.dp=8", "parallel.sdp=2", "parallel.zero_stage=3", "train.microbatch_size=1"]
+    other = ["parallel.dp=8", "parallel.cp=2", "parallel.zero_stage=3", "train.microbatch_size=1"]
     whole = losses(tmp_path / "whole", "train.steps=3", *one)
     losses(tmp_path / "parts", "train.steps=2", *one)
     parts = losses(tmp_path / "parts", "train.steps=3", *other)

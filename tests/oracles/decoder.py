@@ -7,8 +7,8 @@ is for one microbatch on one device.
 
 Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, section 3); sequence
 parallelism splits the stream between them along the sequence, the matrices' inputs included, which
-are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Sequence-data
-parallelism gives each of `sdp` devices a stretch of every sequence; keys and values are stored
+are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Context
+parallelism gives each of `cp` devices a stretch of every sequence; keys and values are stored
 where they are made, and gathered again. Of sequences cut into `slices` in time, everything is for
 one slice, except that all keys and values are held once a sequence: `state_bytes`.
 
@@ -18,6 +18,7 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
+from jaxpipe.model.blocks import halvings
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.leaf import TP, Leaf
 from jaxpipe.partition.sequence import query_blocks
@@ -52,7 +53,8 @@ def layer_flops(
     seq_len: int,
     remat: str = "none",
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
+    method: str = "gather",
     slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
@@ -60,22 +62,27 @@ def layer_flops(
 
     Attention counts the pairs that `xla` computes, the full square where a device has a part of a
     sequence, or of `cudnn`, whatever it skips; `causal` counts only those that the mask lets
-    through, on the average of `sdp` devices. `cudnn` computes the scores once more in B (Dao et al.
+    through, on the average of `cp` devices. `cudnn` computes the scores once more in B (Dao et al.
     2022, Algorithm 4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    an `sdp` x `slices` that does not divide `seq_len`.
+    a `cp` x `slices` that does not divide `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    tokens = batch * _stretch(seq_len, sdp, slices)
-    keys = _seen(model, seq_len) if causal else _keys(model, seq_len, sdp * slices)
+    tokens = batch * _stretch(seq_len, cp, slices)
+    blocks = _in_blocks(model, cp, method, slices)
+    keys = _keys(model, seq_len, cp * slices)
+    if causal:
+        keys = _seen(model, seq_len)
+    elif blocks:
+        keys = _keys_of_blocks(seq_len, cp, method, slices)
     pairs = tokens * keys
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
     product = 2.0 * pairs * widths.q  # scores, or scores @ v
     work = OpFlops.of_weight(weights) + OpFlops.of_values(2 * product)
-    fused = model.attention == "cudnn"
+    fused = model.attention == "cudnn" or blocks
     again = product if fused else 0.0
     if remat == "full":
         again += work.F - down
@@ -87,14 +94,14 @@ def layer_flops(
 
 
 def head_flops(
-    model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, sdp: int = 1, slices: int = 1
+    model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, cp: int = 1, slices: int = 1
 ) -> OpFlops:
     """FLOPs of the product with the output head, on one device.
 
-    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or an `sdp` x `slices` that
+    Raises `ValueError` for a `tp` that does not divide `vocab_size`, or a `cp` x `slices` that
     does not divide `seq_len`.
     """
-    tokens = batch * _stretch(seq_len, sdp, slices)
+    tokens = batch * _stretch(seq_len, cp, slices)
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
@@ -106,7 +113,8 @@ def layer_bytes(
     itemsize: int,
     remat: str = "none",
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
+    method: str = "gather",
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
@@ -117,13 +125,14 @@ def layer_bytes(
     part of the stash where B computes it again.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
-    with sequence parallelism a device's tokens, or an `sdp` x `slices` that does not divide
+    with sequence parallelism a device's tokens, or a `cp` x `slices` that does not divide
     `seq_len`.
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    fused = model.attention == "cudnn"
-    own = _stretch(seq_len, sdp, slices)
+    blocks = _in_blocks(model, cp, method, slices)
+    fused = model.attention == "cudnn" or blocks
+    own = _stretch(seq_len, cp, slices)
     tokens = batch * own
     rows = _stream_tokens(batch, own, tp, sequence_parallel)
     stream = rows * model.d_model * itemsize
@@ -133,29 +142,43 @@ def layer_bytes(
     made = 2 * kv if slices == 1 else kv * model.qk_norm
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
     gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
-    # The fused attention's second output: a float32 logsumexp a query.
+    # The second output of attention that stores no scores: a wide logsumexp a query.
     logsumexp = 4 * tokens * widths.heads if fused else 0
+    # What attention gives by heads, beside the same by tokens, which W reads; keys of fewer heads
+    # than devices, of which each has one; queries and keys before their norms.
+    by_heads = cp > 1 and method == "ulysses"
+    exchanged = by_heads * q
+    copied = by_heads * (max(cp // widths.kv_heads, 1) - 1) * 2 * kv * (slices == 1)
+    copied += by_heads * model.qk_norm * (q + kv * (slices == 1) * max(cp // widths.kv_heads, 1))
     match remat:
         case "full":
             return LayerBytes(stream, 0, inputs + gradients)
         case "selective":
             products = q + made + stream + 2 * hidden
-            for_w = q if fused else 0  # the attention's output is stored only if it is fused
-            return LayerBytes(stream + products + logsumexp, for_w, inputs - for_w + gradients)
+            # The attention's output is stored only if it is fused.
+            for_w = q if fused and not by_heads else 0
+            for_b = stream + products + logsumexp + exchanged
+            return LayerBytes(for_b, for_w, inputs - for_w + gradients)
     wide = max(itemsize, 4)
     # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
-    blocks, keys = _blocks(model, seq_len, sdp * slices), _keys(model, seq_len, sdp * slices)
-    if blocks[-1] != (0, seq_len):  # no block reads all keys: each stores its own
-        made = int(made * keys * len(blocks) / seq_len)
+    parts, keys = _blocks(model, seq_len, cp * slices), _keys(model, seq_len, cp * slices)
+    if not fused and parts[-1] != (0, seq_len):  # no block reads all keys: each stores its own
+        made = int(made * keys * len(parts) / seq_len)
     softmax = logsumexp or int(tokens * widths.heads * wide * (keys + 1))
-    for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax
+    for_b = 2 * stream + q + made + 2 * hidden + 2 * norms * wide + softmax + exchanged + copied
     return LayerBytes(for_b, q, inputs - q + gradients)
 
 
-def state_bytes(model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1) -> int:
+def state_bytes(
+    model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1, cp: int = 1,
+    method: str = "gather",
+) -> int:  # fmt: skip
     """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many."""
-    return 2 * batch * seq_len * _Widths(model, tp).kv * itemsize
+    heads = _Widths(model, tp).kv_heads
+    if method == "ulysses":
+        heads = max(heads // cp, 1)
+    return 2 * batch * seq_len * heads * model.head_size * itemsize
 
 
 def hidden_bytes(
@@ -165,13 +188,13 @@ def hidden_bytes(
     seq_len: int,
     itemsize: int,
     tp: int = 1,
-    sdp: int = 1,
+    cp: int = 1,
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
     """Bytes of one activation, or of its gradient, as a device sends it to another stage.
 
-    Raises `ValueError` for an `sdp` x `slices` that does not divide `seq_len`, or a `tp` that does
+    Raises `ValueError` for a `cp` x `slices` that does not divide `seq_len`, or a `tp` that does
     not divide the rest with sequence parallelism.
 
     >>> model = LlamaConfig(
@@ -180,7 +203,7 @@ def hidden_bytes(
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
     64
     """
-    own = _stretch(seq_len, sdp, slices)
+    own = _stretch(seq_len, cp, slices)
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
@@ -230,16 +253,37 @@ class _Widths:
         self.hidden = model.d_ff // tp
 
 
-def _stretch(seq_len: int, sdp: int, slices: int) -> int:
+def _stretch(seq_len: int, cp: int, slices: int) -> int:
     """Tokens of a sequence's slice that one of the devices sharing it has."""
-    _check_divides(sdp * slices, "seq_len", seq_len, by="sdp x slices")
-    return seq_len // (sdp * slices)
+    _check_divides(cp * slices, "seq_len", seq_len, by="cp x slices")
+    return seq_len // (cp * slices)
 
 
 def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
     """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
     blocks = _blocks(model, seq_len, parts)
     return sum(end - first for first, end in blocks) / len(blocks)
+
+
+def _in_blocks(model: LlamaConfig, cp: int, method: str, slices: int) -> bool:
+    """Whether attention is made block by block, of which nothing is stored."""
+    return model.attention == "xla" and (slices > 1 or (cp > 1 and method != "gather"))
+
+
+def _keys_of_blocks(seq_len: int, cp: int, method: str, slices: int) -> float:
+    """Keys whose scores a query has on average where later blocks are left out.
+
+    n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice; of half
+    of the other slices, or of the tokens of others in a ring, all or none. A gather has no halves.
+    """
+    own = seq_len // slices
+    others = (slices - 1) / 2 * own
+    if method == "ring":
+        own //= cp
+        others = (cp - 1) / 2 * own
+    elif method == "gather" and cp > 1:
+        return own + others
+    return own * (1 + 0.5 ** halvings(own)) / 2 + others
 
 
 def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ GROUPS = ["parallel.pp=2", "parallel.dp=4", "parallel.dp_replicate=2"]
         ("1f1b", (2, 4, 1), {"zero_stage": 1}),
         ("zb_h1", (1, 4, 2), {"zero_stage": 2}),
         ("dualpipe", (2, 4, 1), {"zero_stage": 3, "reshard_after_forward": True}),
-        ("1f1b", (2, 4, 1), {"zero_stage": 3, "sdp": 2}),
+        ("1f1b", (2, 4, 1), {"zero_stage": 3, "cp": 2}),
     ],
 )
 def test_groups_are_one_device(schedule, mesh, how):
@@ -89,8 +89,8 @@ def test_replicas_of_a_group_are_neighbours():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["parallel.dp_replicate=3"], "dp_replicate=3 x parallel.sdp=1 must divide parallel.dp=4"),
-        (["parallel.sdp=4"], "dp_replicate=2 x parallel.sdp=4 must divide parallel.dp=4"),
+        (["parallel.dp_replicate=3"], "dp_replicate=3 x parallel.cp=1 must divide parallel.dp=4"),
+        (["parallel.cp=4"], "dp_replicate=2 x parallel.cp=4 must divide parallel.dp=4"),
         (["parallel.zero_stage=0"], "dp_replicate=2 with parallel.zero_stage=0: groups differ"),
     ],
 )

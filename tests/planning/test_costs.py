@@ -45,7 +45,8 @@ def traced(
         steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
         compute_dtype=dtype, remat=remat, loss_chunks=chunks,
     )  # fmt: skip
-    parallel, data = ParallelConfig(dp=how.get("sdp", 1), **how), DataConfig(packing=packing)
+    how = {"cp_method" if name == "method" else name: value for name, value in how.items()}
+    parallel, data = ParallelConfig(dp=how.get("cp", 1), **how), DataConfig(packing=packing)
     return costs_of(Config(model=model, parallel=parallel, train=train, data=data))
 
 
@@ -59,11 +60,13 @@ def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, *
     assert (layer.for_b, layer.for_w, layer.stash) == (stored.for_b, stored.for_w, stored.stash)
     work = layer_flops(model, remat=remat, **sizes)
     assert (layer.F, layer.B, layer.W) == (work.F, work.B, work.W)
+    method = sizes.pop("method", "gather")
     head = head_flops(model, **sizes)
     assert costs.head == head.F + head.B + head.W
     assert costs.message == hidden_bytes(model, itemsize=itemsize, **sizes, **stream)
     sliced, tp = how.get("slices", 1) > 1, how.get("tp", 1)
-    state = state_bytes(model, batch=batch, seq_len=length, itemsize=itemsize, tp=tp)
+    shared = {"tp": tp, "cp": how.get("cp", 1), "method": method}
+    state = state_bytes(model, batch=batch, seq_len=length, itemsize=itemsize, **shared)
     assert layer.state == sliced * state
 
 
@@ -102,7 +105,7 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
     assert whole == traced(model_of(attention="cudnn"), length=256).kinds["layer"]
 
 
-@pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "sdp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "cp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_borders_of_documents_cost_nothing(attention, remat, how):
@@ -119,7 +122,7 @@ def test_borders_of_documents_cost_nothing(attention, remat, how):
     assert (whole.head, whole.message) == (packed.head, packed.message)
 
 
-@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"slices": 4}, {"cp": 2}], ids=str)
 def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
     check(model_of(sliding_window=3), "float32", "none", **how)
     assert traced(model_of(sliding_window=3), **how) == traced(model_of(), **how)
@@ -127,10 +130,30 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
-@pytest.mark.parametrize("how", [{"slices": 4}, {"sdp": 2}, {"sdp": 2, "slices": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"slices": 4}, {"cp": 2}, {"cp": 2, "slices": 2}, {"cp": 2, "method": "ring"},
+            {"cp": 2, "method": "ulysses"}, {"cp": 4, "method": "ulysses", "slices": 2}],
+    ids=str,
+)  # fmt: skip
 def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
     """Keys and values of slices are in the state, which B is given instead of residuals."""
     check(model_of(qk_norm=qk_norm), dtype, remat, **how)
+
+
+@pytest.mark.parametrize(
+    "how", [{"cp": 2, "method": "ring"}, {"cp": 4, "method": "ring"},
+            {"cp": 4, "method": "ulysses"}, {"slices": 4}],
+    ids=str,
+)  # fmt: skip
+def test_attention_costs_the_causal_half(how):
+    """Of long sequences 3 % more, and in B the scores once more; none of them is stored."""
+    length, parts = 4096, how.get("cp", 1) * how.get("slices", 1)
+    check(model_of(), "bfloat16", batch=1, length=length, **how)
+    layer = traced(model_of(), "bfloat16", batch=1, length=length, **how).kinds["layer"]
+    half = 2 * 2 * length * (length / 2) * 4 * 8 / parts
+    weights = layer.W
+    assert half < layer.F - weights < 1.04 * half
+    assert layer.B - weights == 2.5 * (layer.F - weights)
 
 
 @pytest.mark.parametrize("remat", POLICIES)

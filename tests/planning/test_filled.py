@@ -35,7 +35,7 @@ def test_tokens_of_a_step_are_its_microbatches():
     validate(filled(config, 8), devices=8)
     assert filled(config, 4).train.grad_accum_steps == 8
     shared = load_small(["train.grad_accum_steps=0", "train.batch_tokens=512", "parallel.dp=4",
-                         "parallel.sdp=2"])  # fmt: skip
+                         "parallel.cp=2"])  # fmt: skip
     assert filled(shared, None).train.grad_accum_steps == 8
     assert on_one_device(config).train.grad_accum_steps == 16
 

@@ -34,7 +34,7 @@ def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
         (2, [], [(0, 8), (0, 8)]),  # a rank each, with all replicas
         (4, [], [(0, 4), (4, 8), (0, 4), (4, 8)]),
         (4, ["parallel.pipeline_first=true"], [(0, 2), (2, 4), (4, 6), (6, 8)]),
-        (4, ["parallel.pipeline_first=true", "parallel.sdp=2"], [(0, 2), (0, 2), (2, 4), (2, 4)]),
+        (4, ["parallel.pipeline_first=true", "parallel.cp=2"], [(0, 2), (0, 2), (2, 4), (2, 4)]),
     ],
 )
 def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
@@ -44,7 +44,7 @@ def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["parallel.sdp=2", "train.seq_len=16"], ["parallel.slices=4"]], ids=str
+    "overrides", [[], ["parallel.cp=2", "train.seq_len=16"], ["parallel.slices=4"]], ids=str
 )
 def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
     """Of the last two replicas, as a process would that has only their devices."""
@@ -112,7 +112,7 @@ def packed_rows(segments, positions):
 
 
 def test_documents_are_dealt_like_tokens():
-    whole = packed_feed("parallel.sdp=2", "parallel.slices=2")
+    whole = packed_feed("parallel.cp=2", "parallel.slices=2")
     batch = random_batch(whole.config)
     batch["inputs"] = batch["positions"] + 100 * batch["segments"]
     placed = whole.put(batch)

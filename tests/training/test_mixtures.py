@@ -82,7 +82,7 @@ def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
     [
         (["model.n_experts=6", "parallel.dp=4", "parallel.ep=4"], "model.n_experts=6 must be a mu"),
         (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
-        (["parallel.dp=4", "parallel.ep=2", "parallel.sdp=2"], "parallel.ep=2 with parallel.sdp"),
+        (["parallel.dp=4", "parallel.ep=2", "parallel.cp=2"], "parallel.ep=2 with parallel.cp"),
         (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
         (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
         (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),
@@ -128,7 +128,7 @@ def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [([], "model.n_experts=0"), ([*SIZES, "parallel.sdp=2"], "parallel.sdp=2: routes are recor")],
+    [([], "model.n_experts=0"), ([*SIZES, "parallel.cp=2"], "parallel.cp=2: routes are recor")],
 )
 def test_routes_that_cannot_be_recorded(overrides, message):
     with pytest.raises(ConfigError, match=message):

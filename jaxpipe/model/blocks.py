@@ -1,0 +1,272 @@
+"""Exact attention block by block, of which no scores outlive their block, and its gradient.
+
+Scores and shares of a block of queries and a block of keys are made, used and forgotten; what
+blocks of keys give a query is put together by the logs of their sums of exponentials (Dao et al.
+2022, section 3.1; Liu et al. 2023). The gradient makes a block's shares again, from the scores and
+the log of the sum over all keys. Blocks that no query of theirs may see are not made.
+
+Shapes: B examples, L queries, S keys, H query heads, G key/value heads, K head dim; M = H / G * L
+rows, the queries of all heads that read the same keys. Sums are float32, or wider if queries are.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The name of what F leaves for B, by which policies of rematerialisation know it.
+KEPT = "dot_product_attention_blocks"
+_MOST_HALVINGS, _SHORTEST = 5, 128
+
+
+class Made(NamedTuple):
+    """What queries mix of the values that they have seen, and the log of the sum behind it."""
+
+    mixed_BLHK: jax.Array
+    logsumexp_BLH: jax.Array
+
+    def with_more(self, more: "Made") -> "Made":
+        """Of these keys and of others."""
+        whole_BLH = jnp.logaddexp(self.logsumexp_BLH, more.logsumexp_BLH)
+        parts = (
+            made.mixed_BLHK * jnp.exp(made.logsumexp_BLH - whole_BLH)[..., None]
+            for made in (self, more)
+        )
+        return Made(sum(parts), whole_BLH)
+
+
+class Sight(NamedTuple):
+    """What queries see: the keys at places of the sequence from their first up to their own.
+
+    `first_BL` is None where that is all before them: neither windows nor documents end their sight.
+    """
+
+    own_BL: jax.Array
+    first_BL: jax.Array | None = None
+
+    @classmethod
+    def of(cls, place_L: Any, batch: int, window: int, position_BL: jax.Array | None) -> "Sight":
+        """Of queries at such places, within a window and the document that tells positions."""
+        own_BL = jnp.broadcast_to(jnp.asarray(place_L, jnp.int32), (batch, len(place_L)))
+        back = [] if not window else [jnp.full_like(own_BL, window - 1)]
+        back += [] if position_BL is None else [position_BL.astype(jnp.int32)]
+        if not back:
+            return cls(own_BL)
+        return cls(own_BL, own_BL - (back[0] if len(back) == 1 else jnp.minimum(*back)))
+
+    def mask(self, place_BS: jax.Array) -> jax.Array:
+        """Which of the keys at such places they see, `[B, 1, L, S]`."""
+        place = place_BS[:, None]
+        seen_BLS = place <= self.own_BL[..., None]
+        if self.first_BL is not None:
+            seen_BLS &= place >= self.first_BL[..., None]
+        return seen_BLS[:, None]
+
+    def ends_before(self, place_BS: jax.Array) -> jax.Array:
+        """Whether none of them looks back as far as the last of such places."""
+        return self.first_BL.min() > place_BS.max()
+
+
+class Queries(NamedTuple):
+    """Queries and what they see; for a gradient also what they made of all keys, and that at it."""
+
+    q_BLHK: jax.Array
+    sight: Sight
+    made: Made | None = None
+    dmixed_BLHK: jax.Array | None = None
+
+
+class Keys(NamedTuple):
+    """Keys, values and their places in the sequence."""
+
+    k_BSGK: jax.Array
+    v_BSGK: jax.Array
+    place_BS: jax.Array
+
+
+class Gradients(NamedTuple):
+    """At queries, keys and values, wide."""
+
+    dq_BLHK: jax.Array
+    dk_BSGK: jax.Array
+    dv_BSGK: jax.Array
+
+
+Op = Callable[[Queries, Keys, jax.Array | None], Any]
+
+
+def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Made:
+    """What queries mix of a block's values, where the mask is true; None: everywhere."""
+    score_BGMS, (_, _, v_BGSK) = _scores(queries, keys, mask_B1LS)
+    top_BGM1 = score_BGMS.max(-1, keepdims=True)
+    share_BGMS = jnp.exp(score_BGMS - top_BGM1)
+    total_BGM1 = share_BGMS.sum(-1, keepdims=True)
+    mixed_BGMK = _product("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK) / total_BGM1
+    logsumexp_BGM1 = top_BGM1 + jnp.log(total_BGM1)
+    length = queries.q_BLHK.shape[1]
+    return Made(_tokens(mixed_BGMK, length), _tokens(logsumexp_BGM1, length)[..., 0])
+
+
+def gradients(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Gradients:
+    """What a block adds to the gradients, of queries that have seen all their keys."""
+    score_BGMS, (q_BGMK, k_BGSK, v_BGSK) = _scores(queries, keys, mask_B1LS)
+    groups, made, dmixed_BLHK = keys.k_BSGK.shape[2], queries.made, queries.dmixed_BLHK
+    rows = lambda x: _rows(x, groups)  # noqa: E731
+    dmixed_BGMK, wide = rows(dmixed_BLHK).astype(q_BGMK.dtype), score_BGMS.dtype
+    share_BGMS = jnp.exp(score_BGMS - rows(made.logsumexp_BLH[..., None]))
+    held_BLH1 = (made.mixed_BLHK.astype(wide) * dmixed_BLHK.astype(wide)).sum(-1, keepdims=True)
+    dshare_BGMS = _product("bgmk,bgsk->bgms", dmixed_BGMK, v_BGSK)
+    dscore_BGMS = share_BGMS * (dshare_BGMS - rows(held_BLH1)) * q_BGMK.shape[-1] ** -0.5
+    dscore_BGMS, share_BGMS = (x.astype(q_BGMK.dtype) for x in (dscore_BGMS, share_BGMS))
+    dq_BGMK = _product("bgms,bgsk->bgmk", dscore_BGMS, k_BGSK)
+    dk_BGSK = _product("bgms,bgmk->bgsk", dscore_BGMS, q_BGMK)
+    dv_BGSK = _product("bgms,bgmk->bgsk", share_BGMS, dmixed_BGMK)
+    length, (dk, dv) = dmixed_BLHK.shape[1], (x.transpose(0, 2, 1, 3) for x in (dk_BGSK, dv_BGSK))
+    return Gradients(_tokens(dq_BGMK, length), dk, dv)
+
+
+def of_seen(op: Op, queries: Queries, keys: Keys) -> Any:
+    """Of a block of keys before the queries; nothing is made where their sight ends behind it."""
+    sight, place_BS = queries.sight, keys.place_BS
+    if sight.first_BL is None:
+        return op(queries, keys, None)
+    made = lambda: op(queries, keys, sight.mask(place_BS))  # noqa: E731
+    like = jax.eval_shape(made)
+    return lax.cond(sight.ends_before(place_BS), lambda: _nothing(like), made)
+
+
+def in_backward(kept: Any, dmixed_BLHK: jax.Array) -> Any:
+    """What F kept, as values that are there when the gradient is.
+
+    What B makes of them again would else need no gradient, and be made in F and stored.
+    """
+    return lax.optimization_barrier((kept, dmixed_BLHK))[0]
+
+
+def halvings(length: int) -> int:
+    """How often causal attention is cut in two: each leaves half as much for nothing.
+
+    With n halvings a device makes 1 + 2^-n of the causal half. Blocks have 128 tokens or more.
+
+    >>> [halvings(length) for length in (16, 256, 257, 4096, 65536)]
+    [0, 1, 0, 5, 5]
+    """
+    count = 0
+    while (
+        count < _MOST_HALVINGS
+        and not length % 2 ** (count + 1)
+        and length >> (count + 1) >= _SHORTEST
+    ):
+        count += 1
+    return count
+
+
+def causal(queries: Queries, keys: Keys, depth: int) -> Made:
+    """What queries mix of their own tokens, cut in two `depth` times.
+
+    Of each half the later queries see all earlier keys; the last parts are masked. Parts of one
+    depth are one block with more examples.
+    """
+    own, batch = _parts((queries, keys), 2**depth), queries.q_BLHK.shape[0]
+    made = _whole(attended(*own, own[0].sight.mask(own[1].place_BS)), batch)
+    for level in reversed(range(depth)):
+        (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
+        before, after = _halves(made, 2**level)
+        after = after.with_more(of_seen(attended, later, earlier))
+        made = _joined(before, after, batch)
+    return made
+
+
+def causal_gradients(queries: Queries, keys: Keys, depth: int) -> Gradients:
+    """What their own tokens add to the gradients, in the blocks of `causal`."""
+    own, batch = _parts((queries, keys), 2**depth), queries.q_BLHK.shape[0]
+    found = _whole(gradients(*own, own[0].sight.mask(own[1].place_BS)), batch)
+    for level in reversed(range(depth)):
+        (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
+        dq, dk, dv = of_seen(gradients, later, earlier)
+        before, after = _halves(found, 2**level)
+        before = before._replace(dk_BSGK=before.dk_BSGK + dk, dv_BSGK=before.dv_BSGK + dv)
+        found = _joined(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
+    return found
+
+
+def attention_ref(queries: Queries, keys: Keys) -> jax.Array:
+    """The slow twin: all scores, masked, for jax to differentiate; `[B, L, H, K]`."""
+    q_BLHK, copies = queries.q_BLHK, queries.q_BLHK.shape[2] // keys.k_BSGK.shape[2]
+    k_BSHK, v_BSHK = (jnp.repeat(x, copies, 2) for x in keys[:2])
+    score_BHLS = jnp.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK) * q_BLHK.shape[-1] ** -0.5
+    score_BHLS = jnp.where(queries.sight.mask(keys.place_BS), score_BHLS, -jnp.inf)
+    return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(score_BHLS), v_BSHK)
+
+
+def _scores(
+    queries: Queries, keys: Keys, mask_B1LS: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Scores `[B, G, M, S]`, and queries, keys and values as products take them.
+
+    Of float16 everything is float32, for XLA on CPU lacks its products.
+    """
+    q_BLHK, k_BSGK, v_BSGK = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
+    if q_BLHK.dtype == jnp.float16:
+        q_BLHK, k_BSGK, v_BSGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BSGK, v_BSGK))
+    q_BGMK = _rows(q_BLHK, k_BSGK.shape[2])
+    k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
+    score_BGMS = _product("bgmk,bgsk->bgms", q_BGMK, k_BGSK) * q_BGMK.shape[-1] ** -0.5
+    if mask_B1LS is not None:
+        b, g, _, keys_of = score_BGMS.shape
+        score = score_BGMS.reshape(b, g, -1, q_BLHK.shape[1], keys_of)
+        score = jnp.where(mask_B1LS[:, :, None], score, jnp.finfo(score.dtype).min)
+        score_BGMS = score.reshape(score_BGMS.shape)
+    return score_BGMS, (q_BGMK, k_BGSK, v_BGSK)
+
+
+def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(left.dtype, jnp.float32)
+    return jnp.einsum(form, left, right, preferred_element_type=wide)
+
+
+def _rows(x_BLHK: jax.Array, groups: int) -> jax.Array:
+    """`[B, G, M, K]`."""
+    b, length, heads, width = x_BLHK.shape
+    x_BLGRK = x_BLHK.reshape(b, length, groups, heads // groups, width)
+    return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, width)
+
+
+def _tokens(x_BGMK: jax.Array, length: int) -> jax.Array:
+    """`[B, L, H, K]`."""
+    b, groups, _, width = x_BGMK.shape
+    x_BGRLK = x_BGMK.reshape(b, groups, -1, length, width)
+    return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(b, length, -1, width)
+
+
+def _parts(tree: Any, parts: int) -> Any:
+    """Of all leaves `[B, L, ...]` the parts of L as examples of their own."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, -1, *x.shape[2:]), tree)
+
+
+def _halves(tree: Any, parts: int) -> tuple[Any, Any]:
+    """First and second half of each part of L, as examples of their own."""
+    cut = jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, 2, -1, *x.shape[2:]), tree)
+    return jax.tree.map(lambda x: x[:, 0], cut), jax.tree.map(lambda x: x[:, 1], cut)
+
+
+def _joined(before: Any, after: Any, batch: int) -> Any:
+    """What `_halves` cut, in one again."""
+    both = jax.tree.map(lambda *halves: jnp.concatenate(halves, 1), before, after)
+    return _whole(both, batch)
+
+
+def _whole(tree: Any, batch: int) -> Any:
+    """What `_parts` cut, in one again."""
+    return jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[2:]), tree)
+
+
+def _nothing(like: Any) -> Any:
+    """What a block that is not seen gives: zeros, and the log of nothing."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    if isinstance(zeros, Made):
+        least = jnp.full_like(zeros.logsumexp_BLH, jnp.finfo(zeros.logsumexp_BLH.dtype).min)
+        return zeros._replace(logsumexp_BLH=least)
+    return zeros

@@ -1,0 +1,32 @@
+"""Sequences that replicas share, by every method on whole meshes, against one device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compare import assert_same
+from meshes import run
+
+RING, ULYSSES = {"cp": 2, "method": "ring"}, {"cp": 2, "method": "ulysses"}
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "mesh", "how"),
+    [
+        ("one_kv", "1f1b", (2, 4, 1), RING | {"cp": 4, "zero_stage": 3}),
+        ("grouped", "zb_h1", (2, 2, 2), RING | {"sequence": True, "remat": "selective"}),
+        ("normed", "dualpipe", (2, 2, 2), RING | {"zero_stage": 2, "remat": "full"}),
+        ("windowed", "interleaved_1f1b", (2, 4, 1), RING | {"loss_chunks": 2}),
+        ("packed", "zb_h1", (2, 4, 1), RING | {"cp": 4, "zero_stage": 2}),
+        ("packed_windowed", "1f1b", (2, 2, 2), RING | {"sequence": True, "remat": "full"}),
+        ("one_kv", "1f1b", (2, 4, 1), ULYSSES | {"cp": 4, "zero_stage": 3}),
+        ("grouped", "zb_h1", (2, 2, 2), ULYSSES | {"sequence": True, "remat": "selective"}),
+        ("normed", "dualpipe", (2, 4, 1), ULYSSES | {"cp": 4, "zero_stage": 2, "remat": "full"}),
+        ("packed_windowed", "interleaved_1f1b", (2, 4, 1), ULYSSES | {"loss_chunks": 2}),
+        ("grouped", "zb_h1", (2, 4, 1), ULYSSES | {"slices": 2, "poison_bubbles": True}),
+        ("packed", "1f1b", (2, 2, 2), ULYSSES | {"slices": 4, "remat": "full"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_on_whole_meshes(model, schedule, mesh, how):
+    with jax.enable_x64(True):
+        assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
