@@ -16,9 +16,10 @@ from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
+from jaxpipe.model.fp8 import PLAIN, Precision
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.model.packed import Documents
-from jaxpipe.model.parts import EndParts, Init, Parts, init_from
+from jaxpipe.model.parts import EndParts, Given, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import Leaf
@@ -41,7 +42,7 @@ class CausalDecoder:
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
     `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
-    `replicas` have these in parts.
+    `replicas` have these in parts. `precision` is that of products with the weights of layers.
     """
 
     config: DecoderConfig
@@ -54,6 +55,12 @@ class CausalDecoder:
     z_loss: float = 0.0
     documents: int = 0
     replicas: AllExperts = ALL_EXPERTS
+    precision: Precision = PLAIN
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The names by which its layers give their weights to `dot`."""
+        raise NotImplementedError
 
     @property
     def attend(self) -> Attend:
@@ -114,22 +121,28 @@ class CausalDecoder:
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
-        state = self.state if self.slices > 1 else None
+        state, precision = self.state if self.slices > 1 else None, self.precision
         kinds = {
             kind: LayerKind(
-                partial(self.layer, kind=kind), self.leaves[kind], state, self.kept(kind)
+                partial(self.layer, kind=kind), self.leaves[kind], state, self.kept(kind),
+                precision.observed,
             )
             for kind in self.kinds
-        }
+        }  # fmt: skip
         reads = ["inputs", "targets", "positions"]
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
         reads += ["segments"] * bool(self.documents)
-        return StageFunctions(
+        functions = StageFunctions(
             self.embed, kinds, self.head, self.count,
             order=self.config.layer_kinds if len(kinds) > 1 else None,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
             leaves=self.leaves["shared"], reads=tuple(reads),
+            report=lambda side: {},
         )  # fmt: skip
+        variables = precision.variables(self.config.n_layers, len(self.products))
+        if not variables:
+            return functions
+        return functions.with_variables(variables, precision.next_variables)
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of what F stores of a layer of a kind, whatever is rematerialised."""
@@ -171,6 +184,15 @@ class CausalDecoder:
             return NO_MASKS
         begin = self._begin(rows, length) + self.sequence.start(length)
         return Masks.of(self.dropout, rows["samples"][:, 0], layer, begin, self.devices)
+
+    def _given(self, x: jax.Array, context: Context) -> Given:
+        """What a call of a layer is given beside the stream."""
+        return Given(
+            self._past(x, context),
+            self._masks(context.rows, context.index, self._length(x)),
+            self._documents(context.rows),
+            self.precision.dot(self.products, self.devices, context),
+        )
 
     def _documents(self, rows: Tree) -> Documents | None:
         """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Context, Side, StageFunctions
-from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec
+from jaxpipe.parallel import PP, REPLICAS, TP, Sharding, StageLayout, batch_spec
 from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import RunKind
@@ -273,7 +273,8 @@ class _RankProgram:
         side = Side(
             None,
             {name: lax.psum(value, every) for name, value in sums},
-            {name: lax.pmax(value, every) for name, value in maxima},
+            {name: lax.pmax(value, every) for name, value in maxima}
+            | {name: lax.pmax(value, (*every, TP)) for name, value in carry.observed.items()},
         )
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.trains:
