@@ -66,7 +66,7 @@ def rounded(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
 
 @dataclass(frozen=True)
 class Fp8Dot(Dot):
-    """The product of activations with a weight by 8-bit operands, in the activations' dtype.
+    """Products of activations with weights by 8-bit operands, in the activations' dtype.
 
     `scales` has those of x, weight and dy of each product, `[3]`, by its name. None: they are made
     from the operands, from what is largest on all `devices` that share the layer.
@@ -75,13 +75,14 @@ class Fp8Dot(Dot):
     devices: OneDevice
     scales: Mapping[str, jax.Array] | None
 
-    def __call__(self, x: jax.Array, weight: jax.Array, name: str) -> jax.Array:
-        """`[..., in] x [in, out] -> [..., out]`.
+    def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Of each weight `[..., in] x [in, out] -> [..., out]`; x has the scale of the first.
 
-        What its gradient leaves at given scales is the largest absolute value of each operand.
+        What the gradient leaves at given scales is the largest absolute value of each operand.
         """
-        scales = None if self.scales is None else self.scales[name]
-        return _product(self.devices, x, weight.astype(x.dtype), scales)
+        every = tuple(weight.astype(x.dtype) for weight in weights.values())
+        scales = None if self.scales is None else tuple(self.scales[name] for name in weights)
+        return _products(self.devices, x, every, scales)
 
 
 class _Operand(NamedTuple):
@@ -113,28 +114,32 @@ _FORWARD, _BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(devices: OneDevice, x: jax.Array, weight: jax.Array, scales: Any) -> jax.Array:
-    return _forward(devices, x, weight, scales)[0]
+def _products(devices: OneDevice, x: jax.Array, weights: Any, scales: Any) -> Any:
+    return _forward(devices, x, weights, scales)[0]
 
 
-def _forward(devices: OneDevice, x: jax.Array, weight: jax.Array, scales: Any) -> Any:
-    left, right = _Operand.of(0, x, scales, devices), _Operand.of(1, weight, scales, devices)
-    y = left.times(right, ((x.ndim - 1,), (0,)), x.dtype, _FORWARD)
-    return y, (left, right, scales)
+def _forward(devices: OneDevice, x: jax.Array, weights: Any, scales: Any) -> Any:
+    each = scales or (None,) * len(weights)
+    left, sums = _Operand.of(0, x, each[0], devices), ((x.ndim - 1,), (0,))
+    rights = [_Operand.of(1, *given, devices) for given in zip(weights, each)]
+    made = tuple(left.times(right, sums, x.dtype, _FORWARD) for right in rights)
+    return made, (left, rights, scales)
 
 
-def _backward(devices: OneDevice, kept: Any, dy: jax.Array) -> Any:
-    x, weight, scales = kept
-    at_y = _Operand.of(2, dy, scales, devices)
-    rows = tuple(range(dy.ndim - 1))
-    dx = at_y.times(weight, ((dy.ndim - 1,), (1,)), dy.dtype, _BACKWARD)
-    dweight = x.times(at_y, (rows, rows), dy.dtype, _BACKWARD)
+def _backward(devices: OneDevice, kept: Any, dys: Any) -> Any:
+    x, weights, scales = kept
+    last, dtype = dys[0].ndim - 1, dys[0].dtype
+    rows, each = tuple(range(last)), scales or (None,) * len(weights)
+    at_y = [_Operand.of(2, *given, devices) for given in zip(dys, each)]
+    dx = sum(dy.times(w, ((last,), (1,)), dtype, _BACKWARD) for dy, w in zip(at_y, weights))
+    dweights = tuple(x.times(dy, (rows, rows), dtype, _BACKWARD) for dy in at_y)
     if scales is not None:
-        scales = jnp.stack([x.largest, weight.largest, at_y.largest])
-    return dx, dweight, scales
+        every = zip(weights, at_y)
+        scales = tuple(jnp.stack([x.largest, w.largest, dy.largest]) for w, dy in every)
+    return dx, dweights, scales
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)

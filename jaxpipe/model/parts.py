@@ -77,11 +77,11 @@ class LayerNorm(nnx.Module):
 
 @dataclass(frozen=True)
 class Dot:
-    """The product of activations with a weight, in the dtype of the activations."""
+    """The products of activations with weights, in the dtype of the activations."""
 
-    def __call__(self, x: jax.Array, weight: jax.Array, name: str) -> jax.Array:
-        """`[..., in] x [in, out] -> [..., out]`; the name is that of the weight in its layer."""
-        return x @ weight.astype(x.dtype)
+    def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Of each weight, by its name in its layer, `[..., in] x [in, out] -> [..., out]`."""
+        return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
 
 
 class Given(NamedTuple):

@@ -3,6 +3,7 @@
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
+from jaxpipe.model.fp8 import Fp8
 from jaxpipe.parallel import (
     ExpertParallel,
     SequenceDataParallel,
@@ -23,6 +24,9 @@ def model_of(config: Config) -> Model:
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+    if config.train.fp8 != "none":
+        delayed = config.train.fp8 == "delayed"
+        more["precision"] = Fp8(config.train.fp8_history if delayed else 0)
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,

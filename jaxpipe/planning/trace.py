@@ -74,28 +74,32 @@ def trace(config: Config) -> ModelCosts:
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr) -> float:
+def product_flops(jaxpr: Jaxpr, *, fp8: bool = False) -> float:
     """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
+
+    With `fp8` only those of two 8-bit floats.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return sum(map(_flops_of, jaxpr.eqns))
+    return sum(_flops_of(eqn, fp8) for eqn in jaxpr.eqns)
 
 
-def _flops_of(eqn: JaxprEqn) -> float:
+def _flops_of(eqn: JaxprEqn, fp8: bool) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
+        if fp8 and any(var.aval.dtype.itemsize > 1 for var in eqn.invars):
+            return 0
         (contract, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
-        return _ragged_flops(eqn)
+        return 0 if fp8 else _ragged_flops(eqn)
     kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
     if kernel is not None:
-        return kernel
+        return 0 if fp8 else kernel
     bodies = [
-        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
+        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body, fp8=fp8)
         for value in eqn.params.values()
         for body in (value if isinstance(value, tuple) else (value,))
         if isinstance(body, ClosedJaxpr | Jaxpr)
@@ -120,10 +124,16 @@ def _layer_costs(
     split: LayerSplit = run.split
     kept, dloss = split.residuals, run.output.side.loss
     dy = Cotangent(x, inexact(run.state), dloss)
+    ops = {
+        "F": jax.make_jaxpr(split.forward)(params, x, context),
+        "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
+        "W": jax.make_jaxpr(split.backward_weight)(
+            params, context, kept.for_w, split.stash, dloss
+        ),
+    }
     return LayerCosts(
-        F=_flops(split.forward, params, x, context),
-        B=_flops(split.backward_input, params, context, kept, dy),
-        W=_flops(split.backward_weight, params, context, kept.for_w, split.stash, dloss),
+        **{op: product_flops(closed.jaxpr) for op, closed in ops.items()},
+        in_fp8={op: product_flops(closed.jaxpr, fp8=True) for op, closed in ops.items()},
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,

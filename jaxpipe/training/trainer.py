@@ -178,10 +178,18 @@ class Trainer:
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
     ) -> State:
-        """The state that goes on from what a checkpoint holds, `Guard.saved` among it."""
+        """The state that goes on from what a checkpoint holds, `Guard.saved` among it.
+
+        Variables by name that it does not hold begin as they do in a fresh state.
+        """
         guard = Guard.fresh(self.config.train).restored(guarded)
         guard = jax.device_put(guard, self.state_shardings.guard)
-        return State(**{"variables": None, **parts, "guard": guard})
+        variables = parts.get("variables")
+        if isinstance(first := self.model.functions.variables, dict):
+            new = {name: leaf for name, leaf in first.items() if name not in (variables or {})}
+            places = {name: self.state_shardings.variables[name] for name in new}
+            variables = {**(variables or {}), **jax.device_put(new, places)}
+        return State(**parts | {"variables": variables, "guard": guard})
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""

@@ -34,16 +34,16 @@ class Attention(nnx.Module):
         devices, dot = self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
-        def heads(weight: nnx.Param, bias: nnx.Param, name: str) -> jax.Array:
-            x_BLX = dot(x_BLD, weight[...], name)
+        def heads(x_BLX: jax.Array, bias: nnx.Param) -> jax.Array:
             x_BLX = x_BLX + along_last(bias[...], x_BLX)
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
-        q_BLHK, k_BLHK = heads(self.wq, self.bq, "wq"), heads(self.wk, self.bk, "wk")
-        v_BLHK = heads(self.wv, self.bv, "wv")
+        made = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
+        q_BLHK, k_BLHK, v_BLHK = map(heads, made, (self.bq, self.bk, self.bv))
         past, masks, documents, _ = given
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
-        y_BLD = devices.leave(dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), self.wo[...], "wo"))
+        (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
+        y_BLD = devices.leave(made_BLD)
         return y_BLD + along_last(self.bo[...], y_BLD), past
 
 
@@ -62,9 +62,10 @@ class MLP(nnx.Module):
     def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
         devices = self.parts.devices
-        up_BLF = dot(devices.enter(x_BLD), self.w_up[...], "w_up")
+        (up_BLF,) = dot(devices.enter(x_BLD), w_up=self.w_up[...])
         hidden_BLF = jax.nn.gelu(up_BLF + along_last(self.b_up[...], up_BLF), approximate=True)
-        y_BLD = devices.leave(dot(hidden_BLF, self.w_down[...], "w_down"))
+        (down_BLD,) = dot(hidden_BLF, w_down=self.w_down[...])
+        y_BLD = devices.leave(down_BLD)
         return y_BLD + along_last(self.b_down[...], y_BLD)
 
 

@@ -81,12 +81,11 @@ class Attention(nnx.Module):
         config, devices, dot = self.config, self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
-        def heads(weight: jax.Array, name: str) -> jax.Array:
-            return dot(x_BLD, weight, name).reshape(*x_BLD.shape[:2], -1, config.head_size)
+        def heads(x_BLX: jax.Array) -> jax.Array:
+            return x_BLX.reshape(*x_BLX.shape[:2], -1, config.head_size)
 
-        q_BLHK = heads(self.wq[...], "wq")
-        k_BLGK = heads(self._own(self.wk[...]), "wk")
-        v_BLGK = heads(self._own(self.wv[...]), "wv")
+        wk, wv = self._own(self.wk[...]), self._own(self.wv[...])
+        q_BLHK, k_BLGK, v_BLGK = map(heads, dot(x_BLD, wq=self.wq[...], wk=wk, wv=wv))
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
@@ -94,7 +93,8 @@ class Attention(nnx.Module):
         past, masks, documents, _ = given
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past, masks, documents)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
-        return devices.leave(dot(mixed_BLX, self.wo[...], "wo")), past
+        (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
+        return devices.leave(made_BLD), past
 
     def _own(self, weight: jax.Array) -> jax.Array:
         """Of a key or value weight the heads that this device's query heads read."""
@@ -123,9 +123,9 @@ class MLP(nnx.Module):
 
     def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """The same of the whole stream, as a summand of what the devices make."""
-        gate_BLF = dot(x_BLD, self.w_gate[...], "w_gate")
-        up_BLF = dot(x_BLD, self.w_up[...], "w_up")
-        return dot(jax.nn.silu(gate_BLF) * up_BLF, self.w_down[...], "w_down")
+        gate_BLF, up_BLF = dot(x_BLD, w_gate=self.w_gate[...], w_up=self.w_up[...])
+        (down_BLD,) = dot(jax.nn.silu(gate_BLF) * up_BLF, w_down=self.w_down[...])
+        return down_BLD
 
 
 class DecoderLayer(nnx.Module):
