@@ -204,8 +204,9 @@ def read_state(
 
     Of a `like` that has only some of a state's parts, only these are read; of parameters alone some
     may be excluded. Variables that the checkpoint has not, or has in other shapes, are left out of
-    the state, and those that `like` has not are not read. Each process reads what its own devices hold. Raises `ConfigError` for a
-    checkpoint of another model or of a newer format, and much else where files are damaged.
+    the state, and those that `like` has not are not read. Each process reads what its own devices
+    hold. Raises `ConfigError` for a checkpoint of another model or of a newer format, and much else
+    where files are damaged.
     """
     meta = ocp.JsonCheckpointHandler().restore(path / "meta")
     if meta["format"] > FORMAT:

@@ -83,8 +83,8 @@ class LayerKind:
         rematerialised: what must not be computed twice, such as indices of a top-k.
       observed: names of variables, if these are a dict, that the layer is differentiated by, though
         they are not trained: what its gradient leaves at one is no gradient, but something seen in
-        backward. Of all layers, microbatches, replicas and devices along tp the elementwise largest,
-        and no less than 0, is in `Side.maxima` of a step, under the variable's name.
+        backward. The elementwise largest of all layers, microbatches, replicas and devices along
+        tp, and no less than 0, is in `Side.maxima` of a step, under the variable's name.
       pair: `(forward, gradient) -> rounds`: how F of such a layer runs beside the gradient of a
         layer of another stage, where a schedule has both in one cell (DualPipe). It is given the
         names of the points (`point`) that either comes to, in order. A round is a name of each, or

@@ -39,8 +39,8 @@ class Format(NamedTuple):
 
 E4M3 = Format(jnp.float8_e4m3fn, 448.0, 8)
 E5M2 = Format(jnp.float8_e5m2, 57344.0, 15)
-# Of x, weight and dy: their format, and what they are expected to stay below before a step is seen.
-# A float's range is wide: with these, normal numbers reach down to 2e-3, 3e-5 and 1e-11.
+# Of x, weight and dy: their format, and before a step is seen what the largest is expected to be, a
+# power of two. The range is wide: normal numbers then reach down to 8e-3, 1e-4 and 6e-11.
 _OPERANDS = ((E4M3, 64.0), (E4M3, 1.0), (E5M2, 2.0**-6))
 
 
@@ -186,7 +186,7 @@ class Fp8(Precision):
         """Scales `[N, P, 3]` of what is expected, and an empty history `[N, P, 3, H]`."""
         if not self.history:
             return {}
-        expected = [scale_of(jnp.float32(largest), form) for form, largest in _OPERANDS]
+        expected = [largest * 2.0 ** (1 - form.exponent) for form, largest in _OPERANDS]
         scales = np.broadcast_to(np.array(expected, np.float32), (layers, products, 3))
         history = np.zeros((*scales.shape, self.history), np.float32)
         return {"fp8_scale": scales.copy(), "fp8_history": history}

@@ -53,8 +53,9 @@ class LayerSplit:
     """The pieces of one layer; made by `split_layer`, free of the values it was traced with.
 
     `residuals` and `stash` hold the shapes and dtypes of what is stored per microbatch, `output`
-    those of what the layer returns; `observed` are names of variables. The methods take the layer's parameters, x and context in the
-    form they were traced in; B and W take the context with the state as the last slice left it.
+    those of what the layer returns; `observed` are names of variables. The methods take the layer's
+    parameters, x and context in the form they were traced in; B and W take the context with the
+    state as the last slice left it.
     """
 
     residuals: Residuals

@@ -127,9 +127,7 @@ def _layer_costs(
     ops = {
         "F": jax.make_jaxpr(split.forward)(params, x, context),
         "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
-        "W": jax.make_jaxpr(split.backward_weight)(
-            params, context, kept.for_w, split.stash, dloss
-        ),
+        "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
     }
     return LayerCosts(
         **{op: product_flops(closed.jaxpr) for op, closed in ops.items()},

@@ -70,9 +70,7 @@ class Decoder(CausalDecoder):
         if not self.config.n_experts:
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
-        functions = replace(
-            functions, report=balance.report, reads=(*functions.reads, ROUTES)
-        )
+        functions = replace(functions, report=balance.report, reads=(*functions.reads, ROUTES))
         if balance.variables is None:
             return functions
         return functions.with_variables(balance.variables, balance.next_variables)

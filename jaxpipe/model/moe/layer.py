@@ -26,7 +26,7 @@ class Mixture(nnx.Module):
         self.balance = Balance(config, parts.devices, parts.attend.sequence)
 
     def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Side]:
-        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it; `dot` is of shared ones."""
+        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it; shared ones use `dot`."""
         x_BLD = self.parts.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
