@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same
+from oracles.fp8 import emulated
 
 from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
 from jaxpipe.contract import Context, Side
@@ -16,19 +16,7 @@ from jaxpipe.planning import fp8_checks
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import Hardware, analytic
 
-E4, E5 = (ml_dtypes.float8_e4m3fn, 448.0, 8), (ml_dtypes.float8_e5m2, 57344.0, 15)
 NAMES = ("up", "gate")
-
-
-def power(x, form):
-    """A scale by its definition: the largest value has the exponent below the format's."""
-    return 2.0 ** (np.floor(np.log2(np.abs(x).max())) + 1 - form[2])
-
-
-def eight(x, scale, form):
-    """What x is after division by the scale, rounding to 8 bits and multiplication."""
-    dtype, largest, _ = form
-    return np.clip(x / scale, -largest, largest).astype(dtype).astype(x.dtype) * scale
 
 
 def problem(dtype):
@@ -37,18 +25,6 @@ def problem(dtype):
     x, up, gate = (rng.normal(size=shape) for shape in ((2, 5, 16), (16, 32), (16, 48)))
     dys = [1e-7 * rng.normal(size=(2, 5, width)) for width in (32, 48)]
     return jax.tree.map(lambda a: np.asarray(a, np.float32).astype(dtype), (x, (up, gate), dys))
-
-
-def emulated(x, weights, dys, scales):
-    """The products, dx and gradients of the weights, all sums in x's own dtype."""
-    wide = np.float64 if x.dtype == np.float64 else np.float32
-    x, weights, dys = jax.tree.map(lambda a: a.astype(wide), (x, weights, dys))
-    scales = scales or [(power(x, E4), power(w, E4), power(dy, E5)) for w, dy in zip(weights, dys)]
-    x_8 = eight(x, scales[0][0], E4)
-    ws = [eight(w, scale, E4) for w, (_, scale, _) in zip(weights, scales)]
-    gs = [eight(dy, scale, E5) for dy, (_, _, scale) in zip(dys, scales)]
-    dx = sum(g @ w.T for g, w in zip(gs, ws))
-    return [x_8 @ w for w in ws], dx, [np.einsum("bli,blo->io", x_8, g) for g in gs]
 
 
 @pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
