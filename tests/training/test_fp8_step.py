@@ -90,6 +90,8 @@ def test_a_step_is_that_of_one_device(model, history, name, mesh, execution, seq
         given = batch(MICROBATCHES, 4)
         got = jax.jit(pipeline.step)(params, given, variables)
         gradients = {**got.gradients, "layers": layout.unstack(got.gradients["layers"])}
+        for layer in (*gradients["layers"], *want.gradients["layers"]):
+            layer["attn"].pop("bk", None)  # is zero: a softmax does not see it
         assert_same((got.losses.sum(), gradients), (want.losses.sum(), want.gradients))
         if history:
             np.testing.assert_allclose(
