@@ -109,6 +109,7 @@ class Trainer:
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
             lockstep=self.choice.lockstep,
             remat=train.remat,
@@ -116,6 +117,11 @@ class Trainer:
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
+            # A collective on CPU waits for its answer; the layers' sums are made in every tick with
+            # `reshards`; and a gradient outside a branch would copy all of what is on the host.
+            overlap_sums=not (
+                on_cpu or parallel.reshards or train.offload_layers or parallel.dp == 1
+            ),
         )
 
     @cached_property
@@ -178,17 +184,13 @@ class Trainer:
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
     ) -> State:
-        """The state that goes on from what a checkpoint holds, `Guard.saved` among it.
-
-        Variables by name that it does not hold begin as they do in a fresh state.
-        """
+        """The state that goes on from what a checkpoint holds; variables that it lacks are new."""
         guard = Guard.fresh(self.config.train).restored(guarded)
         guard = jax.device_put(guard, self.state_shardings.guard)
-        variables = parts.get("variables")
-        if isinstance(first := self.model.functions.variables, dict):
-            new = {name: leaf for name, leaf in first.items() if name not in (variables or {})}
-            places = {name: self.state_shardings.variables[name] for name in new}
-            variables = {**(variables or {}), **jax.device_put(new, places)}
+        variables, first = parts.get("variables"), self.model.functions.variables
+        if isinstance(first, dict):
+            new = jax.device_put(first, self.state_shardings.variables)
+            variables = new | (variables or {})
         return State(**parts | {"variables": variables, "guard": guard})
 
     def unplaced(self, params: Tree) -> State:
