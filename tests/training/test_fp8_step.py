@@ -67,6 +67,7 @@ def wanted(model, history, microbatches):
         ("llama", 0, "zb_h1", (2, 2, 1), False, {"zero_stage": 3, "reshard_after_forward": True}),
         ("gpt2", 4, "dualpipe", (2, 2, 1), False, {}),
         ("mixture", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
+        ("llama", 4, "1f1b", (2, 2, 1), False, {"overlap_sums": True, "poison_bubbles": True}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):
