@@ -24,7 +24,7 @@ from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
 from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import RunKind, empty_side
+from jaxpipe.pipeline.kind import RunKind, empty_side, first_observed
 from jaxpipe.pipeline.rings import RingPlan, Rings
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import SharedPart
@@ -179,7 +179,9 @@ def _loops(
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
             dy, rings, totals = state
-            before = Gradients(dy, tuple(plan.part(own, op) for own in rings), totals)
+            parts = tuple(plan.part(own, op) for own in rings)
+            observed = first_observed([kind], functions.variables)
+            before = Gradients(dy, parts, totals, observed)
             made = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
                 lambda ring, part: plan.read(plan.after(rings[ring], op, part), row, op),

@@ -203,8 +203,10 @@ def read_state(
     """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
 
     Of a `like` that has only some of a state's parts, only these are read; some of the parameters
-    may be excluded. Each process reads what its own devices hold. Raises `ConfigError` for a
-    checkpoint of another model or of a newer format, and much else where files are damaged.
+    may be excluded. Variables that the checkpoint has not, or has in other shapes, are left out of
+    the state, and those that `like` has not are not read. Each process reads what its own devices
+    hold. Raises `ConfigError` for a checkpoint of another model or of a newer format, and much else
+    where files are damaged.
     """
     meta = ocp.JsonCheckpointHandler().restore(path / "meta")
     if meta["format"] > FORMAT:
@@ -217,9 +219,12 @@ def read_state(
             f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
             f"start from them."
         )
-    handler, shapes = state_handler(), keying.keyed_shapes(like)  # those on disk
+    handler = state_handler()
+    stored = handler.metadata(path / "state").tree
+    like = _with_variables_of(stored, like)
+    shapes = keying.keyed_shapes(like)  # those on disk
     left_out = exclusion.names(shapes) if exclusion else frozenset()
-    _check_same_model(shapes, handler.metadata(path / "state").tree, path, left_out)
+    _check_same_model(shapes, stored, path, left_out)
     with freed_at_once():
         state = handler.restore(
             path / "state",
@@ -253,6 +258,23 @@ def _touch(directory: Path) -> None:
     probe.unlink(missing_ok=True)
 
 
+def _with_variables_of(stored: Tree, like: Tree) -> Tree:
+    """`like` with those of its variables that are stored alike."""
+    if not isinstance(like.get("variables"), dict):
+        return like
+
+    def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(tree).items()}
+
+    held = stored.get("variables") or {}
+    kept = {
+        name: leaf for name, leaf in like["variables"].items()
+        if name in held and shapes({name: leaf}) == shapes({name: held[name]})
+    }  # fmt: skip
+    rest = {name: part for name, part in like.items() if name != "variables"}
+    return rest | ({"variables": kept} if kept else {})
+
+
 def _check_same_model(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
     wanted, held = (
         {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
@@ -260,7 +282,10 @@ def _check_same_model(expected: Tree, stored: Tree, where: Path, left_out: froze
     )
     want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
     have = {name: tuple(leaf.shape) for name, leaf in held.items()}
-    have = {name: shape for name, shape in have.items() if name.split("/")[0] in expected}
+    have = {
+        name: shape for name, shape in have.items()
+        if name in want or name.split("/")[0] in expected.keys() - {"variables"}
+    }  # fmt: skip
     for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         if want.get(name) != have.get(name):
             raise ConfigError(

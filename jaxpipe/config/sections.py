@@ -118,6 +118,10 @@ class TrainConfig(_Section, kw_only=True):
     seed: Count = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # layers multiply in 8-bit floats, scaled by each operand as it is (current), or by the largest
+    # of the last steps (delayed); with compute_dtype=bfloat16
+    fp8: Literal["none", "current", "delayed"] = "none"
+    fp8_history: Positive = 1024  # delayed: of so many steps
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     offload_layers: Count = 0  # of every stage the first: their residuals wait on the host
     deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs

@@ -21,7 +21,8 @@ PRODUCT = "product"  # the name of what selective rematerialisation stores, as i
 class Context(NamedTuple):
     """What a layer is given beside its parameters and x, in F, B and W alike.
 
-    Nothing of it is differentiated but the inexact leaves of `state`.
+    Nothing of it is differentiated but the inexact leaves of `state`, and variables that the kind
+    observes (`LayerKind.observed`).
 
     Attributes:
       rows: the microbatch's row data: the batch's leaves without their leading axis M.
@@ -84,6 +85,10 @@ class LayerKind:
         the one that it is given.
       keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores whatever is
         rematerialised: what must not be computed twice, such as indices of a top-k.
+      observed: names of variables, if these are a dict, that the layer is differentiated by, though
+        they are not trained: what its gradient leaves at one is no gradient, but something seen in
+        backward. The elementwise largest of all layers, microbatches, replicas and devices along
+        tp, and no less than 0, is in `Side.maxima` of a step, under the variable's name.
       pair: `(forward, gradient) -> rounds`: how F of such a layer runs beside the gradient of a
         layer of another stage, where a schedule has both in one cell (DualPipe). It is given the
         names of the points (`point`) that either comes to, in order. A round is a name of each, or
@@ -102,6 +107,7 @@ class LayerKind:
     leaves: Tree = None
     state: Callable[["jax.Array", Tree], Tree] | None = None
     keep: tuple[str, ...] = field(default=())
+    observed: tuple[str, ...] = field(default=())
     pair: Callable[[Names, Names], Rounds] | None = None
 
 

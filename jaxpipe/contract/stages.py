@@ -1,8 +1,8 @@
 """A model as pipeline stages see it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxpipe.contract.layer import LayerKind, Side
 
@@ -88,6 +88,18 @@ class StageFunctions:
     def sliced(self) -> bool:
         """Whether layers take a state from slice to slice."""
         return any(kind.state is not None for kind in self.by_name.values())
+
+    def with_variables(
+        self, variables: Mapping[str, Any], after: Callable[[Tree, Side], Tree]
+    ) -> Self:
+        """The same with more variables by name, of which a step makes what `after` says."""
+        before = self.next_variables or (lambda variables, side: variables)
+
+        def next_variables(variables: Tree, side: Side) -> Tree:
+            return {**before(variables, side), **after(variables, side)}
+
+        every = {**(self.variables or {}), **variables}
+        return replace(self, variables=every, next_variables=next_variables)
 
     def kinds_of(self, layers: int) -> tuple[str, ...]:
         """The kind of each of so many layers; `ValueError` where the order has another number."""

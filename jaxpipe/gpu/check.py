@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.gpu import cards
 from jaxpipe.gpu.collectives import Collectives
+from jaxpipe.gpu.products import Product, products
 from jaxpipe.gpu.program import Graphs, Program, graphs
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import Option
@@ -69,6 +70,7 @@ class Report:
     bytes: Memory
     program: Program
     collectives: Collectives
+    products: tuple[Product, ...]
     graphs: Graphs | None
     seconds: float
     dropped: tuple[str, ...]
@@ -111,6 +113,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         bytes=_memory(compiled),
         program=program,
         collectives=Collectives(program, trainer.mesh.shape),
+        products=products(program),
         graphs=graphed,
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.gpu.check import Report
 from jaxpipe.gpu.collectives import Share
+from jaxpipe.gpu.products import Product
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "buffer_copies": [one._asdict() for one in program.buffer_copies],
         "message_copies": [one._asdict() for one in program.message_copies],
         "custom_calls": program.custom_calls,
+        "products": [one._asdict() for one in report.products],
         "collectives": [one._asdict() for one in report.collectives.shares],
         "graphs": report.graphs and report.graphs._asdict(),
         "compile_seconds": report.seconds,
@@ -69,6 +71,7 @@ def lines(report: Report) -> list[str]:
             or "none of a ring or an accumulator"
         ) + f"; {sum(one.count for one in program.message_copies)} of a message",
         f"library calls: {_counts(program.custom_calls)}",
+        _products(report.products),
         *(_collectives(report.collectives.shares) or ["collectives: none"]),
         _graphs(report),
         *([report.note] if report.note else []),
@@ -95,6 +98,16 @@ def _permutes(report: Report) -> str:
         f"{program.conditionals} conditionals of a tick, {waits} synchronous: "
         f"{'all hidden' if program.hidden else 'NOT ALL HIDDEN'}"
     )
+
+
+def _products(found: Iterable[Product]) -> str:
+    """How many of which dtypes each op of layers has, and what is outside these."""
+    of_ops = [
+        f"{op or 'outside layers'} "
+        + ", ".join(f"{one.count} {one.operands} by {one.library}" for one in of)
+        for op, of in groupby(found, lambda one: one.op)
+    ]
+    return f"products: {'; '.join(of_ops) or 'none'}"
 
 
 def _collectives(shares: Iterable[Share]) -> list[str]:

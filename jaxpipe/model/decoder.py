@@ -16,9 +16,10 @@ from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, Sta
 from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
+from jaxpipe.model.fp8 import PLAIN, Precision
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.model.packed import Documents
-from jaxpipe.model.parts import EndParts, Init, Parts, init_from
+from jaxpipe.model.parts import EndParts, Given, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import Leaf
@@ -43,6 +44,7 @@ class CausalDecoder:
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
     `replicas` have these in parts, `product` multiplies groups of rows with them, and the choice
     may be `recorded`: layers then give it back as `routes`, of the form in which it is replayed.
+    `precision` is that of products with the weights of layers.
     """
 
     config: DecoderConfig
@@ -57,6 +59,12 @@ class CausalDecoder:
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False
+    precision: Precision = PLAIN
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The names by which its layers give their weights to `dot`."""
+        raise NotImplementedError
 
     @property
     def attend(self) -> Attend:
@@ -117,26 +125,32 @@ class CausalDecoder:
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
-        state = self.state if self.slices > 1 else None
+        state, precision = self.state if self.slices > 1 else None, self.precision
         kinds = {
             kind: LayerKind(
                 partial(self.layer, kind=kind),
                 self.leaves[kind],
                 state,
                 self.kept(kind),
-                self.pair(kind),
+                pair=self.pair(kind),
+                observed=precision.observed,
             )
             for kind in self.kinds
-        }
+        }  # fmt: skip
         reads = ["inputs", "targets", "positions"]
         reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
         reads += ["segments"] * bool(self.documents)
-        return StageFunctions(
+        functions = StageFunctions(
             self.embed, kinds, self.head, self.count,
             order=self.config.layer_kinds if len(kinds) > 1 else None,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
             leaves=self.leaves["shared"], reads=tuple(reads),
+            report=lambda side: {},
         )  # fmt: skip
+        variables = precision.variables(self.config.n_layers, len(self.products))
+        if not variables:
+            return functions
+        return functions.with_variables(variables, precision.next_variables)
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of what F stores of a layer of a kind, whatever is rematerialised."""
@@ -187,6 +201,15 @@ class CausalDecoder:
     def _places(self, rows: Tree, length: int) -> jax.Array:
         """Where in their sequences this device's tokens stand, `[L]`."""
         return self._begin(rows, length) + jnp.asarray(self.sequence.places(length))
+
+    def _given(self, x: jax.Array, context: Context) -> Given:
+        """What a call of a layer is given beside the stream."""
+        return Given(
+            self._past(x, context),
+            self._masks(context.rows, context.index, self._length(x)),
+            self._documents(context.rows),
+            self.precision.dot(self.products, self.devices, context),
+        )
 
     def _documents(self, rows: Tree) -> Documents | None:
         """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""

@@ -42,6 +42,16 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         """The same with the width of a head."""
         return replace(self, head_dim=self.head_size)
 
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """The sizes of a layer's products on one of `tp` devices, by the settings they are of."""
+        heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
+        return {
+            "model.d_model": self.d_model,
+            "model.n_heads / parallel.tp x model.head_dim": heads * self.head_size,
+            "the width of a device's keys, heads x model.head_dim,": keys * self.head_size,
+            "model.d_ff / parallel.tp": self.d_ff // tp,
+        }
+
     def unmet_needs(self, platform: str) -> Iterator[str]:
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         if self.attention == "cudnn" and platform not in ("gpu", "cuda"):

@@ -70,6 +70,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
         raise NotImplementedError
 
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """The sizes of a layer's products on one of `tp` devices, by the settings they are of."""
+        return {}
+
     def unmet_needs(self, platform: str) -> Iterator[str]:
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         return iter(())
@@ -141,8 +145,8 @@ class Family:
         if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
         `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
         what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
-        name; the most `documents` of a row that do not see each other, where rows are packed; and
-        the `replicas` that have `routed_experts` in parts.
+        name; the most `documents` of a row that do not see each other, where rows are packed; the
+        `replicas` that have `routed_experts` in parts; and the `precision` of layers' products.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention import Attend
+from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.dropout import NO_MASKS, Masks
+from jaxpipe.model.packed import Documents
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import PP, TP, Leaf
@@ -75,24 +77,35 @@ class LayerNorm(nnx.Module):
 
 @dataclass(frozen=True)
 class Dot:
-    """The product of activations with a weight, in the dtype of the activations."""
+    """The products of activations with weights, in the dtype of the activations."""
 
-    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """`[..., in] x [in, out] -> [..., out]`."""
-        return x @ weight.astype(x.dtype)
+    def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Of each weight, by its name in its layer, `[..., in] x [in, out] -> [..., out]`."""
+        return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
+
+
+class Given(NamedTuple):
+    """What a call of a layer is given beside the stream: what may differ from call to call.
+
+    Of a slice the `past`, `masks` of what is dropped, of packed rows the `documents`, and `dot`,
+    which multiplies with weights.
+    """
+
+    past: Past | None = None
+    masks: Masks = NO_MASKS
+    documents: Documents | None = None
+    dot: Dot = Dot()
 
 
 class Parts(NamedTuple):
     """What a layer is built of besides its own maths: what may be chosen without editing it.
 
-    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights, of a layer's
-    experts `replicas` have parts, `product` multiplies groups of rows with theirs, and whose a
-    token's are may be `recorded`.
+    `devices` share the layer, `attend` mixes tokens, of a layer's experts `replicas` have parts,
+    `product` multiplies groups of rows with theirs, and whose a token's are may be `recorded`.
     """
 
     devices: OneDevice
     attend: Attend
-    dot: Dot = Dot()
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False

@@ -1,5 +1,6 @@
 """The state of the scan on one rank."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ class Carry(NamedTuple):
     which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
     gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
     layer slot. `losses`: each microbatch's share of the loss, `[M]`, or `[M, K]` of the head's K;
-    `side`: the sums and maxima of what layers make beside; `outputs`: what of every microbatch the
+    `side`: the sums and maxima of what layers make beside; `observed`: the maxima of what they
+    leave at variables that they observe; `outputs`: what of every microbatch the
     model gives back, `[M, ...]`, where this rank has made it, else zeros. A forward-only pass has
     no `dx`, residuals, stash or gradients.
     """
@@ -34,4 +36,5 @@ class Carry(NamedTuple):
     shared_gradients: Tree
     losses: jax.Array
     side: Side
+    observed: Mapping[str, jax.Array]
     outputs: Tree

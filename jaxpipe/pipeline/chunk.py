@@ -1,6 +1,6 @@
 """F, B, W and BW of one chunk: the loop over its layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxpipe.contract import Context, Side
 from jaxpipe.parallel import DP, Stored
-from jaxpipe.pipeline.kind import RunKind, add_side
+from jaxpipe.pipeline.kind import RunKind, add_side, larger
 from jaxpipe.pipeline.rings import Kept, Rings
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Op, Row
@@ -120,12 +120,14 @@ class Made(NamedTuple):
 class Gradients(NamedTuple):
     """What a gradient action changes: dx (W: nothing), rings, and the sums by layer slot.
 
-    `whole` is as in `Made`.
+    `observed` are maxima, by the names of the variables that layers observe. `whole` is as in
+    `Made`.
     """
 
     dx: jax.Array
     rings: tuple[Rings, ...]
     totals: tuple[Tree, ...]
+    observed: Mapping[str, jax.Array] = {}
     whole: Tree = None
 
 
@@ -175,7 +177,8 @@ class Chunk:
                 totals[place + 1] = self.slots[place + 1].reduced(totals[place + 1])
             made = made._replace(totals=tuple(totals))
         first, *others = made.totals
-        return made._replace(totals=(self.slots[0].reduced(first), *others))
+        observed = jax.tree.map(partial(jnp.where, runs), made.observed, before.observed)
+        return made._replace(totals=(self.slots[0].reduced(first), *others), observed=observed)
 
     def reduced(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """Of the sums of all layers what this device keeps, summed over replicas."""
@@ -196,17 +199,18 @@ class Chunk:
         last = len(self.slots) - 1
 
         def run(place: int, slot: LayerSlot, before: Gradients) -> Gradients:
-            def layer(*passed: Any) -> tuple[jax.Array, Tree, Rings]:
+            def layer(*passed: Any) -> tuple[jax.Array, Tree, Tree, Rings]:
                 params = slot.whole() if before.whole is None else before.whole
                 return _layer_gradient(op, slot, params, given, kept(slot.ring, passed[-1]), passed)
 
             after = self.slots[place - 1] if place and op is Op.BW else None
             dy, rings, totals = before.dx, list(before.rings), list(before.totals)
-            made, whole = slot.beside(after, layer, dy, totals[place], rings[slot.ring])
-            dy, totals[place], rings[slot.ring] = made
+            passed = dy, totals[place], before.observed, rings[slot.ring]
+            made, whole = slot.beside(after, layer, *passed)
+            dy, totals[place], observed, rings[slot.ring] = made
             if in_turn and op is Op.BW and place < last:
                 dy, totals[place + 1] = lax.optimization_barrier((dy, totals[place + 1]))
-            return Gradients(dy, tuple(rings), tuple(totals), whole)
+            return Gradients(dy, tuple(rings), tuple(totals), observed, whole)
 
         return [partial(run, place, slot) for place, slot in reversed(list(enumerate(self.slots)))]
 
@@ -247,13 +251,13 @@ def _layer_forward(
 
 def _layer_gradient(
     op: Op, slot: LayerSlot, params: Tree, given: Given, kept: Kept,
-    before: tuple[jax.Array, Tree, Rings],
-) -> tuple[jax.Array, Tree, Rings]:  # fmt: skip
-    """B, W or BW of one layer: dx, the sums of its gradients, and what B and BW leave.
+    before: tuple[jax.Array, Tree, Tree, Rings],
+) -> tuple[jax.Array, Tree, Tree, Rings]:  # fmt: skip
+    """B, W or BW of one layer: dx, the sums of its gradients, maxima, and what B and BW leave.
 
-    `params` are whole. `before` has dy, and the sums and rings as they were.
+    `params` are whole. `before` has dy, and the sums, maxima and rings as they were.
     """
-    dy, total, ring = before
+    dy, total, observed, ring = before
     if op is Op.B and slot.kind.rings.pooled:
         # All is read before anything is written to the same ring: else XLA copies it.
         kept, ring = lax.optimization_barrier((kept, ring))
@@ -262,11 +266,11 @@ def _layer_gradient(
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
     if op is Op.W:
         gradients = split.backward_weight(params, context, kept.residuals.for_w, kept.stash, dloss)
-        return dy, slot.added(total, gradients), ring
+        return dy, slot.added(total, gradients), observed, ring
     at_output, stash = Cotangent(dy, kept.dstate, dloss), ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
     else:
         dx, gradients, stash = split.backward_input(params, context, kept.residuals, at_output)
     ring = slot.kind.rings.after_b(ring, stash, dx.state, given.row)
-    return dx.value, slot.added(total, gradients), ring
+    return dx.value, slot.added(total, gradients), larger(observed, dx.observed), ring

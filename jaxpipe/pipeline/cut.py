@@ -58,8 +58,8 @@ class Ports(NamedTuple):
 
     Inputs: `x` and the `state` of slices before this one; `dy`, `dstate` and `dloss`, the gradients
     at the outputs. Outputs: `y`, `next_state`, `loss` and what else is made `beside` them; `dx` and
-    `dstate_before`; `gradients` of the parameters, of which `in_b` says whether B makes them. Those
-    that a layer may lack are tuples.
+    `dstate_before`; what is left at variables that are `observed`; `gradients` of the parameters,
+    of which `in_b` says whether B makes them. Those that a layer may lack are tuples.
     """
 
     x: Var
@@ -73,12 +73,18 @@ class Ports(NamedTuple):
     beside: tuple[Any, ...]
     dx: Any
     dstate_before: tuple[Any, ...]
+    observed: tuple[Any, ...]
     gradients: tuple[Any, ...]
     in_b: tuple[bool, ...]
 
     def gradients_of(self, *, b: bool) -> list[Any]:
         """The parameters' gradients that B makes, or that W does."""
         return [gradient for gradient, in_b in zip(self.gradients, self.in_b) if in_b is b]
+
+    @property
+    def made_by_b(self) -> list[Any]:
+        """What B makes, in the order in which it does."""
+        return [self.dx, *self.dstate_before, *self.observed, *self.gradients_of(b=True)]
 
 
 class Residuals(NamedTuple):
@@ -105,7 +111,7 @@ def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Cr
     free = {*jaxpr.constvars, *jaxpr.invars, *ports.next_state} - {ports.x, *ports.state, *after}
     on_dy = dependents(jaxpr, {*after, *ports.dloss})
     on_x = dependents(jaxpr, {ports.x, *ports.state}) - on_dy - free
-    b_outputs = [ports.dx, *ports.dstate_before, *ports.gradients_of(b=True)]
+    b_outputs = ports.made_by_b
     w_outputs = ports.gradients_of(b=False)
 
     layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}

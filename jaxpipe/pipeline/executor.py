@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Context, Side, StageFunctions
-from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec
+from jaxpipe.parallel import PP, REPLICAS, TP, Sharding, StageLayout, batch_spec
 from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import RunKind
@@ -267,11 +267,11 @@ class _RankProgram:
         carry = run_ticks(work, work.first_carry(x, own.totals(chunks)), columns, closing)
         every = (PP, *REPLICAS)
         losses = lax.psum(carry.losses, every)
-        sums, maxima = carry.side.sums.items(), carry.side.maxima.items()
         side = Side(
             None,
-            {name: lax.psum(value, every) for name, value in sums},
-            {name: lax.pmax(value, every) for name, value in maxima},
+            {name: lax.psum(value, every) for name, value in carry.side.sums.items()},
+            {name: lax.pmax(value, every) for name, value in carry.side.maxima.items()}
+            | {name: lax.pmax(value, (*every, TP)) for name, value in carry.observed.items()},
             {name: lax.psum(value, PP) for name, value in carry.side.rows.items()},
         )
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)

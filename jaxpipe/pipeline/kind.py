@@ -1,6 +1,6 @@
 """One kind of layer as a step runs it: traced at a device's shapes, and cut if it trains."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class RunKind:
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         split = None
         if policy is not None:
-            split = split_layer(kind.layer, params, x, context, policy, kind.keep)
+            split = split_layer(kind.layer, params, x, context, policy, kind.keep, kind.observed)
         return cls(kind, output, state, split)
 
     def with_rings(self, tables: Tables, *, on_host: bool = False) -> "RunKind":
@@ -78,14 +78,23 @@ def empty_side(kinds: Iterable[RunKind], microbatches: int) -> Side:
     return Side(None, sums, {name: _least(like) for name, like in maxima.items()}, rows)
 
 
+def first_observed(kinds: Iterable[RunKind], variables: Tree) -> dict[str, jax.Array]:
+    """The maxima of nothing that backward has seen, by the variables' names."""
+    names = {name for kind in kinds for name in kind.kind.observed}
+    return {name: jnp.zeros_like(variables[name]) for name in sorted(names)}
+
+
+def larger(total: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The maxima of both; names that only `total` has stay."""
+    return {**total, **{name: jnp.maximum(total[name], value) for name, value in more.items()}}
+
+
 def add_side(total: Side, more: Side, m: jax.Array) -> Side:
     """All with what a layer makes of the m-th microbatch; names that only `total` has stay."""
     sums = {name: total.sums[name] + value for name, value in more.sums.items()}
-    maxima = {name: jnp.maximum(total.maxima[name], value) for name, value in more.maxima.items()}
     rows = {name: total.rows[name].at[m].add(value) for name, value in more.rows.items()}
-    return Side(
-        total.loss, {**total.sums, **sums}, {**total.maxima, **maxima}, {**total.rows, **rows}
-    )
+    maxima = larger(total.maxima, more.maxima)
+    return Side(total.loss, {**total.sums, **sums}, maxima, {**total.rows, **rows})
 
 
 def _least(like: Any) -> jax.Array:

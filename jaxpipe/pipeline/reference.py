@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Context, Side, StageFunctions
+from jaxpipe.pipeline.split import observing
 
 Tree = Any
 
@@ -66,15 +67,18 @@ def step_ref(
     terms = sum(functions.count(rows) for rows in microbatches)
     kinds = [functions.by_name[name] for name in functions.kinds_of(len(layers))]
 
-    def shares(params: Tree, sequence: list[Tree]) -> tuple[jax.Array, tuple[Any, ...]]:
+    def shares(
+        params: Tree, seen: list[list[Tree]], sequence: list[Tree]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         losses, sides, outputs, states = [], [], [], [None] * len(kinds)
-        for rows in sequence:
+        for rows, of_layers in zip(sequence, seen):
             made = []
             x, more = functions.embed(params["shared"], rows), 0.0
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
                 context = Context(rows, jnp.int32(index), states[index], variables)
+                context = observing(context, of_layers[index])
                 x, states[index], side = kind.layer(layer, x, context)
                 more = more if side.loss is None else more + side.loss
                 made.append(side)
@@ -86,13 +90,18 @@ def step_ref(
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
         return sum(losses).sum(), (losses, outputs, sides)
 
-    shares_and_gradients = jax.jit(jax.value_and_grad(shares, has_aux=True))
+    # Everywhere copies of what is observed, for the gradients at one would be added up.
+    seen = [{name: variables[name] for name in kind.observed} for kind in kinds]
+    shares_and_gradients = jax.jit(jax.value_and_grad(shares, argnums=(0, 1), has_aux=True))
     params = {"shared": shared, "layers": layers}
     total, sides = jax.tree.map(jnp.zeros_like, params), []
     every, every_output = [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
-        (_, (losses, outputs, more)), gradients = shares_and_gradients(params, sequence)
+        made = shares_and_gradients(params, [seen] * len(sequence), sequence)
+        (_, (losses, outputs, more)), (gradients, left) = made
+        observed = [Side(maxima=one) for of_slice in left for one in of_slice]
+        more[0] = reduce(_joined, observed, more[0])
         every, every_output = every + losses, every_output + outputs
         total, sides = jax.tree.map(jnp.add, total, gradients), sides + more
     stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731

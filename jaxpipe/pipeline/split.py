@@ -18,7 +18,7 @@ A loss that the layer makes beside y is scaled by a constant that is known befor
 given that as the gradient at it, and nothing is stored.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,12 +38,14 @@ Layer = Callable[[Tree, Any, Context], LayerOutput]
 class Cotangent(NamedTuple):
     """Gradients at what a layer returns, or at what it is given: of y or x, state, and loss.
 
-    Of the state it has the inexact leaves alone. `loss` is used where the layer makes one.
+    Of the state it has the inexact leaves alone. `loss` is used where the layer makes one. What is
+    left at variables that are `observed` goes by their names.
     """
 
     value: Any
     state: tuple[Any, ...] = ()
     loss: Any = None
+    observed: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ class LayerSplit:
     """The pieces of one layer; made by `split_layer`, free of the values it was traced with.
 
     `residuals` and `stash` hold the shapes and dtypes of what is stored per microbatch, `output`
-    those of what the layer returns. The methods take the layer's parameters, x and context in the
-    form they were traced in; B and W take the context with the state as the last slice left it.
+    those of what the layer returns; `observed` are names of variables. The methods take the layer's
+    parameters, x and context in the form they were traced in; B and W take the context with the
+    state as the last slice left it.
     """
 
     residuals: Residuals
     stash: tuple[jax.ShapeDtypeStruct, ...]
     output: LayerOutput
+    observed: tuple[str, ...]
     _closed: ClosedJaxpr
     _ports: Ports
     _crossing: Crossing
@@ -117,13 +121,13 @@ class LayerSplit:
         self, params: Tree, context: Context, known: dict[Var, Any], handed: tuple[Var, ...]
     ) -> tuple[Cotangent, list[Any], tuple[Any, ...]]:
         """Gradients at the input, those of vectors, and what W is handed."""
-        ports = self._ports
-        vectors = ports.gradients_of(b=True)
-        outputs = [ports.dx, *ports.dstate_before, *vectors, *handed]
-        dx, *values = self._run(params, context, known, outputs)
-        states = len(ports.dstate_before)
-        dstate, rest = tuple(values[:states]), values[states:]
-        return Cotangent(dx, dstate), rest[: len(vectors)], tuple(rest[len(vectors) :])
+        made = self._ports.made_by_b
+        dx, *values = self._run(params, context, known, [*made, *handed])
+        handed = tuple(values[len(made) - 1 :])
+        rest = iter(values[: len(made) - 1])
+        dstate = tuple(next(rest) for _ in self._ports.dstate_before)
+        observed = {name: next(rest) for name in self.observed}
+        return Cotangent(dx, dstate, observed=observed), list(rest), handed
 
     def _run_w(self, params: Tree, context: Context, known: dict[Var, Any]) -> Tree:
         values = self._run(params, context, known, self._ports.gradients_of(b=False))
@@ -167,6 +171,7 @@ def split_layer(
     context: Context,
     policy: Policy = POLICIES["none"],
     keep: tuple[str, ...] = (),
+    observed: tuple[str, ...] = (),
 ) -> LayerSplit:
     """Trace a layer at the given shapes and cut it.
 
@@ -196,36 +201,47 @@ def split_layer(
     def both(params: Tree, data: Context, x: Any, state: Tree, dy: tuple[Any, ...]) -> Any:
         leaves, form = jax.tree.flatten(state)
 
-        def differentiated(params: Tree, x: Any, floats: tuple[Any, ...]) -> Any:
+        def differentiated(
+            params: Tree, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
+        ) -> Any:
             given = iter(floats)
             mixed = [
                 next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
             ]
-            context = data._replace(state=jax.tree.unflatten(form, mixed))
+            context = observing(data._replace(state=jax.tree.unflatten(form, mixed)), seen)
             output = layer(params, x, context)
             loss = () if output.side.loss is None else (output.side.loss,)
             return (output.y, inexact(output.state), loss), output
 
-        _, pull, output = jax.vjp(differentiated, params, x, inexact(state), has_aux=True)
-        dparams, dx, dstate = pull(dy)
-        return jax.tree.leaves(output), dx, dstate, dparams
+        seen = {name: data.variables[name] for name in observed}
+        _, pull, output = jax.vjp(differentiated, params, x, inexact(state), seen, has_aux=True)
+        dparams, dx, dstate, left = pull(dy)
+        return jax.tree.leaves(output), dx, dstate, [left[name] for name in observed], dparams
 
     data, state = context._replace(state=None), context.state
     dy = output.y, inexact(output.state), seed
     closed = trace_flat(both, params, data, x, state, dy)
-    ports = _ports(closed, params, state, output)
+    ports = _ports(closed, params, state, output, len(observed))
     crossing = cut(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),
         stash=_shapes(crossing.stash),
         output=output,
+        observed=observed,
         _closed=closed,
         _ports=ports,
         _crossing=crossing,
     )
 
 
-def _ports(closed: ClosedJaxpr, params: Tree, state: Tree, output: LayerOutput) -> Ports:
+def observing(context: Context, values: Mapping[str, Any]) -> Context:
+    """A context whose variables of these names are the values, to be differentiated by."""
+    return context._replace(variables={**context.variables, **values}) if values else context
+
+
+def _ports(
+    closed: ClosedJaxpr, params: Tree, state: Tree, output: LayerOutput, observed: int
+) -> Ports:
     """Which variable of the traced function is what, by the order of its arguments and results."""
     states, floats = len(jax.tree.leaves(state)), len(inexact(state))
     seeds = len(jax.tree.leaves(output.side.loss))
@@ -246,7 +262,8 @@ def _ports(closed: ClosedJaxpr, params: Tree, state: Tree, output: LayerOutput) 
         beside=tuple(beside[states + seeds :]),
         dx=dx,
         dstate_before=tuple(gradients[:floats]),
-        gradients=tuple(gradients[floats:]),
+        observed=tuple(gradients[floats : floats + observed]),
+        gradients=tuple(gradients[floats + observed :]),
         in_b=tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params)),
     )
 

@@ -17,7 +17,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, Made
 from jaxpipe.pipeline.ends import Ends, StepData
-from jaxpipe.pipeline.kind import RunKind, empty_side
+from jaxpipe.pipeline.kind import RunKind, empty_side, first_observed
 from jaxpipe.pipeline.pairing import paired
 from jaxpipe.pipeline.poison import spoil
 from jaxpipe.pipeline.rings import Kept, RingPlan, Rings
@@ -60,6 +60,7 @@ class RankWork:
             shared_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
             side=empty_side(self.kinds, microbatches),
+            observed={},
             outputs=jax.tree.map(
                 lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
             ),
@@ -75,6 +76,7 @@ class RankWork:
             carry = carry._replace(for_embed=self._ring(slots.embed + 1, x))
         return carry._replace(
             dx=message,
+            observed=first_observed(self.kinds, step.variables),
             layer_gradients=zeros["layers"],
             shared_gradients=zeros["shared"],
         )
@@ -232,13 +234,16 @@ class RankWork:
 
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> Gradients:
         """What a gradient action changes, as it is before."""
-        return Gradients(carry.dx, self._parts(carry, op), carry.layer_gradients[chunk])
+        totals = carry.layer_gradients[chunk]
+        return Gradients(carry.dx, self._parts(carry, op), totals, carry.observed)
 
     def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: Gradients) -> Carry:
         gradients = list(carry.layer_gradients)
         gradients[chunk] = made.totals
         rings = self._after(carry, op, made.rings)
-        return carry._replace(dx=made.dx, rings=rings, layer_gradients=tuple(gradients))
+        return carry._replace(
+            dx=made.dx, rings=rings, layer_gradients=tuple(gradients), observed=made.observed
+        )
 
     def _parts(self, carry: Carry, op: Op) -> tuple[Rings, ...]:
         """The rings that an op writes."""

@@ -9,6 +9,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
+from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.hardware import read_measured
 from jaxpipe.planning.sequence_checks import check_sequences
 from jaxpipe.runtime.devices import compute_capability
@@ -37,6 +38,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
+    check_fp8(config, platform)
     for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel

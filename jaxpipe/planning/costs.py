@@ -29,6 +29,7 @@ class LayerCosts:
 
     Attributes:
       F, B, W: FLOPs, with what B computes again. BW does both.
+      in_fp8: those of F, B and W that are of 8-bit floats.
       waits: shapes and dtypes of the values that wait: residuals that only B reads (`for_b`), those
         that W reads (`for_w`), and what B leaves for W (`stash`).
       state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
@@ -38,6 +39,7 @@ class LayerCosts:
     F: float
     B: float
     W: float
+    in_fp8: Mapping[str, float]
     waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
     parameters: tuple[Parameter, ...]
@@ -116,6 +118,7 @@ def essentials(config: Config) -> Config:
             microbatch_size=train.microbatch_size,
             seq_len=train.seq_len,
             compute_dtype=train.compute_dtype,
+            fp8=train.fp8,
             remat=train.remat,
             loss_chunks=train.loss_chunks,
         ),

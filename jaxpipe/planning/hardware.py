@@ -8,7 +8,7 @@ import msgspec
 
 from jaxpipe.config import Config, ConfigError, to_toml
 from jaxpipe.planning.costs import costs_of, essentials
-from jaxpipe.runtime.devices import DEVICES
+from jaxpipe.runtime.devices import DEVICES, Device
 from jaxpipe.schedule import Costs
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,9 +30,28 @@ class Hardware:
     @property
     def flops(self) -> float:
         """Dense bfloat16 FLOP/s that ops reach."""
+        return self._sheet.flops * self.efficiency
+
+    def seconds(self, flops: float, in_fp8: float) -> float:
+        """Of so many FLOPs, of which some are of 8-bit floats.
+
+        Raises `ConfigError` where the device has no products of these.
+        """
+        if not in_fp8:
+            return flops / self.flops
+        if not self._sheet.fp8:
+            able = ", ".join(name for name, sheet in DEVICES.items() if sheet.fp8)
+            raise ConfigError(
+                f"train.fp8 with the device {self.device!r}, which does not multiply 8-bit floats: "
+                f"use one of {able}, or set train.fp8=none."
+            )
+        return (flops - in_fp8) / self.flops + in_fp8 / (self._sheet.fp8 * self.efficiency)
+
+    @property
+    def _sheet(self) -> Device:
         if self.device not in DEVICES:
             raise ConfigError(f"unknown device {self.device!r}: use one of {', '.join(DEVICES)}.")
-        return DEVICES[self.device].flops * self.efficiency
+        return DEVICES[self.device]
 
 
 class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,9 +167,13 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     """
     costs = costs_of(config)
     layers = [costs.kinds[kind] for kind in costs.order]
-    mean = lambda op: sum(getattr(kind, op) for kind in layers) / len(layers)  # noqa: E731
+
+    def mean(op: str) -> float:
+        seconds = (hardware.seconds(getattr(kind, op), kind.in_fp8[op]) for kind in layers)
+        return sum(seconds) / len(layers)
+
     return OpSeconds(
-        layer=LayerSeconds(*(mean(op) / hardware.flops for op in ("F", "B", "W"))),
+        layer=LayerSeconds(mean("F"), mean("B"), mean("W")),
         head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
+from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.moe.products import Grouped, grouped_on
 from jaxpipe.parallel import (
     ContextParallel,
@@ -32,6 +33,9 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
     if config.model.routed_experts:
         more["product"] = grouped.product
+    if config.train.fp8 != "none":
+        delayed = config.train.fp8 == "delayed"
+        more["precision"] = Fp8(config.train.fp8_history if delayed else 0)
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,

@@ -74,15 +74,16 @@ def trace(config: Config) -> ModelCosts:
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr, turns: float = 1) -> float:
+def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float:
     """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
 
-    Loops that end when they have seen enough take `turns`.
+    Loops that end when they have seen enough take `turns`. With `fp8` only those of two 8-bit
+    floats.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return _total(jaxpr, _flops_of, turns)
+    return _total(jaxpr, partial(_flops_of, fp8=fp8), turns)
 
 
 def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
@@ -115,16 +116,19 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: floa
     return total
 
 
-def _flops_of(eqn: JaxprEqn) -> float | None:
+def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
     """Of one product, or of a kernel; None: it is neither."""
     name = eqn.primitive.name
     if name == "dot_general":
+        if fp8 and any(var.aval.dtype.itemsize > 1 for var in eqn.invars):
+            return 0
         (contract, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
-        return _ragged_flops(eqn)
-    return flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
+        return 0 if fp8 else _ragged_flops(eqn)
+    kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
+    return 0 if fp8 and kernel is not None else kernel
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:
@@ -152,6 +156,7 @@ def _layer_costs(
     }
     return LayerCosts(
         **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
+        in_fp8={op: product_flops(traced.jaxpr, before, fp8=True) for op, traced in ops.items()},
         exchanged={op: exchanged_bytes(traced.jaxpr, parallel.ep) for op, traced in ops.items()},
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),

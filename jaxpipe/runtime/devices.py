@@ -4,20 +4,24 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """Dense bfloat16 FLOP/s without sparsity, and bytes of memory."""
+    """Dense bfloat16 FLOP/s without sparsity, bytes of memory, and FLOP/s of 8-bit floats.
+
+    `fp8` is 0 where it has no products of them.
+    """
 
     flops: float
     memory: int
+    fp8: float = 0
 
 
 _GB = 10**9
 DEVICES: dict[str, Device] = {
-    "B200": Device(2250e12, 180 * _GB),
-    "H200": Device(989e12, 141 * _GB),
-    "H100": Device(989e12, 80 * _GB),
+    "B200": Device(2250e12, 180 * _GB, 4500e12),
+    "H200": Device(989e12, 141 * _GB, 1979e12),
+    "H100": Device(989e12, 80 * _GB, 1979e12),
     "A100": Device(312e12, 80 * _GB),
-    "L40S": Device(362e12, 48 * _GB),
-    "RTX 4090": Device(165e12, 24 * _GB),
+    "L40S": Device(362e12, 48 * _GB, 733e12),
+    "RTX 4090": Device(165e12, 24 * _GB, 330e12),
 }
 
 

@@ -88,6 +88,9 @@ def _resumed(
             f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
+    known, has = trainer.state_shapes.variables, parts.get("variables") or {}
+    if new := sorted(known.keys() - has.keys()) if isinstance(known, dict) else []:
+        say(f"the checkpoint has no {', '.join(new)} of this model: begun anew")
     position = meta["position"]
     tokens = meta.get("tokens", position * trainer.config.train.seq_len)  # older ones: no padding
     return trainer.state_of(parts, meta.get("guard", {})), Seen(position, tokens)

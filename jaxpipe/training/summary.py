@@ -44,7 +44,8 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
             f"{train.grad_accum_steps} microbatches x {train.microbatch_size} sequences x "
             f"dp={parallel.dp}{shared} x {train.seq_len} tokens = {config.tokens_per_step:,}{cut}"
         ),
-        "precision": f"{train.compute_dtype} compute, float32 parameters and sums",
+        "precision": f"{train.compute_dtype} compute, float32 parameters and sums"
+        + ("" if train.fp8 == "none" else f", products of layers in fp8 ({train.fp8} scaling)"),
         "schedule": (
             f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
             f"{tables.lockstep.transfer_ticks}, remat {train.remat}"

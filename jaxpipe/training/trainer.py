@@ -190,10 +190,14 @@ class Trainer:
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
     ) -> State:
-        """The state that goes on from what a checkpoint holds, `Guard.saved` among it."""
+        """The state that goes on from what a checkpoint holds; variables that it lacks are new."""
         guard = Guard.fresh(self.config.train).restored(guarded)
         guard = jax.device_put(guard, self.state_shardings.guard)
-        return State(**{"variables": None, **parts, "guard": guard})
+        variables, first = parts.get("variables"), self.model.functions.variables
+        if isinstance(first, dict):
+            new = jax.device_put(first, self.state_shardings.variables)
+            variables = new | (variables or {})
+        return State(**parts | {"variables": variables, "guard": guard})
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""

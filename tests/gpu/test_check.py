@@ -81,6 +81,31 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("schedule", "fp8", "mesh", "ops"),
+    [
+        ("zb_h1", "delayed", "parallel.dp=2", {"F": 7, "B": 7, "W": 7}),
+        ("1f1b", "current", "parallel.tp=2", {"F": 7, "BW": 14}),
+    ],
+)
+def test_layers_multiply_in_8_bits(schedule, fp8, mesh, ops):
+    """Every product with a weight of a layer, and only these: two layers a stage, seven weights."""
+    found = report(
+        *STEP, "parallel.pp=4", "parallel.dp=1", mesh, f"parallel.schedule={schedule}",
+        f"train.fp8={fp8}", "parallel.layer_split=even",
+    )  # fmt: skip
+    narrow = [one for one in found["products"] if "f8" in one["operands"]]
+    assert {one["library"] for one in narrow} == {"__cublas$lt$matmul$f8"}
+    forms = {"F": {"f8e4m3fn x f8e4m3fn"}, "B": {"f8e5m2 x f8e4m3fn"}, "W": {"f8e4m3fn x f8e5m2"}}
+    forms["BW"] = forms["B"] | forms["W"]
+    for op, count in ops.items():
+        of_op = [one for one in narrow if one["op"] == op]
+        assert sum(one["count"] for one in of_op) == 2 * count
+        assert {one["operands"] for one in of_op} == forms[op]
+    assert sum(one["count"] for one in narrow) == 2 * sum(ops.values())
+
+
+@needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("shared", ["false", "true"])
 def test_the_step_on_a_whole_mesh(shared):

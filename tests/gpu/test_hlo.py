@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpipe.gpu.products import products
 from jaxpipe.gpu.program import Copy, Permute, Program, bytes_of, graphs
 
 ASYNC = '"is_sync":false'
@@ -230,3 +231,29 @@ def test_a_loop_inside_a_graph_is_one_graph():
 
 def test_no_loop_no_graph():
     assert graphs("001: kCustomKernel [source | sink] fusion\n") is None
+
+
+def test_products_are_counted_by_op_library_and_dtype():
+    call = (
+        '  %m.{i} = (bf16[8,8]{{0,1}}, s8[4]{{0}}) custom-call(%x, %w), custom_call_target="{to}", '
+        'metadata={{op_name="jit(step)/while/body/{scope}cond/branch_1_fun/dot_general"}}'
+    )
+    lines = [
+        "%body (x: f8e5m2[8,8], w: f8e4m3fn[8,8]) -> bf16[8,8] {",
+        "  %x = f8e5m2[8,8]{1,0} parameter(0)",
+        "  %w = f8e4m3fn[8,8]{1,0} parameter(1)",
+        call.format(i=1, to="__cublas$lt$matmul$f8", scope="B_chunk0/"),
+        call.format(i=2, to="__cublas$lt$matmul$f8", scope="B_chunk1/"),
+        call.format(i=3, to="__cublas$gemm", scope=""),
+        call.format(i=4, to="__cudnn$fmhaSoftmax", scope="F_chunk0/"),
+        call.format(i=5, to="__cublas$gemm", scope="F_chunk0+BW_chunk1/"),
+        "  ROOT %d = bf16[8,8]{1,0} dot(%w, %x), lhs_contracting_dims={1}",
+        "}",
+    ]
+    operands, swapped = "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2"
+    assert products(Program("\n".join(lines))) == (
+        ("", "XLA", swapped, 1),
+        ("", "__cublas$gemm", operands, 1),
+        ("B", "__cublas$lt$matmul$f8", operands, 2),
+        ("F+BW", "__cublas$gemm", operands, 1),
+    )

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import cal_diff
+from oracles.fp8 import emulated
 
 from jaxpipe import config as configs
 from jaxpipe.bench import train
+from jaxpipe.contract import Context
 from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.packed import Documents
+from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.training.trainer import Trainer
 
@@ -52,6 +56,33 @@ def test_bfloat16_with_the_fused_attention_learns():
     assert found["losses"][1] < found["losses"][0]
     assert found["peak_memory_bytes"] > 4 * found["parameters"]
     assert jnp.isfinite(found["step_seconds"])
+
+
+@pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
+def test_products_in_8_bits_are_those_of_the_same_values_in_float32(history):
+    """Also that cuBLAS makes them: F, B and W each an 8-bit product of its own."""
+    rng = np.random.default_rng(0)
+    drawn = (
+        rng.normal(size=(2, 64, 128)),
+        rng.normal(size=(128, 256)),
+        rng.normal(size=(2, 64, 256)),
+    )
+    x, weight, dy = (jnp.asarray(array, "bfloat16") for array in drawn)
+    fp8 = Fp8(history)
+    scales = jnp.float32([[[2.0**-6, 2.0**-6, 2.0**-13]]])
+    dot = fp8.dot(("up",), ONE_DEVICE, Context({}, jnp.int32(0), None, {"fp8_scale": scales}))
+
+    def run(x, weight, dy):
+        (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
+        return made, *pull((dy,))
+
+    compiled = jax.jit(run).lower(x, weight, dy).compile()
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    given = scales[0].tolist() if history else None
+    (made,), dx, (dweight,) = emulated(*map(np.asarray, (x, [weight], [dy])), given)
+    for got, want in zip(compiled(x, weight, dy), (made, dx, dweight), strict=True):
+        got = np.asarray(got, np.float32)
+        assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)  # bfloat16: 2e-3
 
 
 @pytest.mark.parametrize("stretch", [slice(None), slice(256, 512), slice(512, 768)], ids=str)

@@ -27,6 +27,11 @@ class GPT2(CausalDecoder):
         """Causal attention, within the document."""
         return Attend(self.sequence, self.config.attention, documents=self.documents)
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The weights of a layer by name."""
+        return "wq", "wk", "wv", "wo", "w_up", "w_down"
+
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
         """A layer as a module; there is one kind."""
         return DecoderLayer(self.config, parts, init)
@@ -45,6 +50,4 @@ class GPT2(CausalDecoder):
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
     ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
-        masks = self._masks(context.rows, context.index, self._length(x))
-        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
-        return with_past(*layer(x, self._past(x, context), masks, documents))
+        return with_past(*nnx.merge(self._layers[kind], params)(x, self._given(x, context)))

@@ -9,10 +9,8 @@ import jax
 from flax import nnx
 
 from jaxpipe.model.attention import Past
-from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.packed import Documents
-from jaxpipe.model.parts import EndParts, Init, LayerNorm, Parts, along_last
+from jaxpipe.model.parts import Dot, EndParts, Given, Init, LayerNorm, Parts, along_last
 
 
 class Attention(nnx.Module):
@@ -31,22 +29,21 @@ class Attention(nnx.Module):
         self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
         self.width, self.parts = config.head_size, parts
 
-    def __call__(
-        self, x_BLD: jax.Array, past: Past | None, masks: Masks, documents: Documents | None
-    ) -> tuple[jax.Array, Past | None]:
+    def __call__(self, x_BLD: jax.Array, given: Given) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
-        devices, dot = self.parts.devices, self.parts.dot
+        devices, dot = self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
-        def heads(weight: nnx.Param, bias: nnx.Param) -> jax.Array:
-            x_BLX = dot(x_BLD, weight[...])
+        def heads(x_BLX: jax.Array, bias: nnx.Param) -> jax.Array:
             x_BLX = x_BLX + along_last(bias[...], x_BLX)
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
-        q_BLHK, k_BLHK = heads(self.wq, self.bq), heads(self.wk, self.bk)
-        v_BLHK = heads(self.wv, self.bv)
+        made = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
+        q_BLHK, k_BLHK, v_BLHK = map(heads, made, (self.bq, self.bk, self.bv))
+        past, masks, documents, _ = given
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
-        y_BLD = devices.leave(dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), self.wo[...]))
+        (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
+        y_BLD = devices.leave(made_BLD)
         return y_BLD + along_last(self.bo[...], y_BLD), past
 
 
@@ -62,12 +59,13 @@ class MLP(nnx.Module):
         self.b_down = init("mlp/b_down", (d,), 0.0, parts.own(differs=parts.devices.sequence))
         self.parts = parts
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        devices, dot = self.parts.devices, self.parts.dot
-        up_BLF = dot(devices.enter(x_BLD), self.w_up[...])
+        devices = self.parts.devices
+        (up_BLF,) = dot(devices.enter(x_BLD), w_up=self.w_up[...])
         hidden_BLF = jax.nn.gelu(up_BLF + along_last(self.b_up[...], up_BLF), approximate=True)
-        y_BLD = devices.leave(dot(hidden_BLF, self.w_down[...]))
+        (down_BLD,) = dot(hidden_BLF, w_down=self.w_down[...])
+        y_BLD = devices.leave(down_BLD)
         return y_BLD + along_last(self.b_down[...], y_BLD)
 
 
@@ -82,14 +80,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = LayerNorm("mlp_norm", d, eps, init, norm)
         self.mlp = MLP(config, parts, init)
 
-    def __call__(
-        self, x_BLD: jax.Array, past: Past | None = None, masks: Masks = NO_MASKS,
-        documents: Documents | None = None,
-    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+    def __call__(self, x_BLD: jax.Array, given: Given) -> tuple[jax.Array, Past | None]:
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), past, masks, documents)
-        x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
-        return x_BLD + masks.stream(self.mlp(self.mlp_norm(x_BLD)), "mlp"), past
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), given)
+        x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
+        return x_BLD + given.masks.stream(self.mlp(self.mlp_norm(x_BLD), given.dot), "mlp"), past
 
 
 class Ends(nnx.Module):

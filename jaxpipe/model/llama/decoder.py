@@ -34,6 +34,11 @@ class Decoder(CausalDecoder):
         config = self.config
         return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The weights of a layer by name, but for the router's and the routed experts'."""
+        return "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"
+
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
         """A layer of a kind as a module."""
         return DecoderLayer(kind, self.config, parts, init)
@@ -52,11 +57,9 @@ class Decoder(CausalDecoder):
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
     ) -> LayerOutput:
         """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
-        length = self._length(x)
-        positions = self._positions(context.rows, x.shape[0], length)
-        masks = self._masks(context.rows, context.index, length)
-        layer, documents = nnx.merge(self._layers[kind], params), self._documents(context.rows)
-        return layer(x, positions, context, self._past(x, context), masks, documents)
+        positions = self._positions(context.rows, x.shape[0], self._length(x))
+        layer = nnx.merge(self._layers[kind], params)
+        return layer(x, positions, context, self._given(x, context))
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """The choice of experts, which no rounding may change between F and B."""
@@ -73,9 +76,7 @@ class Decoder(CausalDecoder):
         if not self.config.n_experts:
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
-        variables = balance.variables
-        after = balance.next_variables if variables else None
-        return replace(
-            functions, variables=variables, next_variables=after, report=balance.report,
-            reads=(*functions.reads, ROUTES),
-        )  # fmt: skip
+        functions = replace(functions, report=balance.report, reads=(*functions.reads, ROUTES))
+        if balance.variables is None:
+            return functions
+        return functions.with_variables(balance.variables, balance.next_variables)

@@ -15,12 +15,10 @@ from flax import nnx
 
 from jaxpipe.contract import Context, LayerOutput, Side
 from jaxpipe.model.attention import Past, with_past
-from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.layer import Mixture
-from jaxpipe.model.packed import Documents
-from jaxpipe.model.parts import EndParts, Init, Parts, RMSNorm
+from jaxpipe.model.parts import Dot, EndParts, Given, Init, Parts, RMSNorm
 
 
 def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
@@ -77,25 +75,26 @@ class Attention(nnx.Module):
         self.config, self.parts = config, parts
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, past: Past | None, masks: Masks,
-        documents: Documents | None,
-    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: Given
+    ) -> tuple[jax.Array, Past | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
-        config, devices, dot = self.config, self.parts.devices, self.parts.dot
+        config, devices, dot = self.config, self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
-        def heads(weight: jax.Array) -> jax.Array:
-            return dot(x_BLD, weight).reshape(*x_BLD.shape[:2], -1, config.head_size)
+        def heads(x_BLX: jax.Array) -> jax.Array:
+            return x_BLX.reshape(*x_BLX.shape[:2], -1, config.head_size)
 
-        q_BLHK = heads(self.wq[...])
-        k_BLGK, v_BLGK = heads(self._own(self.wk[...])), heads(self._own(self.wv[...]))
+        wk, wv = self._own(self.wk[...]), self._own(self.wv[...])
+        q_BLHK, k_BLGK, v_BLGK = map(heads, dot(x_BLD, wq=self.wq[...], wk=wk, wv=wv))
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)
         k_BLGK = rotary(k_BLGK, positions_BL, config)
+        past, masks, documents, _ = given
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLGK, v_BLGK, past, masks, documents)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
-        return devices.leave(dot(mixed_BLX, self.wo[...])), past
+        (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
+        return devices.leave(made_BLD), past
 
     def _own(self, weight: jax.Array) -> jax.Array:
         """Of a key or value weight the heads that this device's query heads read."""
@@ -118,15 +117,15 @@ class MLP(nnx.Module):
         self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
         self.parts = parts
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD)))
+        return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD), dot))
 
-    def of_whole(self, x_BLD: jax.Array) -> jax.Array:
+    def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """The same of the whole stream, as a summand of what the devices make."""
-        dot = self.parts.dot
-        gate_BLF, up_BLF = dot(x_BLD, self.w_gate[...]), dot(x_BLD, self.w_up[...])
-        return dot(jax.nn.silu(gate_BLF) * up_BLF, self.w_down[...])
+        gate_BLF, up_BLF = dot(x_BLD, w_gate=self.w_gate[...], w_up=self.w_up[...])
+        (down_BLD,) = dot(jax.nn.silu(gate_BLF) * up_BLF, w_down=self.w_down[...])
+        return down_BLD
 
 
 class DecoderLayer(nnx.Module):
@@ -147,19 +146,18 @@ class DecoderLayer(nnx.Module):
         self.kind = kind
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context,
-        past: Past | None = None, masks: Masks = NO_MASKS, documents: Documents | None = None,
-    ) -> LayerOutput:  # fmt: skip
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: Given
+    ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
         x_norm_BLD = self.attn_norm(x_BLD)
-        mixed_BLD, past = self.attn(x_norm_BLD, positions_BL, past, masks, documents)
-        x_BLD = x_BLD + masks.stream(mixed_BLD, "attention")
+        mixed_BLD, past = self.attn(x_norm_BLD, positions_BL, given)
+        x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
         normed_BLD, side = self.mlp_norm(x_BLD), Side()
         if self.kind == SPARSE:
-            made_BLD, side = self.moe(normed_BLD, context)
+            made_BLD, side = self.moe(normed_BLD, context, given.dot)
         else:
-            made_BLD = self.mlp(normed_BLD)
-        return with_past(x_BLD + masks.stream(made_BLD, "mlp"), past, side)
+            made_BLD = self.mlp(normed_BLD, given.dot)
+        return with_past(x_BLD + given.masks.stream(made_BLD, "mlp"), past, side)
 
 
 class Ends(nnx.Module):

@@ -9,7 +9,7 @@ from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.experts import Experts, dispatch_of
 from jaxpipe.model.moe.router import CHOICE, Router
-from jaxpipe.model.parts import Init, Parts
+from jaxpipe.model.parts import Dot, Init, Parts
 
 KEEP = (CHOICE, LOADS)  # what F stores whatever is rematerialised
 
@@ -26,15 +26,15 @@ class Mixture(nnx.Module):
         sequence = parts.attend.sequence
         self.balance = Balance(config, parts.devices, sequence, parts.recorded)
 
-    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Side]:
-        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it."""
+    def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Side]:
+        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it; shared ones use `dot`."""
         x_BLD = self.parts.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
         weights_BLK = routes.weights_BLK.astype(x_BLD.dtype)
         y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.choice_BLK, self.experts)
         if self.balance.config.shared_experts:
-            y_BLD += self.shared.of_whole(x_BLD)
+            y_BLD += self.shared.of_whole(x_BLD, dot)
         side = self.balance.side(routes, dropped, context.index)
         return self.parts.devices.leave(y_BLD), side
 

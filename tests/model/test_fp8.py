@@ -1,0 +1,134 @@
+"""Products in 8-bit floats against NumPy with the same roundings; scales, sizes, costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same
+from oracles.fp8 import emulated
+
+from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
+from jaxpipe.contract import Context, Side
+from jaxpipe.model.fp8 import E4M3, E5M2, Fp8, scale_of
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.planning import fp8_checks
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.hardware import Hardware, analytic
+
+NAMES = ("up", "gate")
+
+
+def problem(dtype):
+    """x, two weights and the gradients at their products, none of them exact in 8 bits."""
+    rng = np.random.default_rng(0)
+    x, up, gate = (rng.normal(size=shape) for shape in ((2, 5, 16), (16, 32), (16, 48)))
+    dys = [1e-7 * rng.normal(size=(2, 5, width)) for width in (32, 48)]
+    return jax.tree.map(lambda a: np.asarray(a, np.float32).astype(dtype), (x, (up, gate), dys))
+
+
+@pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_products_and_gradients_have_the_roundings_of_8_bits(history, dtype):
+    with jax.enable_x64(True):
+        x, weights, dys = problem(jnp.dtype(dtype))
+        scales = 2.0 ** np.array([[-8, -7, -38], [-9, -9, -42]])  # the last of each saturates
+        fp8 = Fp8(history)
+        variables = {"fp8_scale": jnp.asarray(np.stack([np.ones_like(scales), scales]), "float32")}
+
+        def run(x, weights, variables):
+            dot = fp8.dot(NAMES, ONE_DEVICE, Context({}, jnp.int32(1), None, variables))
+            return dot(x, **dict(zip(NAMES, weights)))
+
+        made, pull = jax.vjp(run, x, weights, variables)
+        dx, dweights, seen = pull(tuple(map(jnp.asarray, dys)))
+        got = list(made), dx, list(dweights)
+        want = emulated(x, weights, dys, list(scales) if history else None)
+        if dtype == "float64":
+            assert_same(got, want, 1e-14)
+        else:  # a sum may be rounded to either neighbour, but for dx, whose summands are too
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+                np.testing.assert_allclose(
+                    np.asarray(one, np.float32), other, 2**-7, 1e-2 * other.std()
+                )
+        if history:
+            largest = [[np.abs(a).max() for a in (x, w, dy)] for w, dy in zip(weights, dys)]
+            np.testing.assert_array_equal(
+                seen["fp8_scale"], np.array([0 * scales, largest], np.float32)
+            )
+
+
+def test_scales_follow_the_largest_of_the_history():
+    fp8 = Fp8(2)
+    first = fp8.variables(layers=1, products=1)
+    assert first["fp8_scale"].tolist() == [[[2.0**-1, 2.0**-7, 2.0**-20]]]
+    seen = lambda *largest: Side(maxima={"fp8_scale": jnp.float32([[largest]])})  # noqa: E731
+    once = fp8.next_variables(first, seen(3.0, 0.0, jnp.inf))  # what was not seen stays
+    assert once["fp8_scale"].tolist() == [[[2.0**-6, 2.0**-7, 2.0**-20]]]
+    twice = fp8.next_variables(once, seen(1.0, 4.0, 1.0))
+    assert twice["fp8_scale"].tolist() == [[[2.0**-6, 2.0**-5, 2.0**-14]]]
+    thrice = fp8.next_variables(twice, seen(0.5, 0.25, 0.0))
+    assert thrice["fp8_scale"].tolist() == [[[2.0**-7, 2.0**-5, 2.0**-14]]]
+    assert thrice["fp8_history"].tolist() == [[[[0.5, 1.0], [0.25, 4.0], [0.0, 1.0]]]]
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_no_largest_value_saturates(form):
+    largest = jnp.float32([1e-20, 0.99999994, 1.0, 3.0, 448.0, 1e30])
+    reached = largest / scale_of(largest, form)
+    assert form.largest / 3.5 <= float(reached.min())
+    assert float(reached.max()) < form.largest / 1.75 * (1 + 1e-6)
+    assert not jnp.isfinite(scale_of(jnp.float32([jnp.nan, jnp.inf]), form)).any()
+
+
+def settings(parallel=None, train=None, **model):
+    sizes = {"n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 128,
+             "vocab_size": 96} | model  # fmt: skip
+    given = {"steps": 1, "grad_accum_steps": 1, "microbatch_size": 2, "seq_len": 32,
+             "compute_dtype": "bfloat16", "fp8": "delayed"} | (train or {})  # fmt: skip
+    return Config(
+        model=LlamaConfig(**sizes).resolved(), parallel=ParallelConfig(**(parallel or {})),
+        train=TrainConfig(**given),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (settings(train={"compute_dtype": "float32"}), "set train.compute_dtype=bfloat16"),
+        (settings(d_model=72, head_dim=16), "multiples of 16, but model.d_model is 72: change it"),
+        (settings(d_ff=120), "but model.d_ff / parallel.tp is 120"),
+        (settings({"tp": 2}, d_ff=176), "but model.d_ff / parallel.tp is 88"),
+        (settings(n_kv_heads=1, head_dim=8), "a device's keys, heads x model.head_dim, is 8"),
+        (settings({"slices": 4}, {"microbatch_size": 1}), "train.seq_len / parallel.slices is 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(config, message):
+    with pytest.raises(ConfigError, match="train.fp8=none") as caught:
+        fp8_checks.check_fp8(config, None)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    fp8_checks.check_fp8(settings(), "cpu")
+
+
+def test_gpus_without_8_bit_products_are_refused(monkeypatch):
+    monkeypatch.setattr(fp8_checks, "compute_capability", lambda: 8.0)
+    with pytest.raises(ConfigError, match=r"Hopper\) or later, but these have 8.0"):
+        fp8_checks.check_fp8(settings(), "cuda")
+    with pytest.raises(ConfigError, match="the device 'A100', which does not multiply 8-bit"):
+        analytic(settings(), Hardware("A100"))
+
+
+def test_a_plan_knows_what_is_in_8_bits():
+    fp8, plain = (
+        costs_of(settings(train={"fp8": fp8})).kinds["layer"] for fp8 in ("delayed", "none")
+    )
+    tokens, matrices = 2 * 32, 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
+    assert fp8.in_fp8 == dict.fromkeys("FBW", 2.0 * tokens * matrices)
+    assert [fp8.F, fp8.B, fp8.W] == [plain.F, plain.B, plain.W]
+    assert plain.in_fp8 == dict.fromkeys("FBW", 0.0)
+    seconds = [analytic(settings(train={"fp8": fp8}), Hardware()) for fp8 in ("delayed", "none")]
+    assert pytest.approx(989 / 1979) == seconds[0].layer.W / seconds[1].layer.W
+    assert 0.5 < seconds[0].layer.F / seconds[1].layer.F < 1
+    waits = {value.dtype for value in fp8.waits["stash"]}
+    assert waits == {jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")}

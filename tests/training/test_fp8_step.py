@@ -1,0 +1,161 @@
+"""A step in 8-bit floats is the same on every mesh; a run goes on with it, or without."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import SMALL
+from compare import assert_same
+from routed import restored, run
+
+from jaxpipe import config as configs
+from jaxpipe.model.fp8 import Fp8
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.gpt2.decoder import GPT2
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.parallel import TensorParallel, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, step_ref
+from jaxpipe.schedule import build
+from jaxpipe.training.trainer import Trainer
+
+LAYERS, MICROBATCHES, LENGTH = 4, 4, 16
+SIZES = {"n_layers": LAYERS, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 48}
+LLAMA = Decoder, LlamaConfig(**SIZES, n_kv_heads=2, head_dim=16, qk_norm=True)
+MIXTURE = Decoder, LlamaConfig(
+    **SIZES, n_kv_heads=2, head_dim=16, n_experts=4, experts_per_token=2, d_expert=16,
+    shared_experts=1, first_dense_layers=1, router_bias_rate=0.001,
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "mixture": MIXTURE, "gpt2": (GPT2, GPT2Config(**SIZES, max_seq_len=16))}
+
+
+def batch(microbatches, sequences):
+    tokens = jax.random.randint(jax.random.key(1), (8, 2, LENGTH + 1), 0, 48)
+    tokens = tokens.reshape(microbatches, sequences, LENGTH + 1)
+    return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+
+
+@cache
+def wanted(model, history, microbatches):
+    """The twin's parameters, state and step, on one device and without a schedule."""
+    make, config = MODELS[model]
+    one, key = make(config, precision=Fp8(history)), jax.random.key(0)
+    wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tree)  # noqa: E731
+    shared = wide(one.init_ends(key))
+    layers = [
+        wide(one.init_layer(key, i, kind)) for i, kind in enumerate(config.layer_kinds)
+    ]  # fmt: skip
+    variables = one.functions.variables
+    if history:  # scales that differ by layer, product and operand, some of them too small
+        drawn = np.random.default_rng(3).integers(-6, 1, variables["fp8_scale"].shape)
+        variables = variables | {"fp8_scale": variables["fp8_scale"] * 2.0**drawn}
+    variables = jax.tree.map(jnp.asarray, variables)
+    given = batch(microbatches, 16 // microbatches)
+    return shared, layers, variables, step_ref(
+        one.functions, shared, layers, given, variables=variables
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "history", "name", "mesh", "sequence", "execution"),
+    [
+        ("llama", 4, "zb_h1", (2, 2, 1), False, {"zero_stage": 2}),
+        ("llama", 4, "zbv", (2, 2, 2), True, {"remat": "selective"}),
+        ("llama", 0, "1f1b", (2, 1, 2), False, {"remat": "full"}),
+        ("llama", 0, "zb_h1", (2, 2, 1), False, {"zero_stage": 3, "reshard_after_forward": True}),
+        ("gpt2", 4, "dualpipe", (2, 2, 1), False, {}),
+        ("mixture", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
+        ("llama", 4, "1f1b", (2, 2, 1), False, {"overlap_sums": True, "poison_bubbles": True}),
+    ],
+)
+def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):
+    pp, dp, tp = mesh
+    with jax.enable_x64(True):
+        # Of current scales a device's part of a microbatch has its own, as if it were one.
+        twin = MICROBATCHES * dp if not history else MICROBATCHES
+        shared, layers, variables, want = wanted(model, history, twin)
+        make, config = MODELS[model]
+        devices = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
+        functions = make(config, precision=Fp8(history), **devices).functions
+        schedule = build(name, pp=pp, microbatches=MICROBATCHES)
+        mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
+        counts = (LAYERS // schedule.stages,) * schedule.stages
+        pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**execution))
+        layout = pipeline.layout(LAYERS // pp)
+        params = {"shared": shared, "layers": layout.stack(layers)}
+        given = batch(MICROBATCHES, 4)
+        got = jax.jit(pipeline.step)(params, given, variables)
+        gradients = {**got.gradients, "layers": layout.unstack(got.gradients["layers"])}
+        for layer in (*gradients["layers"], *want.gradients["layers"]):
+            layer["attn"].pop("bk", None)  # is zero: a softmax does not see it
+        assert_same((got.losses.sum(), gradients), (want.losses.sum(), want.gradients))
+        if history:
+            np.testing.assert_allclose(
+                got.side.maxima["fp8_scale"], want.side.maxima["fp8_scale"], 1e-6
+            )
+            assert (want.side.maxima["fp8_scale"] > 0).any(axis=(0, 1)).all()
+
+
+def test_slices_are_seen_too():
+    """A sequence in two slices makes the step of whole ones, up to what its scales are made of."""
+    with jax.enable_x64(True):
+        shared, layers, variables, want = wanted("llama", 4, MICROBATCHES)
+        functions = Decoder(LLAMA[1], precision=Fp8(4), slices=2).functions
+        schedule = build("1f1b", pp=2, microbatches=MICROBATCHES, slices=2)
+        mesh = make_mesh(2, 1, devices=jax.devices()[:2])
+        pipeline = Pipeline(functions, schedule, mesh, (2, 2), Execution())
+        layout = pipeline.layout(2)
+        cut = lambda a: a.reshape(4, 4, 2, 8).swapaxes(1, 2).reshape(8, 4, 8)  # noqa: E731
+        given = {name: cut(leaf) for name, leaf in batch(MICROBATCHES, 4).items()}
+        given["slice"] = jnp.tile(jnp.arange(2)[:, None], (4, 4)).reshape(8, 4)
+        params = {"shared": shared, "layers": layout.stack(layers)}
+        got = jax.jit(pipeline.step)(params, given, variables)
+        twin = step_ref(functions, shared, layers, given, 2, variables)
+        gradients = {**got.gradients, "layers": layout.unstack(got.gradients["layers"])}
+        assert_same((got.losses, gradients), (twin.losses, twin.gradients))
+        maxima = got.side.maxima["fp8_scale"], twin.side.maxima["fp8_scale"]
+        np.testing.assert_allclose(*maxima, 1e-6)
+        np.testing.assert_allclose(got.losses.sum(), want.losses.sum(), 1e-12)
+
+
+def batches(position, microbatches, batch_size, rows=None):
+    while True:
+        tokens = np.random.default_rng(position).integers(0, 256, (microbatches, batch_size, 33))
+        tokens = tokens.astype(np.int32)
+        yield {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+        position += microbatches * batch_size
+
+
+def trainer_of(*overrides):
+    given = ["train.compute_dtype=bfloat16", "train.eval_every=0", "model.d_model=64",
+             "train.fp8_history=3", "parallel.pp=2", "parallel.dp=1", "train.microbatch_size=2",
+             *overrides]  # fmt: skip
+    config = configs.load(SMALL, given)
+    parallel = config.parallel
+    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+
+
+def test_a_run_goes_on_in_8_bits_elsewhere_and_back(tmp_path):
+    """bfloat16, then fp8 with scales of its own, then bfloat16 again; restored on another mesh."""
+    said = []
+    assert run(trainer_of("train.steps=1"), tmp_path, data=batches) == 0
+    fp8 = trainer_of("train.fp8=delayed", "train.steps=3")
+    assert run(fp8, tmp_path, said.append, data=batches) == 0
+    assert any("no fp8_history, fp8_scale of this model: begun anew" in line for line in said)
+    elsewhere = trainer_of(
+        "train.fp8=delayed", "parallel.dp=2", "parallel.tp=2", "parallel.zero_stage=2"
+    )
+    (state, _), (other, _) = restored(fp8, tmp_path), restored(elsewhere, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, state, other)
+    variables = state["variables"]
+    history = variables["fp8_history"]
+    assert history.shape == (4, 7, 3, 3)
+    assert (history[..., :2] > 0).all()  # of two steps, every operand of every product
+    assert (history[..., 2] == 0).all()
+    power = 2.0 ** (np.floor(np.log2(history.max(-1))) + 1 - np.array([8, 8, 15]))
+    np.testing.assert_array_equal(variables["fp8_scale"], power)
+    (longer, _) = restored(trainer_of("train.fp8=delayed", "train.fp8_history=5"), tmp_path)
+    assert longer["variables"].keys() == {"fp8_scale"}  # another history begins anew
+    assert run(trainer_of("train.steps=4"), tmp_path, said.append, data=batches) == 0
