@@ -228,6 +228,21 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
 
 
 @pytest.mark.parametrize(
+    ("name", "pp", "up"),
+    [
+        ("1f1b", 4, [(0, 1), (1, 2), (2, 3)]),  # nobody sends from the last rank to the first
+        ("zbv", 4, [(0, 1), (1, 2), (2, 3)]),
+        ("dualpipe", 2, [(0, 1), (1, 0)]),
+        ("interleaved_1f1b", 3, [(0, 1), (1, 2), (2, 0)]),
+    ],
+)
+def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
+    routes = lower(near(name, pp, 6, 2)).routes
+    assert list(routes[1]) == up
+    assert list(routes[-1]) == sorted((to, sender) for sender, to in up)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"transfer_ticks": 3}, "transfer_ticks=3"),
