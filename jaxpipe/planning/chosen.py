@@ -36,7 +36,7 @@ from jaxpipe.schedule import (
     lower,
     validate,
 )
-from jaxpipe.schedule.cells import lockstep_cost, place
+from jaxpipe.schedule.scan import scan_time
 
 QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
@@ -106,8 +106,8 @@ def chosen(
         options["path"] = parallel.schedule_file
     if family_of(parallel.schedule).searched:
         options |= {"objective": parallel.objective, "effort": effort}
-        if parallel.objective == "lockstep":
-            options["transfer_ticks"] = lockstep.transfer_ticks
+        if parallel.objective == "scan":
+            options["lockstep"] = replace(lockstep, in_flight=None)
         schedule = _searched(config, options, seconds or op_seconds(config), memory)
     else:
         schedule = _built(config, options)
@@ -137,7 +137,7 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
 def decided(config: Config, platform: str | None = None) -> Config:
     """The configuration with `parallel.vocab_parallel_pp` decided where it is "auto".
 
-    It becomes true where the lockstep of its schedule then takes no longer (a hundredth counts as
+    It becomes true where the scan of its schedule then takes no longer (a hundredth counts as
     nothing), by the seconds of an H100 or of a file: not by what a run has measured, since each of
     its starts must decide alike. It becomes false where that cannot be, and on CPU, where ranks
     share cores; `platform` as in `chosen`.
@@ -162,14 +162,13 @@ def _gains_by_sharing(config: Config) -> bool:
     config = _with_ends(config, shared=False)
     seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
 
-    def in_ticks(choice: Choice) -> float:
-        costs, lockstep = choice.costs(config, seconds), choice.lockstep
-        return lockstep_cost(place(choice.schedule, lockstep), costs, lockstep.transfer_ticks)
+    def scanned(choice: Choice) -> float:
+        return scan_time(choice.schedule, choice.costs(config, seconds), choice.lockstep)
 
     try:
         own = chosen(config, platform="gpu", memory=memory, seconds=seconds, effort=QUICK)
         together = replace(own, lockstep=replace(own.lockstep, vocab_parallel=True))
-        return in_ticks(together) <= in_ticks(own) * _AS_FAST
+        return scanned(together) <= scanned(own) * _AS_FAST
     except ScheduleError:
         return False
 

@@ -35,8 +35,8 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step by the lockstep, which is what the scan takes."""
-        return self.report.lockstep_makespan + self.mirroring
+        """Of a step: what the scan takes."""
+        return self.report.scan_makespan + self.mirroring
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +55,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     report, waiting = simulated(seconds), 0.0
     if seconds.copies.layers:
         without = simulated(replace(seconds, copies=NO_COPIES))
-        waiting = report.lockstep_makespan - without.lockstep_makespan
+        waiting = report.scan_makespan - without.scan_makespan
     message = costs_of(config).message
     layout = layout_of(config, choice.schedule.placement, choice.layers)
     mirrored = mirrored_bytes(config, layout)
