@@ -165,6 +165,11 @@ class Problem:
 
     def scan_time(self, orders: Orders) -> float:
         """How long the scan takes; as `scan.scan_time` of the schedule, without making one."""
+        _, times, starts = self._scanned(orders)
+        return float((starts[-1] + times[-1]).max())
+
+    def _scanned(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+        """In which tick every rank does which step; times and starts of its cells `[T, P]`."""
         ticks = [[int(begin) for begin in line] for line in self.in_ticks.replay(orders).begins]
         times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
         for rank, (line, order) in enumerate(zip(ticks, orders)):
@@ -175,8 +180,21 @@ class Problem:
             ops = ((tick, "FBW"[op], stage) for of in steps for tick, (op, stage, _) in of)
             meetings = meetings_of(ops, self.placement.stages)
         lockstep, transfer = self.target.lockstep, self.target.costs.transfer
-        starts = starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings)
-        return float((starts[-1] + times[-1]).max())
+        return ticks, times, starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings)
+
+    def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
+        """The same on the clock of the scan: steps of the ranks that all others wait for."""
+        ticks, times, starts = self._scanned(orders)
+        ends = starts + times
+        position = [{tick: at for at, tick in enumerate(line)} for line in ticks]
+        rank, found = int(ends[-1].argmax()), []
+        for tick in range(len(ends) - 1, 0, -1):
+            if tick in position[rank]:
+                found.append((rank, position[rank][tick]))
+            if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for one beside it
+                before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
+                rank = max(self.waits[:, rank], key=lambda other: before[other])
+        return [(rank, at) for rank, at in found if at]
 
     def schedule(self, orders: Orders) -> Schedule:
         """The orders as a schedule."""
@@ -235,6 +253,8 @@ class Problem:
         The path is traced back from the end of the rank with the longest span, or of the last
         rank to end where the makespan counts. Only a change of order at these ops can shorten it.
         """
+        if self.target.objective == "scan":
+            return self._critical_in_scan(orders)
         where = {step: (r, at) for r, order in enumerate(orders) for at, step in enumerate(order)}
         ends = [
             [begin + self.times[op][stage] for begin, (op, stage, _) in zip(line, order)]
