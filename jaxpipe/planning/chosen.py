@@ -36,7 +36,7 @@ from jaxpipe.schedule import (
     lower,
     validate,
 )
-from jaxpipe.schedule.scan import scan_time
+from jaxpipe.schedule.scan import paced, scan_time
 
 QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
@@ -121,7 +121,11 @@ def chosen(
         room = room_of(config, layout_of(config, schedule.placement, layers), memory)
         with room.explaining():
             check_memory(schedule, room.memory, room.limit, lockstep)
-    return Choice(schedule, layers, lockstep)
+    choice = Choice(schedule, layers, lockstep)
+    if lockstep.transfer_ticks == 1:
+        return choice
+    costs = choice.costs(config, seconds or op_seconds(config))
+    return replace(choice, lockstep=paced(schedule, costs, lockstep))
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:

@@ -108,6 +108,8 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
+            if not lockstep.lets(action, schedule.stages, tick):
+                return False
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
                 hop = 1 if source == rank else transfer_ticks
@@ -122,7 +124,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
                 if value := produced_by(action):
                     made[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks:
+        if idle > transfer_ticks + lockstep.every:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on"
                 + (f" with in_flight={in_flight}: raise it." if in_flight else ".")

@@ -180,7 +180,11 @@ class Problem:
             ops = ((tick, "FBW"[op], stage) for of in steps for tick, (op, stage, _) in of)
             meetings = meetings_of(ops, self.placement.stages)
         lockstep, transfer = self.target.lockstep, self.target.costs.transfer
-        return ticks, times, starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings)
+        return (
+            ticks,
+            times,
+            starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings),
+        )
 
     def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
         """The same on the clock of the scan: steps of the ranks that all others wait for."""

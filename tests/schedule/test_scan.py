@@ -14,9 +14,10 @@ from jaxpipe.schedule import (
     ScheduleError,
     build,
     check_memory,
+    lower,
     simulate,
 )
-from jaxpipe.schedule.scan import scan_starts, scan_time
+from jaxpipe.schedule.scan import paced, scan_starts, scan_time
 
 PUBLISHED = Costs(1, 1.15, 0.85, transfer=0.05)
 
@@ -68,6 +69,26 @@ SHARES = {"1f1b": 0.651, "zb_h1": 0.883, "zb_h2": 0.912, "dualpipe": 0.904, "dua
 def test_without_a_wrap_ranks_wait_less(name):
     report = simulate(build(name, pp=8, microbatches=32), PUBLISHED, Lockstep(2))
     assert 1 - report.bubble_scan == pytest.approx(SHARES[name], abs=0.001)
+
+
+# The same with cells kept in ticks in which neighbours do not wait for each other.
+PACED = {"1f1b": 0.694, "interleaved_1f1b": 0.895, "zb_h2": 0.921, "dualpipev": 0.886}
+
+
+@pytest.mark.parametrize("name", PACED)
+def test_idle_ticks_let_ranks_wait_less(name):
+    schedule = build(name, pp=8, microbatches=32)
+    lockstep = paced(schedule, PUBLISHED, Lockstep(2))
+    assert lockstep.every > 1
+    assert 1 - simulate(schedule, PUBLISHED, lockstep).bubble_scan >= PACED[name] - 0.001
+    before, after = lower(schedule, Lockstep(2)), lower(schedule, lockstep)
+    assert before.slots._replace(inbox=0) == after.slots._replace(inbox=0)
+    assert before.routes == after.routes
+
+
+def test_nothing_is_paced_where_it_gains_nothing():
+    schedule = build("gpipe", pp=4, microbatches=8)
+    assert paced(schedule, Costs(), Lockstep(2)) == Lockstep(2)
 
 
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
