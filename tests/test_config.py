@@ -113,7 +113,7 @@ def test_presets_have_the_published_parameter_counts(path, preset):
         (["train.seq_len=1"], "train.seq_len: expected `int` >= 2, got 1"),
         (
             ["data.sources=[{path='a', weight=-1}]"],
-            r"data.sources\[0\].weight: expected `float` >=",
+            r"data.sources\[0\].weight: expected `float` >= 0.0, got -1\.$",
         ),
         (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
@@ -236,6 +236,8 @@ def test_load_rejects(path, overrides, message):
         (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
         (["parallel.memory_limit=1"], "the least that works for it is 2"),
+        (["parallel.memory_limit=0"], "parallel.memory_limit=0 must be above 0"),
+        (["parallel.costs=none.json"], "cannot read op seconds from none.json"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
         (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
         (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
@@ -329,9 +331,15 @@ def test_fused_attention_needs_a_gpu(platform):
 
 
 def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
-    given = ["model.attention=cudnn", "data.packing=sequential"]
-    config = load(Path(__file__).parent / "data" / "small.toml", given)
+    given = ["model.attention=cudnn", "data.packing=sequential", "train.compute_dtype=bfloat16"]
+    small = Path(__file__).parent / "data" / "small.toml"
+    config = load(small, given)
     validate(config, platform="cuda")
+    with pytest.raises(ConfigError, match=r"takes bfloat16 or float16, .* these are float32 of"):
+        validate(load(small, given[:-1]))
+    long = ["model.max_seq_len=0", "train.seq_len=65536", "train.microbatch_size=1024"]
+    with pytest.raises(ConfigError, match=r"1024 rows of 65536 tokens with .* are 2\^31 or more"):
+        validate(load(small, [*given, *long]))
     monkeypatch.setattr("jaxpipe.planning.checks.compute_capability", lambda: 8.0)
     with pytest.raises(ConfigError, match=r"compute capability 9.0 .* but these have 8.0"):
         validate(config, platform="cuda")

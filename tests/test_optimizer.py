@@ -6,7 +6,10 @@ import numpy as np
 import optax
 import pytest
 from commands import SMALL
+from flax.traverse_util import flatten_dict
 
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
 from jaxpipe.parallel import Sharding, make_mesh
 from jaxpipe.training.optimizer import (
@@ -172,7 +175,7 @@ def test_schedule_free_is_that_of_optax():
     assert averaged(OptimizerConfig(), states[0], got) is got
 
 
-def test_a_held_out_loss_is_that_of_the_average():
+def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
     """Of parameters in parts: two ranks of two replicas."""
     how = ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.lr=0.1"]
     config = load(SMALL, ["parallel.pp=2", "parallel.dp=2", *how])
@@ -188,6 +191,13 @@ def test_a_held_out_loss_is_that_of_the_average():
     )
     assert float(trainer.eval_step(state, batch)) == pytest.approx(of_mean, rel=1e-6)
     assert abs(of_mean - trained) > 1e-3
+    keying = Keying(trainer.layout, trainer.sharding)
+    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        checkpoints.save(3, state.parts(), {})
+    want = flatten_dict(jax.tree.map(np.asarray, keying.keyed(mean)))
+    got = StoredCheckpoint(tmp_path / "3").parameters(list(want))
+    for leaf, path in zip(got, want, strict=True):
+        np.testing.assert_allclose(leaf, want[path], rtol=1e-6, err_msg=path)
 
 
 def test_adamw_equals_a_plain_twin():

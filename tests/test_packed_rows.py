@@ -9,7 +9,7 @@ from meshes import ROWS, packed, pipeline_of, problem, rows_of, run, wanted, wit
 from oracles import ragged
 
 from jaxpipe.pipeline import Context, losses_and_gradients_ref
-from jaxpipe.schedule import BUILDERS, Lockstep
+from jaxpipe.schedule import BUILDERS, FAMILIES, Lockstep
 from jaxpipe.schedule import build as schedule_of
 
 
@@ -21,8 +21,13 @@ def check(*args, **how):
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_schedules_of_packed_rows(schedule, pp):
+    """On 2 ranks with layers and sequences shared, the latter also in slices where it can."""
     stages = schedule_of(schedule, pp=pp, microbatches=8).stages
-    check("packed_deep" if stages == 8 else "packed", schedule, pp, 1, 1)
+    model, slices = "packed_deep" if stages == 8 else "packed", FAMILIES[schedule].takes("slices")
+    if pp == 4:
+        check(model, schedule, 4, 1, 1)
+    else:
+        check(model, schedule, 2, 2, 2, sdp=2, slices=2 if slices else 1)
 
 
 @pytest.mark.parametrize(

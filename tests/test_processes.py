@@ -22,7 +22,7 @@ from jaxpipe.runtime import processes
 DEVICES = 8
 MESH = {  # other layouts of the same global batch, each process with whole ranks or parts of them
     "as it was": [],
-    "zbv": ["parallel.schedule=zbv", "parallel.pp=2", "parallel.tp=2"],
+    "zbv": ["parallel.schedule=zbv", "parallel.pp=2", "parallel.tp=2", "parallel.costs=measure"],
     "zero3": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.zero_stage=3"],
 }
 
@@ -106,7 +106,11 @@ def test_several_train_as_one(one_process, run_by, count):
     [(1, 4, "zero3"), (4, 2, "zbv"), (2, 1, "as it was")],
 )
 def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count, mesh):
-    """Cut back to step 4 and go on with other processes and another mesh."""
+    """Cut back to step 4 and go on with other processes and another mesh.
+
+    With zbv its order is searched for what they measure together: were it not one order for all,
+    they would wait for each other for ever.
+    """
     cut = tmp_path / "cut"
     shutil.copytree(run_by(saved_by), cut)
     for step in (8, 12):
@@ -114,6 +118,7 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     for code, output in ends(spawn(count, cut, *MESH[mesh])):
         assert code == 0, output
     close(losses(cut), losses(one_process))
+    assert (cut / "costs.json").exists() == ("parallel.costs=measure" in MESH[mesh])
 
 
 def test_a_process_may_hold_nothing_but_padding(tmp_path):

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxpipe import train
 from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.config import load
 from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
@@ -110,12 +111,36 @@ def test_leaves_that_are_excluded_are_new(tmp_path, run, mesh):
     assert got["ends/head"].shape == (32, 320)
 
 
+@pytest.mark.parametrize("mesh", [[], ["parallel.pp=2", "parallel.tp=2", "parallel.zero_stage=3"]])
+def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_path, run, mesh):
+    excluded = ["ends/head", "layers/2/mlp/*"]
+    how = [f"checkpoint.resume={run}", f"checkpoint.exclude={json.dumps(excluded)}"]
+    config = load(SMALL, [*mesh, *how])
+    trainer, said = Trainer(config), []
+    keying, data = Keying(trainer.layout, trainer.sharding), train._data(config, tmp_path)
+    with Checkpoints(tmp_path / "c", keep=1, asynchronous=False, keying=keying) as checkpoints:
+        state, seen = start(trainer, data, checkpoints, said.append)
+    assert said[0].endswith("but ends/head, layers/2/mlp/* new")
+    assert (int(state.step), seen.samples) == (12, 12 * 8)
+    of = [keying.keyed(each.parts()) for each in (state, trainer.init())]
+    got, new, old = map(leaves_by_name, (*of, stored(run, 12)))
+    fresh = {name for name in got for end in excluded if fnmatch.fnmatch(name, f"*/{end}")}
+    assert len(fresh) == 3 * 4  # values and two moments of the head and three products
+    for name, leaf in got.items():
+        want = new[name] if name in fresh else old[name]
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(want), name)
+
+
 @pytest.mark.parametrize(
     ("exclude", "more", "sentence"),
     [
         ('["ends/haed"]', [], "has 'ends/haed', but no parameter is named so: names are ends/"),
         ('["ends/head"]', ["model.vocab_size=320"], "params/ends/embed has shape (256, 32) there"),
-        ('["ends/head"]', ["checkpoint.parameters_only=false"], "needs checkpoint.parameters_on"),
+        (
+            '["ends/head"]',
+            ["checkpoint.resume=auto"],
+            "but that is 'auto': give its path",
+        ),
         ("ends/head", [], "unknown checkpoint.exclude='ends/head': use one of a list of strings"),
     ],
 )

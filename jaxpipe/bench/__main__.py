@@ -4,6 +4,7 @@
   train CONFIG   training steps on the present devices
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
+  clockwork      the executor over layers that sleep, beside the simulator and PyTorch
   scale CONFIG   weak and strong scaling by simulation
   text INPUT...  text to shards of token ids, beside the tokenizer alone
   opening        a large set of documents opened
@@ -17,7 +18,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import costs, opening, pages, show, step, text, train
+from jaxpipe.bench import clockwork, costs, opening, pages, show, step, text, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -28,6 +29,7 @@ _COMMANDS = {
     "train": train,
     "step": step,
     "torch": step,
+    "clockwork": clockwork,
     "scale": scale,
     "text": text,
     "opening": opening,

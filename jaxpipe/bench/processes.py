@@ -25,7 +25,7 @@ class BenchError(RuntimeError):
 
 
 class Group:
-    """The ranks of one program, rank r on core r; leaving the context ends them.
+    """The ranks of one program, each on a core, in turn; leaving the context ends them.
 
     `program` is the command line; each process gets one more argument, a JSON object with `rank`,
     `size` and `port`. They keep freed memory until they `rest`, unless it is the memory that is
@@ -37,6 +37,7 @@ class Group:
     ):
         self.name, self._rests = name, True
         port = _free_port()
+        cores = sorted(os.sched_getaffinity(0))
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
@@ -46,10 +47,11 @@ class Group:
                 stderr=self._errors,
                 text=True,
                 env=os.environ | _ONE_THREAD | ({} if measures_memory else _TUNED),
-                preexec_fn=lambda rank=rank: os.sched_setaffinity(0, {rank}),
             )
             for rank in range(size)
         ]
+        for rank, process in enumerate(self._processes):  # which has no threads yet
+            os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
         self.versions = self._answers()
 
     def ask(self, do: str, **command: Any) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ class Group:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.communicate()
         self._errors.close()
 
     def _answers(self) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Every `<!-- results NAME -->` line of these is followed by the tables of
 `jaxpipe/bench/results/NAME.json`, up to `<!-- end -->`, and a picture goes beside the JSON file;
-`<!-- ops NAME -->` is the same for what `bench ops` wrote, without a picture.
+`<!-- ops NAME -->` and `<!-- clockwork NAME -->` are the same for what `bench ops` and `bench
+clockwork` wrote, without a picture.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from jaxpipe.bench import costs
+from jaxpipe.bench import clockwork, costs
 from jaxpipe.bench.options import markdown
 from jaxpipe.bench.results import Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS
@@ -21,7 +22,7 @@ from jaxpipe.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 FILES = [Path("jaxpipe/bench/results/README.md")]
-_MARKED = re.compile(r"(<!-- (results|ops) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (results|ops|clockwork) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def filled(text: str) -> str:
     """The text with every marked table made anew."""
-    sections = {"results": _steps, "ops": _ops}
+    sections = {"results": _steps, "ops": _ops, "clockwork": _clockwork}
     return _MARKED.sub(
         lambda found: found[1] + sections[found[2]](_file(found[2], found[3])) + found[4], text
     )
@@ -70,6 +71,14 @@ def _ops(path: Path) -> str:
     return (
         f"\n{found['date']}, {found['device']}; {_versions(found['versions'])}. "
         f"`{found['command']}`\n\n{markdown(costs.COLUMNS, costs.rows(found))}\n\n"
+    )
+
+
+def _clockwork(path: Path) -> str:
+    found = msgspec.json.decode(path.read_bytes(), type=clockwork.Result)
+    return (
+        f"\n{found.date}, {found.machine}; {_versions(found.versions)}. `{found.command}`\n\n"
+        f"{clockwork.table(found)}\n\n"
     )
 
 

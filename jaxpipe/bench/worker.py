@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ def trainer_of(config: dict[str, Any]) -> Trainer:
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
 
 
-def main() -> None:
-    """Serve commands until the input ends."""
+def serve(kind: Callable[[], Any]) -> None:
+    """Have such a worker do commands until the input ends; its methods are their names."""
     how = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
@@ -142,7 +143,7 @@ def main() -> None:
     if how["size"] > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{how['port']}", how["size"], how["rank"])
-    worker = Worker()
+    worker = kind()
     print(json.dumps({"ready": jax.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -151,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -1,6 +1,7 @@
 """Parameters that a run does not take from a checkpoint: leaves of a keyed state, by their names.
 
-A keyed state is nested dicts; `params/layers/17/attn/wq` names a leaf of its parameters.
+A keyed state is a tree of dicts and of an optimizer's records; `params/layers/17/attn/wq` names a
+leaf of its parameters, and its moments' names end alike.
 """
 
 import fnmatch
@@ -17,20 +18,21 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Parameters with other values than a checkpoint's.
+    """Parameters, and moments of theirs, with other values than a checkpoint's.
 
     Attributes:
-      patterns: of their names, `ends/head` or `layers/*/mlp/*`, where `*` stands for anything.
-      fresh: makes a state in stage form that has their values, and nothing but parameters.
+      patterns: of the parameters' names, `ends/head` or `layers/*/mlp/*`, where `*` stands for
+        anything.
+      fresh: makes a state in stage form that has their values.
     """
 
     patterns: tuple[str, ...]
     fresh: Callable[[], Tree]
 
     def names(self, keyed: Tree) -> frozenset[str]:
-        """Those of the leaves; `ConfigError` where a pattern matches none."""
-        every = [name.removeprefix("params/") for name in leaves_by_name(keyed)]
-        found: set[str] = set()
+        """Those of the leaves; `ConfigError` where a pattern matches no parameter."""
+        every = list(leaves_by_name(keyed["params"]))
+        ends: set[str] = set()
         for pattern in self.patterns:
             matching = fnmatch.filter(every, pattern)
             if not matching:
@@ -38,42 +40,34 @@ class Exclusion:
                     f"checkpoint.exclude has {pattern!r}, but no parameter is named so: names are "
                     f"{', '.join(every[:4])}, ..., {every[-1]}; `*` stands for anything."
                 )
-            found.update(f"params/{name}" for name in matching)
-        return frozenset(found)
+            ends.update(f"/{name}" for name in matching)
+        return frozenset(name for name in leaves_by_name(keyed) if name.endswith(tuple(ends)))
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
     """The leaves of a keyed state, of arrays or of what describes them."""
-    leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
-    return {"/".join(map(_key, path)): leaf for path, leaf in leaves}
+    leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=_is_leaf)
+    return {_name(path): leaf for path, leaf in leaves}
 
 
-def _key(entry: Any) -> str:
-    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
+def replaced(tree: Tree, names: Set[str], other: Callable[[Any], Any]) -> Tree:
+    """A keyed state, or its shapes, with `other` of the leaves of these names.
 
-
-def without(tree: Tree, names: Set[str], place: str = "") -> Tree:
-    """A keyed state without the leaves of these names, and without what then has none.
-
-    >>> without({"ends": {"embed": 1, "head": 2}, "layers": {"0": {"up": 3}}}, {"layers/0/up"})
-    {'ends': {'embed': 1, 'head': 2}}
+    >>> params = {"ends": {"embed": 1, "head": 2}}
+    >>> replaced(params, {"ends/head"}, lambda name: name)
+    {'ends': {'embed': 1, 'head': 'ends/head'}}
     """
-    if not names or not isinstance(tree, dict):
-        return tree
-    kept = {
-        key: without(part, names, f"{place}{key}/")
-        for key, part in tree.items()
-        if f"{place}{key}" not in names
-    }
-    return {key: part for key, part in kept.items() if not isinstance(part, dict) or part}
+
+    def leaf(path: Any, kept: Any) -> Any:
+        name = _name(path)
+        return other(name) if name in names else kept
+
+    return jax.tree.map_with_path(leaf, tree, is_leaf=_is_leaf)
 
 
-def completed(tree: Tree, whole: Tree) -> Tree:
-    """A keyed state with the leaves that it lacks from another, which lacks none.
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "shape")
 
-    >>> completed({"ends": {"embed": 1}}, {"ends": {"embed": 8, "head": 9}})
-    {'ends': {'embed': 1, 'head': 9}}
-    """
-    if not isinstance(whole, dict):
-        return tree
-    return {key: completed(tree[key], part) if key in tree else part for key, part in whole.items()}
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

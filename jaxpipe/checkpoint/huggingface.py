@@ -153,6 +153,7 @@ def export_huggingface(
 ) -> None:
     """Write the parameters of a checkpoint as config.json and safetensors of `dtype`.
 
+    They are those that a held-out loss is taken of (`StoredCheckpoint.parameters`).
     `target` must not exist, or be empty; it has its name only once it is complete. Raises
     `ConfigError` where it is neither, or the checkpoint is of another model.
     """
@@ -249,12 +250,8 @@ def _converted(
     """Name and tensor of all parameters: ends one by one, layers one at a time."""
     for _, group in groupby(wanted, key=_unit):
         together = list(group)
-        arrays = dict(
-            zip(
-                (own.path for own in together),
-                checkpoint.read([("params", *own.path) for own in together]),
-            )
-        )
+        paths = [own.path for own in together]
+        arrays = dict(zip(paths, checkpoint.parameters(paths)))
         for name, parts in _by_name(together).items():  # let go of an array once it is written
             yield name, _whole([arrays.pop(own.path) for own in parts], parts[0].theirs)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxpipe.checkpoint.exclusion import Exclusion, completed, leaves_by_name, without
+from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replaced
 from jaxpipe.checkpoint.handler import state_handler
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.checkpoint.memory import freed_at_once
@@ -202,7 +202,7 @@ def read_state(
 ) -> tuple[Tree, dict[str, Any]]:
     """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
 
-    Of a `like` that has only some of a state's parts, only these are read; of parameters alone some
+    Of a `like` that has only some of a state's parts, only these are read; some of the parameters
     may be excluded. Each process reads what its own devices hold. Raises `ConfigError` for a
     checkpoint of another model or of a newer format, and much else where files are damaged.
     """
@@ -224,13 +224,14 @@ def read_state(
         state = handler.restore(
             path / "state",
             args=ocp.args.PyTreeRestore(
-                without(shapes, left_out),
-                restore_args=without(keying.restore_args(like), left_out),
+                replaced(shapes, left_out, lambda _: ocp.PLACEHOLDER),
+                restore_args=keying.restore_args(like),
                 partial_restore=True,
             ),
         )
-        if exclusion:
-            state = completed(state, keying.rows(exclusion.fresh()))
+        if exclusion and left_out:
+            new = leaves_by_name(keying.rows(exclusion.fresh()))
+            state = replaced(state, left_out, lambda name: new[name])
         return keying.staged(state, like), meta
 
 

@@ -23,6 +23,7 @@ from jaxpipe.config import ConfigError, first_line
 Tree = Any
 # What a reader must decompress to have any element, and a writer holds compressed besides an array.
 _CHUNK_BYTES = 16 * 2**20
+_WEIGHT = ("optimizer", "b1")  # of schedule-free AdamW's average in what is trained
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,19 @@ class StoredCheckpoint:
         except Exception as error:  # as above
             raise self._damaged(error) from error
         return [functools.reduce(operator.getitem, path, found) for path in paths]
+
+    def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
+        """The parameters at these paths, such as `("layers", "17", "attn", "wq")`, for evaluation.
+
+        They are those that are trained, y; but of a run of schedule-free AdamW, whose moments have
+        z and b1, the average `(y - (1 - b1) z) / b1` (`optax.contrib.schedule_free_eval_params`).
+        """
+        trained = self.read([("params", *path) for path in paths])
+        moments = [("optimizer", "z", *path) for path in paths]
+        if not self.leaves.keys() >= {_WEIGHT, *moments}:
+            return trained
+        weight, *others = self.read([_WEIGHT, *moments])
+        return [(y - (1 - weight) * z) / weight for y, z in zip(trained, others)]
 
     def _item(self, name: str) -> Path:
         return self.directory.absolute() / name

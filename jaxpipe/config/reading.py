@@ -181,4 +181,6 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
             ) from error
         rule, _, place = str(error).partition(" - at `$")  # place: an entry of a list, "[1]`"
         expected = rule.partition(", got ")[0]  # "Expected `int` >= 1"
+        for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", place):
+            value = value[int(index)] if index else value[name]
         raise ConfigError(f"{key}{place[:-1]}: {expected.lower()}, got {value!r}.") from error

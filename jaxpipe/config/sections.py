@@ -187,7 +187,8 @@ class CheckpointConfig(_Section, kw_only=True):
     # auto: from the newest, if there is one; a path: else from there; none: there must be none
     resume: str = "auto"
     parameters_only: bool = False  # of a path take no more: step 0, fresh moments
-    exclude: tuple[str, ...] = ()  # of those not these, by names such as "ends/head": new values
+    # of a path not these parameters, by names such as "ends/head": new values, fresh moments
+    exclude: tuple[str, ...] = ()
     asynchronous: bool = True  # write while training goes on
 
 

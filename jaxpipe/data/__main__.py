@@ -84,9 +84,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+    return int(text)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -103,13 +103,16 @@ def _prepare(arguments: argparse.Namespace) -> None:
             arguments.inputs, out, options, processes=arguments.workers, console=Console()
         )
     except OSError as error:
-        raise ConfigError(f"{error.filename or out}: {error.strerror}; make room there.") from error
+        raise ConfigError(
+            f"{error.filename or out} cannot be written ({error.strerror}): make room there, or "
+            f"give another --out."
+        ) from error
     size = sum(file.stat().st_size for file in out.iterdir())
     print(
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
         f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
         f"{manifest.bad_lines:,} that cannot be read; to train on them: data.source=file "
-        f"data.path={out}"
+        f"data.path={out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
     )
 
 

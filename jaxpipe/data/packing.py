@@ -161,7 +161,9 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
     """
     most_rows = int(lengths.sum(dtype=np.int64)) // seq_len + len(lengths)
     kind = np.int32 if most_rows < 1 << 31 else np.int64
-    starts, numbers, begin, rows, before = [np.zeros(1, kind)], [np.zeros(0, kind)], 0, 0, 0
+    # As many as there can be: what is not written takes no memory.
+    starts, numbers = np.empty(len(lengths) + 1, kind), np.empty(len(lengths), kind)
+    starts[:1], begin, rows, before = 0, 0, 0, 0
     while begin < len(lengths):
         slots = slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
         rests = slots % seq_len
@@ -172,11 +174,11 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
         # The last of a row that has a rest. Those after it, before the next row, have full pieces.
         last = np.maximum.accumulate(np.where(rests > 0, np.arange(len(rests)), -1))[ends - 1]
         filled = last >= np.append(0, ends[:-1])
-        starts.append((begin + ends[filled]).astype(kind))
-        own = np.arange(rows, rows + filled.sum()) + before + wholes[last[filled]]
-        numbers.append(own.astype(kind))
-        rows, before, begin = rows + int(filled.sum()), before + int(wholes[done - 1]), begin + done
-    return InOrder(np.concatenate(numbers), np.concatenate(starts))
+        more = rows + int(filled.sum())
+        starts[rows + 1 : more + 1] = begin + ends[filled]
+        numbers[rows:more] = np.arange(rows, more) + before + wholes[last[filled]]
+        rows, before, begin = more, before + int(wholes[done - 1]), begin + done
+    return InOrder(numbers[:rows], starts[: rows + 1])
 
 
 def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:

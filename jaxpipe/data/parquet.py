@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import needed
 from jaxpipe.data.tokens import IdFile
 
@@ -93,8 +93,14 @@ def open_parquet(path: Path) -> ParquetShard:
 
     @lru_cache(_KEPT)
     def group(number: int) -> Group:
-        with parquet.ParquetFile(path, metadata=metadata) as file:  # one is not for several threads
-            lists = file.read_row_group(number, columns=[column])[column].combine_chunks()
+        try:  # a file of its own, for one is not for several threads
+            with parquet.ParquetFile(path, metadata=metadata) as file:
+                lists = file.read_row_group(number, columns=[column])[column].combine_chunks()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
+                f"again."
+            ) from error
         ids = lists.flatten().to_numpy(zero_copy_only=False)
         if len(ids) != sizes[number] or ids.dtype.kind not in "iu":
             raise ConfigError(

@@ -22,10 +22,11 @@ class Piece(msgspec.Struct, frozen=True):
         return sum(part.size for part in self.parts)
 
 
-def input_files(paths: Iterable[Path]) -> list[Path]:
+def input_files(paths: Iterable[Path], output: Path | None = None) -> list[Path]:
     """The files, and those in the folders: all whose name has no dot in front, by their names.
 
-    Raises `ConfigError` where there are none.
+    What is below the output, if one is given, is none of them. Raises `ConfigError` where there
+    are none.
     """
     files = []
     for path in paths:
@@ -34,9 +35,11 @@ def input_files(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        below = sorted(path.rglob("*"))
-        hidden = (any(p.startswith(".") for p in f.relative_to(path).parts) for f in below)
-        files += [file for file, no in zip(below, hidden) if file.is_file() and not no]
+        for file in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            written = output is not None and output.absolute() in file.absolute().parents
+            if file.is_file() and not hidden and not written:
+                files.append(file)
     if not files:
         raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
     return files

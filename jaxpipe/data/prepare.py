@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
@@ -79,7 +79,7 @@ def prepare(
     with something else in it, and where there is no document; `WorkerDied` where a process is
     killed.
     """
-    pieces = cut(input_files(list(inputs)), options.piece_size)
+    pieces = cut(input_files(list(inputs), folder), options.piece_size)
     entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
     keys = [_key(piece, options.field, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
@@ -180,7 +180,8 @@ def _key(piece: Piece, field: str, entry: TokenizerEntry) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A folder, made if need be, that no other process prepares."""
+    """A folder that no other process prepares; if it had to be made and stays empty, it goes."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -190,6 +191,9 @@ def _locked(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
     finally:
         os.close(handle)
+        for path in made:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def _finished(folder: Path, origin: str) -> Manifest | None:
@@ -216,14 +220,14 @@ def _journal(
 ) -> Iterator[tuple[BinaryIO, dict[int, Done]]]:
     """The journal to append to, and the pieces that it says are done, by number.
 
-    It is gone when what uses it ends well, and so is the folder where no shard was written.
+    It is gone when what uses it ends well, and so is all else where no shard was written.
     """
     done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
     done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
     whole = {f"{number:06d}" for number in done}
     for file in folder.iterdir():
         if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
-            file.unlink()
+            file.unlink(missing_ok=True)  # a worker of a run that was killed may still end
     with replacing(folder / JOURNAL) as file:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
     with (folder / JOURNAL).open("ab", buffering=0) as file:
@@ -231,16 +235,10 @@ def _journal(
             yield file, done
         except ConfigError:
             if not any(one.shard for one in done.values()):
-                _remove(folder)
+                for path in folder.iterdir():
+                    path.unlink(missing_ok=True)
             raise
     (folder / JOURNAL).unlink()
-
-
-def _remove(folder: Path) -> None:
-    """Take back a folder in which no shard is done."""
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
 
 
 def _read_journal(folder: Path) -> Iterator[Done]:
@@ -293,7 +291,8 @@ def _shown(
         TimeRemainingColumn(),
     )
     tokens, before = 0, sum(piece.size for piece in pieces) - sum(piece.size for piece in left)
-    with Progress(*columns, console=console, transient=True) as bar:
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=sum(piece.size for piece in pieces), completed=before, rate=0)
 
         def show(size: int, more: int) -> None:

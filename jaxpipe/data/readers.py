@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import needed
 
 Passages = list[tuple[str, bool]]  # the text of a document, and whether it counts in the loss
@@ -200,11 +200,16 @@ def _rows(field: str, part: Part) -> Iterator[Item]:
         columns = [name for name in wanted if name in file.schema_arrow.names]
         groups = range(part.begin, part.end)
         rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns or None):
-            size = part.size * batch.num_rows // rows
-            for record in batch.to_pylist():
-                yield partial(dict, record), size
-                size = 0
+        try:
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns or None):
+                size = part.size * batch.num_rows // rows
+                for record in batch.to_pylist():
+                    yield partial(dict, record), size
+                    size = 0
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{part.path} is damaged ({first_line(error)}): fetch it again."
+            ) from error
 
 
 def _place(part: Part, number: int) -> str:

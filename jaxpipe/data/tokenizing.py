@@ -100,7 +100,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     file = tokenizer_file(Path(name))
     library = needed("tokenizers", f"the tokenizer {file}")
     try:
-        return FromFile(library.Tokenizer.from_file(str(file)))
+        tokenizer = library.Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()  # some files ask for one length of all texts
+        tokenizer.no_padding()
+        return FromFile(tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
             f"{file} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "

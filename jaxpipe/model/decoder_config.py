@@ -50,13 +50,18 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"but the devices are of the platform {platform!r}: set model.attention=xla."
             )
 
-    def unmet_by_packing(self, capability: float | None) -> Iterator[str]:
-        """A sentence for every reason why documents that share a row would see each other."""
-        if self.attention == "cudnn" and capability is not None and capability < 9:
+    def unmet_by_packing(
+        self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
+    ) -> Iterator[str]:
+        """A sentence for every reason why documents that share a row could not be kept apart."""
+        if self.attention != "cudnn":
+            return
+        if capability is not None and capability < 9:
             yield (
                 f"data.packing with model.attention='cudnn' needs GPUs of compute capability 9.0 "
                 f"(Hopper) or later, but these have {capability}: set model.attention=xla."
             )
+        yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
     def flops_of(self, matrices: int, keys: int) -> int:
         """FLOPs that training is said to take a token: 6 per matrix parameter, 12 L H K a key.
@@ -85,3 +90,20 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"model.d_model={self.d_model} must be a multiple of model.n_heads={self.n_heads}: "
                 f"change one, or give model.head_dim."
             )
+
+
+def unmet_by_packed_kernel(queries: tuple[int, int, int, int], dtype: str) -> Iterator[str]:
+    """A sentence for everything that cuDNN's packed form cannot do for queries `[B, S, H, K]`."""
+    rows, tokens, heads, width = queries
+    if dtype not in ("bfloat16", "float16") or width % 8 or width > 256:
+        yield (
+            f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
+            f"8 up to 256, but these are {dtype} of width {width}: change train.compute_dtype or "
+            f"the heads, or set model.attention=xla."
+        )
+    if rows * tokens * heads * width >= 2**31:
+        yield (
+            f"attention of cuDNN within documents counts elements in int32, but {rows} rows of "
+            f"{tokens} tokens with {heads} heads of {width} are 2^31 or more: lower "
+            f"train.microbatch_size, or set model.attention=xla."
+        )

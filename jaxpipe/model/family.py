@@ -70,10 +70,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         return iter(())
 
-    def unmet_by_packing(self, capability: float | None) -> Iterator[str]:
-        """A sentence for every reason why documents that share a row would see each other.
+    def unmet_by_packing(
+        self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
+    ) -> Iterator[str]:
+        """A sentence for every reason why documents that share a row could not be kept apart.
 
         `capability` is the GPUs' compute capability; None: there are none, or it is not yet known.
+        `rows`: how many a device computes at once, and their tokens, in `dtype`.
         """
         yield (
             f"the documents of a packed row see each other in models of the family "

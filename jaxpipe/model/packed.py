@@ -5,10 +5,10 @@ cuDNN takes each document as a sequence of its own, found by its first token and
 module alone, `jax._src.cudnn`; of that are used the two primitives that become cuDNN's calls, whose
 offsets are made here.
 
-Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold, padding counted
-as one. Operands: `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and
-values `[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what
-is mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
+Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands:
+`q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and values
+`[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what is
+mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
 traced anywhere; only GPUs run them.
 """
 
@@ -21,6 +21,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
 
 class Documents(NamedTuple):
@@ -35,21 +37,20 @@ class Documents(NamedTuple):
 
 
 def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """First token and length of the documents in a stretch, `[B, most + 1]`.
+    """First token and length of the documents in a stretch, `[B, most]`.
 
     The stretch begins at token `begin` of the sequence. A document that began before it is counted
-    from its own first token on, and any to the end of the stretch; padding is one more. Those that
-    a row lacks have length 0.
+    from its own first token on, and any to the end of the stretch. Padding extends the last one; a
+    stretch of nothing else is one. Those that a row lacks have length 0.
 
     >>> row = Documents(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
     >>> [found.tolist() for found in documents_of(row, 8, most=3)]
-    [[[6, 10, 11, 12]], [[4, 1, 1, 0]]]
+    [[[6, 10, 12]], [[4, 2, 0]]]
     """
     segments_BL, positions_BL = documents
-    padding_B1 = segments_BL.max(axis=1, keepdims=True) + 1
-    number_BL = jnp.where(segments_BL < 0, padding_B1, segments_BL)
+    number_BL = jnp.where(segments_BL < 0, segments_BL.max(axis=1, keepdims=True), segments_BL)
     number_BL -= number_BL[:, :1]
-    own_BN = (number_BL[:, None] == jnp.arange(most + 1)[None, :, None]).sum(axis=2)
+    own_BN = (number_BL[:, None] == jnp.arange(most)[None, :, None]).sum(axis=2)
     first_BN = begin + own_BN.cumsum(axis=1) - own_BN
     before_B = jnp.where(segments_BL[:, 0] < 0, 0, positions_BL[:, 0])
     first_BN, own_BN = first_BN.at[:, 0].add(-before_B), own_BN.at[:, 0].add(before_B)
@@ -135,17 +136,8 @@ class _Packing(NamedTuple):
         return jnp.where(seen_BS[..., None, None], x_BSGK, 0)
 
     def offsets(self, heads: int, width: int) -> jax.Array:
-        """Where each sequence begins, in elements of an array `[B, S, heads, width]`.
-
-        Raises `ValueError` where int32 cannot count them.
-        """
+        """Where each sequence begins, in elements of an array `[B, S, heads, width]`."""
         examples, most = self.first_BN.shape
-        if examples * self.tokens * heads * width >= 2**31:
-            raise ValueError(
-                f"attention of cuDNN within documents counts elements in int32, but {examples} "
-                f"rows of {self.tokens} tokens with {heads} heads of {width} are 2^31 or more: "
-                f"lower train.microbatch_size, or set model.attention=xla."
-            )
         row_B1 = self.tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
         first = jnp.minimum(self.first_BN, self.tokens) + row_B1
         # An end to every row as jax has it; cuDNN reads B * N + 1 of them.
@@ -169,8 +161,9 @@ def _lower_forward(
 ) -> list[jax.Array]:  # fmt: skip
     """cuDNN keeps S numbers of every query head and sequence, of which one sequence's are used."""
     packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    q = packing.placed(q)
     primitive, how = _of_cudnn("fwd", q, window)
-    operands = _operands(packing, packing.placed(q), k, v)
+    operands = _operands(packing, q, k, v)
     mixed, logsumexp = primitive.bind(*operands, **how, is_training=True)
     return [packing.own(mixed), logsumexp[packing.places(q.shape[2])]]
 
@@ -180,11 +173,12 @@ def _lower_backward(
     begin: jax.Array, logsumexp: jax.Array, mixed: jax.Array, dmixed: jax.Array, *, window: int,
 ) -> list[jax.Array]:  # fmt: skip
     packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    q = packing.placed(q)
     primitive, how = _of_cudnn("bwd", q, window)
     heads = q.shape[2]
     wide = jnp.zeros((first.size, heads, packing.tokens), logsumexp.dtype)
     wide = wide.at[packing.places(heads)].set(logsumexp, unique_indices=True)
-    operands = _operands(packing, packing.placed(q), k, v)
+    operands = _operands(packing, q, k, v)
     after = wide, packing.placed(mixed), packing.placed(dmixed)
     dq, dk, dv = primitive.bind(*operands, *after, **how)
     return [packing.own(dq), packing.seen(dk), packing.seen(dv)]
@@ -198,22 +192,17 @@ def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tu
 
 
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
-    """jax's primitive of one of cuDNN's calls, and how it is asked for.
+    """jax's primitive of one of cuDNN's calls on queries `[B, S, H, K]`, and how it is asked for.
 
-    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for dtypes and
-    heads that cuDNN has no kernel for.
+    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for queries
+    that cuDNN has no kernel for.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    width = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or width % 8 or width > 256:
-        raise ValueError(
-            f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
-            f"8 up to 256, but these are {q.dtype} of width {width}: change train.compute_dtype or "
-            f"the heads, or set model.attention=xla."
-        )
+    for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
+        raise ValueError(sentence)
     how: dict[str, Any] = {
-        "scale": width**-0.5,
+        "scale": q.shape[-1] ** -0.5,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),

@@ -6,6 +6,7 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.contract import Context, Side
@@ -30,6 +31,7 @@ class LayerSlot:
       ring: which ring slot it uses.
       stored: how the leaves are stored if only a part over the replicas is held: then every action
         gathers the layer when it comes to it, and adds to sums of its part.
+      reduced: makes of the sums of its gradients what this device keeps, summed over replicas.
     """
 
     kind: RunKind
@@ -38,6 +40,7 @@ class LayerSlot:
     active: jax.Array | None
     ring: int
     stored: Tree = None
+    reduced: Callable[[Tree], Tree] = lambda total: total
 
     @property
     def on_host(self) -> bool:
@@ -152,6 +155,31 @@ class Chunk:
     ) -> Gradients:  # fmt: skip
         """B, W or BW on `before.dx`, which is dy; the rest as in `gradients`."""
         return in_order(self.gradients(op, given, kept, in_turn=in_turn), before)
+
+    def last_gradient(
+        self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
+        runs: jax.Array,
+    ) -> Gradients:  # fmt: skip
+        """The step's last gradient of the chunk, with its sums reduced.
+
+        It is computed on every rank, and counts where it `runs`. The sums of a layer are reduced
+        from the W of the layer before it on, and nothing waits for them.
+        """
+        made, last = before, len(self.slots) - 1
+        for done, layer in enumerate(self.gradients(op, given, kept, in_turn=True)):
+            place, had = last - done, made.totals[last - done]
+            made = layer(made)
+            totals = list(made.totals)
+            totals[place] = jax.tree.map(partial(jnp.where, runs), totals[place], had)
+            if done:
+                totals[place + 1] = self.slots[place + 1].reduced(totals[place + 1])
+            made = made._replace(totals=tuple(totals))
+        first, *others = made.totals
+        return made._replace(totals=(self.slots[0].reduced(first), *others))
+
+    def reduced(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """Of the sums of all layers what this device keeps, summed over replicas."""
+        return tuple(slot.reduced(total) for slot, total in zip(self.slots, totals))
 
     def gradients(
         self, op: Op, given: Given, kept: Callable[[int, Rings], Kept], *, in_turn: bool = False

@@ -31,6 +31,9 @@ class Execution:
     What the first `offload_layers` layers of every stage leave for B and W waits in the memory of
     the device's host (Wan et al. 2025, arXiv 2503.01328). It is copied while other layers compute.
 
+    With `overlap_sums` the last tick that has a gradient stands behind the scan: there the sums
+    over replicas of a layer's gradient run while the layers before it compute (`ticks.py`).
+
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
     depends on them.
 
@@ -45,6 +48,7 @@ class Execution:
     zero_stage: int = 0
     reshard_after_forward: bool = False
     offload_layers: int = 0
+    overlap_sums: bool = False
     poison_bubbles: bool = False
 
     @property

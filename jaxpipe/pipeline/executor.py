@@ -19,6 +19,7 @@ from jaxpipe.pipeline.parameters import RankParameters
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.pipeline.tick import RankWork
+from jaxpipe.pipeline.ticks import closing_tick, run_ticks
 from jaxpipe.schedule import Row, Schedule, Tables, forward_only, lower
 
 Tree = Any
@@ -263,11 +264,9 @@ class _RankProgram:
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
         work = RankWork(step, self._ends(step, x, rows), chunks, kinds)
-        carry, _ = lax.scan(
-            lambda carry, row: (work.tick(carry, row), None),
-            work.first_carry(x, own.totals(chunks)),
-            jax.tree.map(lambda column: column[:, 0], columns),
-        )
+        closing = closing_tick(self.tables, self.execution)
+        columns = jax.tree.map(lambda column: column[:, 0], columns)
+        carry = run_ticks(work, work.first_carry(x, own.totals(chunks)), columns, closing)
         every = (PP, *REPLICAS)
         losses = lax.psum(carry.losses, every)
         sums, maxima = carry.side.sums.items(), carry.side.maxima.items()
@@ -279,7 +278,9 @@ class _RankProgram:
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.trains:
             return StepOutput(losses, None, side, outputs)
-        gradients = own.gradients(carry.shared_gradients, carry.layer_gradients)
+        gradients = own.gradients(
+            carry.shared_gradients, carry.layer_gradients, reduced=closing is not None
+        )
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, side, outputs)

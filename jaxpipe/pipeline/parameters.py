@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,6 +87,7 @@ class RankParameters:
                 index=here[slot],
                 active=None if (table[:, slot] >= 0).all() else here[slot] >= 0,
                 ring=ring,
+                reduced=partial(self._of_layer, self.stored["layers"][slot]),
                 stored=self.stored["layers"][slot] if reshard else None,
             )
 
@@ -109,20 +111,25 @@ class RankParameters:
             "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
         }
 
-    def gradients(self, shared: Tree, layers: tuple[tuple[Tree, ...], ...]) -> Tree:
+    def gradients(
+        self, shared: Tree, layers: tuple[tuple[Tree, ...], ...], *, reduced: bool
+    ) -> Tree:
         """This device's parts of the gradients, from the sums that the last tick left.
 
-        Layers come by chunk and slot, and leave as they are stored, with the axis of ranks.
+        Layers come by chunk and slot, their sums `reduced` or not, and leave as they are stored,
+        with the axis of ranks.
         """
         home = self._brought_home(layers)
+        if not reduced:
+            home = tuple(map(self._of_layer, self.stored["layers"], home))
         return {
             "shared": jax.tree.map(self._of_shared, self.stored["shared"], shared),
-            "layers": jax.tree.map(
-                lambda s, g: self._reduced(s, g, self._unreduced(s))[None],
-                self.stored["layers"],
-                home,
-            ),
+            "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
+
+    def _of_layer(self, stored: Tree, total: Tree) -> Tree:
+        """What this device keeps of a layer's sums."""
+        return jax.tree.map(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
     def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
         """Those of the layers that this rank holds, those of their mirrored copies added."""

@@ -31,13 +31,15 @@ Tree = Any
 class RankWork:
     """One rank's step: its chunks and ends, and what no tick changes.
 
-    `kinds` has for every ring slot the kind of layer that it is for.
+    `kinds` has for every ring slot the kind of layer that it is for. `closing`: the gradient of the
+    tick is the step's last of its chunk, and every rank computes it (`ticks.py`).
     """
 
     step: StepData
     ends: Ends
     chunks: tuple[Chunk, ...]
     kinds: tuple[RunKind, ...]
+    closing: bool = False
 
     def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
         """Empty buffers; `gradients` gives the shapes and dtypes of the accumulators."""
@@ -129,8 +131,12 @@ class RankWork:
 
         def run() -> Gradients:
             given, before = self._given_gradient(carry, row, op, chunk)
+            if self.closing:
+                return self.chunks[chunk].last_gradient(op, given, before, kept, runs)
             return self.chunks[chunk].gradient(op, given, before, kept, in_turn=True)
 
+        if self.closing:
+            return self._with_gradient(carry, op, chunk, run())
         made = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, made)
 

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from math import prod
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -9,6 +10,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
+from jaxpipe.planning.hardware import read_measured
 from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
@@ -64,7 +66,9 @@ def _check_platform(config: Config, platform: str) -> None:
 def _check_packing(config: Config, platform: str | None) -> None:
     """Raise `ConfigError` where a token would see other documents of its row."""
     capability = compute_capability() if platform in ("gpu", "cuda") else None
-    for sentence in config.model.unmet_by_packing(capability):
+    rows, dtype = (config.train.microbatch_size, config.train.seq_len), config.train.compute_dtype
+    unmet = config.model.unmet_by_packing(capability, rows, dtype=dtype, tp=config.parallel.tp)
+    for sentence in unmet:
         raise ConfigError(sentence)
 
 
@@ -122,6 +126,7 @@ def check_sizes(config: Config) -> None:
     _check_batch(config)
     _check_sequences(config)
     _check_weights(config)
+    _check_limit(config)
     check_experts(config)
     if parallel.vocab_parallel_pp is True:
         _check_vocab_parallel(config)
@@ -198,6 +203,15 @@ def _check_weights(config: Config) -> None:
         )
 
 
+def _check_limit(config: Config) -> None:
+    limit = config.parallel.memory_limit
+    if isinstance(limit, float | int) and limit <= 0:
+        raise ConfigError(
+            f"parallel.memory_limit={limit:g} must be above 0, as a number of microbatches in a "
+            f"stage: raise it, or leave it out for no limit."
+        )
+
+
 def _check_vocab_parallel(config: Config) -> None:
     model, parallel = config.model, config.parallel
     if parallel.pp == 1:
@@ -261,7 +275,9 @@ def _check_schedule(config: Config, platform: str | None, memory: float | None) 
 
 
 def _check_rest(config: Config) -> None:
-    train = config.train
+    train, costs = config.train, config.parallel.costs
+    if costs not in ("", "measure"):
+        read_measured(Path(costs))  # whether or not the schedule is one that asks for it
     if train.loss_chunks > 1 and config.parallel.defer_ends:
         raise ConfigError(
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
@@ -297,10 +313,11 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_start(config: Config) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.exclude and not checkpoint.parameters_only:
+    if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
         raise ConfigError(
-            f"checkpoint.exclude={list(checkpoint.exclude)} needs checkpoint.parameters_only=true: "
-            f"a whole state has the moments of all its parameters."
+            f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
+            f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
+            f"exclude out."
         )
 
 

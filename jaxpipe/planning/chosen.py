@@ -190,7 +190,7 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
     On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
-    them; and for the same reason nothing is gained by halves of a cell that may overlap. A pair
+    them, and all ranks meet in them; and for the same reason nothing is gained by halves of a cell that may overlap. A pair
     reads before its branch, in every tick: so there is none where residuals wait on the host.
 
     Raises `ScheduleError` for ends that are both shared and deferred.
@@ -202,6 +202,7 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
         vocab_parallel=bool(parallel.ends_shared_by),
         defer_ends=parallel.defer_ends,
         pairs=not on_cpu and not config.train.offload_layers,
+        meets=on_cpu,
     )
 
 

@@ -19,6 +19,7 @@ class Lockstep:
         gradients at the input of the last stage `offset` ticks after such. So cells of neighbours
         can be kept in ticks in which one does not wait for the other; an idle tick takes no time
         by itself. `scan.paced` chooses them.
+      meets: all ranks meet in every tick, whoever sends to whom, as they do in permutes on CPU.
       vocab_parallel: all ranks compute both ends of the model, each a part of the vocabulary. The
         loss is then made at the start of the tick after the last stage's F; so its gradient cannot
         share the cell of that F, and packed 1F1B needs 2P in flight.
@@ -43,6 +44,7 @@ class Lockstep:
     pairs: bool = True
     every: int = 1
     offset: int = 0
+    meets: bool = False
 
     def __post_init__(self) -> None:
         if self.transfer_ticks not in (1, 2):

@@ -65,7 +65,7 @@ class Tables:
     @property
     def trains(self) -> bool:
         """Whether any gradient is computed."""
-        return bool(self.pairs or self.gradients)
+        return bool(self.slots.for_b or self.slots.for_w)
 
     @property
     def forwards(self) -> list[int]:

@@ -3,7 +3,7 @@
 Orders are lists of plain integers here, since a search looks at millions of ops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -174,8 +174,8 @@ class Problem:
         times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
         for rank, (line, order) in enumerate(zip(ticks, orders)):
             times[line, rank] = [self.times[op][stage] for op, stage, _ in order]
-        meetings: list[int] = []
-        if self.target.lockstep.vocab_parallel:
+        meetings: Iterable[int] = range(len(times)) if self.target.lockstep.meets else ()
+        if self.target.lockstep.vocab_parallel and not self.target.lockstep.meets:
             steps = (zip(line, order) for line, order in zip(ticks, orders))
             ops = ((tick, "FBW"[op], stage) for of in steps for tick, (op, stage, _) in of)
             meetings = meetings_of(ops, self.placement.stages)
@@ -197,7 +197,8 @@ class Problem:
                 found.append((rank, position[rank][tick]))
             if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for one beside it
                 before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
-                rank = max(self.waits[:, rank], key=lambda other: before[other])
+                met = range(len(orders)) if self.target.lockstep.meets else self.waits[:, rank]
+                rank = max(met, key=lambda other: before[other])
         return [(rank, at) for rank, at in found if at]
 
     def schedule(self, orders: Orders) -> Schedule:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxpipe.pipeline.ticks import closing_tick
 from jaxpipe.planning import Candidate, estimate, op_seconds
 from jaxpipe.planning.candidates import variant_of
 from jaxpipe.schedule.cells import place
@@ -75,13 +76,14 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
 def ticks(trainer: Trainer, events: Iterator[Event]) -> Ranks:
     """The ticks of a recorded step, of the ranks of this process's part of the first replica.
 
-    Raises `ProfileError` where the recording does not show them.
+    They are those of the loop: ticks behind it (`overlap_sums`) are other operations. Raises
+    `ProfileError` where the recording does not show them.
     """
     first = enumerate(trainer.mesh.devices[:, 0, 0, 0, 0])
-    own = jax.process_index()
+    own, how = jax.process_index(), trainer.execution
     return ticks_of(
         events,
-        place(trainer.schedule, trainer.execution.lockstep),
+        place(trainer.schedule, how.lockstep)[: closing_tick(trainer.pipeline.tables, how)],
         {device.id: rank for rank, device in first if device.process_index == own},
         stages=trainer.schedule.labels_stages,
     )

@@ -42,17 +42,16 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
         return _resumed(trainer, restored, meta, data, say)
     if resume in ("auto", "none"):
         return trainer.init(), Seen()
-    path = newest(Path(resume))
+    path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
+    but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
-        patterns, exclusion, but = trainer.config.checkpoint.exclude, None, ""
-        if patterns:
-            exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
-            but = f", but {', '.join(patterns)} new"
+        exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
         restored, meta = _read(path, checkpoints, {"params": shapes.params}, exclusion)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
         return trainer.fresh(restored["params"]), Seen()
-    restored, meta = _read(path, checkpoints, shapes.parts())
-    return _resumed(trainer, restored, meta, data, say)
+    exclusion = Exclusion(patterns, lambda: trainer.init().parts())
+    restored, meta = _read(path, checkpoints, shapes.parts(), exclusion)
+    return _resumed(trainer, restored, meta, data, say, but)
 
 
 def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:
@@ -75,7 +74,12 @@ def on_one_device(config: Config) -> Config:
 
 
 def _resumed(
-    trainer: Trainer, parts: dict[str, Any], meta: dict[str, Any], data: Data, say: Say
+    trainer: Trainer,
+    parts: dict[str, Any],
+    meta: dict[str, Any],
+    data: Data,
+    say: Say,
+    but: str = "",
 ) -> tuple[State, Seen]:
     if not data.train.has(meta["data"]):
         raise ConfigError(
@@ -83,14 +87,14 @@ def _resumed(
             f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "
             f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
         )
-    say(f"resumed from step {meta['step']} (saved with {meta['layout']})")
+    say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
     position = meta["position"]
     tokens = meta.get("tokens", position * trainer.config.train.seq_len)  # older ones: no padding
     return trainer.state_of(parts, meta.get("guard", {})), Seen(position, tokens)
 
 
 def _read(
-    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion | None = None
+    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion
 ) -> tuple[Any, dict[str, Any]]:
     """A checkpoint that is not this run's own, on all processes or on none."""
     reason = ""

@@ -109,6 +109,7 @@ class Trainer:
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
         parallel, train = self.config.parallel, self.config.train
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
             lockstep=self.choice.lockstep,
             remat=train.remat,
@@ -116,6 +117,11 @@ class Trainer:
             zero_stage=parallel.zero_stage,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
+            # A collective on CPU waits for its answer; the layers' sums are made in every tick with
+            # `reshards`; and a gradient outside a branch would copy all of what is on the host.
+            overlap_sums=not (
+                on_cpu or parallel.reshards or train.offload_layers or parallel.dp == 1
+            ),
         )
 
     @cached_property

@@ -41,5 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.post_processor = tokenizers.processors.TemplateProcessing(
         "</s> $A", special_tokens=[("</s>", 1)]
     )
+    made.enable_truncation(3)
+    made.enable_padding(length=9)
     made.save(str(folder / "tokenizer.json"))
     return folder

@@ -47,6 +47,9 @@ def test_a_text_file_is_a_document_and_a_folder_is_its_files(tmp_path: Path) -> 
     (tmp_path / "in" / "a.txt").write_text("first")
     prepared([tmp_path / "in"], tmp_path / "out")
     assert decoded(tmp_path / "out") == ["first", "x = 1\ny = 2\n", "last"]
+    for _ in range(2):  # what is written there is no input of the second time
+        manifest = prepared([tmp_path / "in"], tmp_path / "in" / "b" / "out")
+        assert manifest.documents == 3
 
 
 def test_only_answers_count(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_faults_are_sentences_and_write_nothing(tmp_path: Path, fault: str) -> N
     text = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in content)
     (tmp_path / "in.jsonl").write_bytes(text)
     with pytest.raises(ConfigError, match=sentence) as caught:
-        prepared([tmp_path / "in.jsonl"], tmp_path / "out", **options)
+        prepared([tmp_path / "in.jsonl"], tmp_path / "runs" / "out", **options)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -156,6 +159,19 @@ def test_a_truncated_input_is_no_shorter_one(tmp_path: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ConfigError, match=rf"{name} is .*truncated"):
         prepared([path], tmp_path / "out")
+
+
+def test_damaged_rows_are_a_sentence(tmp_path: Path) -> None:
+    """Of a file whose footer is whole: of text, and of ids as they are read."""
+    table = pyarrow.table({"text": ["some text " * 99] * 9, "input_ids": [[*range(999)]] * 9})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    content = (tmp_path / "a.parquet").read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little") + 8
+    (tmp_path / "a.parquet").write_bytes(bytes(len(content) - footer) + content[-footer:])
+    with pytest.raises(ConfigError, match=r"a\.parquet is damaged \(.+\): fetch it again\.$"):
+        prepared([tmp_path / "a.parquet"], tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"row group 0 of .*a\.parquet cannot be read \(.+\):"):
+        open_documents(str(tmp_path / "a.parquet"), 999).stream(0, 9)
 
 
 def test_a_missing_package_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

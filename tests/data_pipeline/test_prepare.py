@@ -154,7 +154,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--tokenizer", "bytes", "--workers", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "6 documents, 1,296 tokens in 1 shards" in said
-    assert f"data.source=file data.path={tmp_path / 'out'}" in said
+    assert f"data.source=file data.path={tmp_path / 'out'}, and model.vocab_size=256 or" in said
     assert main(["inspect", str(tmp_path / "out"), "--documents", "9"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for words_of in ("document 4, 66 tokens", "zwei drei", "1,024 │ 1", "0..", "bytes, 256 ids"):
@@ -167,6 +167,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--out", str(tmp_path / "none"), "--workers", "2"]) == 2
     assert "bad.jsonl, line 1, is no document: it is no JSON object" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+    words = ["prepare", str(path), "--tokenizer", "bytes", "--out", str(path)]
+    assert main(words) == 2
+    assert "a.jsonl cannot be written (File exists): make room" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--workers", "0"])
+    assert "--workers: 0 is no number of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_process")

@@ -151,8 +151,8 @@ def test_documents_of_a_stretch():
     of = documents(((3, 4, 5), (2, 2, 3), (12,), (4,)))
     stretch = Documents(*(leaf[:, 4:8] for leaf in of))
     first, length = documents_of(stretch, 4, most=2)
-    assert first.tolist() == [[3, 7, 8], [4, 7, 8], [0, 8, 8], [4, 8, 8]]
-    assert length.tolist() == [[4, 1, 0], [3, 1, 0], [8, 0, 0], [4, 0, 0]]
+    assert first.tolist() == [[3, 7], [4, 8], [0, 8], [4, 8]]
+    assert length.tolist() == [[4, 1], [4, 0], [8, 0], [4, 0]]
 
 
 @pytest.mark.parametrize("most", [1, 63])
@@ -171,7 +171,7 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
     assert text.count("__cudnn$fmhaSoftmax(") == text.count("__cudnn$fmhaSoftmaxBackward(") == 1
     assert "x256x256x" not in text
     for told in (
-        f"max_seg_per_batch\\22: {most + 1},", "PADDING_CAUSAL", "sliding_window_length\\22: 100,"
+        f"max_seg_per_batch\\22: {most},", "PADDING_CAUSAL", "sliding_window_length\\22: 100,"
     ):  # fmt: skip
         assert text.count(told) == 2
 

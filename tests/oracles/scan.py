@@ -29,6 +29,7 @@ class _Scan:
                     self.partners[one].add(other)
                     self.partners[other].add(one)
         self.meetings = self._meetings() if lockstep.vocab_parallel else set()
+        self.meetings |= set(range(len(self.grid))) if lockstep.meets else set()
         self.posted = defaultdict(dict)  # tick -> rank -> when
         self.met = defaultdict(dict)
         self.waiting = []  # (rank, since when, what has been posted, by whom it must be, travel)

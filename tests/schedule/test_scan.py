@@ -28,14 +28,15 @@ PUBLISHED = Costs(1, 1.15, 0.85, transfer=0.05)
     microbatches=st.integers(1, 12),
     transfer_ticks=st.integers(1, 2),
     vocab_parallel=st.booleans(),
+    meets=st.booleans(),
     times=st.tuples(*[st.floats(0.1, 4.0)] * 3, st.floats(0.0, 1.0)),
 )
 @settings(max_examples=12, deadline=None)
 def test_the_clock_is_what_a_program_per_rank_does(
-    name, pp, microbatches, transfer_ticks, vocab_parallel, times
+    name, pp, microbatches, transfer_ticks, vocab_parallel, meets, times
 ):
     schedule = near(name, pp, microbatches, 2)
-    costs, lockstep = Costs(*times), Lockstep(transfer_ticks, vocab_parallel=vocab_parallel)
+    costs, lockstep = Costs(*times), Lockstep(transfer_ticks, None, vocab_parallel, meets=meets)
     assert scan_time(schedule, costs, lockstep) == pytest.approx(
         by_events(schedule, costs, lockstep), rel=1e-12
     )

@@ -187,19 +187,14 @@ class Worker:
     def pipelined(self, inputs, targets, microbatches, schedule):
         """A stage or two of the pipeline under one of PyTorch's schedules."""
         kind = getattr(pipelining, schedule)
-        several = schedule not in ("ScheduleGPipe", "Schedule1F1B")
-        stages = self.size * (2 if several else 1)
-        v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-        own = [self.rank]
-        if several:
-            own.append(stages - 1 - self.rank if v_shaped else self.rank + self.size)
+        stages, own = stages_of(schedule, self.rank, self.size)
         modules = [Stage(self.model, stage, stages, self.values) for stage in own]
         pieces = [
             pipelining.PipelineStage(module, stage, stages, torch.device("cpu"))
             for module, stage in zip(modules, own)
         ]
         options = {"loss_fn": self.loss_of(targets.numel()), "scale_grads": False}
-        runner = kind(pieces if several else pieces[0], microbatches, **options)
+        runner = kind(pieces if len(pieces) > 1 else pieces[0], microbatches, **options)
         arguments = (inputs,) if 0 in own else ()
         last = stages - 1 in own
         optimizer = self.adamw(modules)
@@ -214,8 +209,16 @@ class Worker:
         return step
 
 
-def main():
-    """Serve commands until the input ends."""
+def stages_of(schedule, rank, size):
+    """How many stages a schedule has on so many ranks, and which are a rank's."""
+    if schedule in ("ScheduleGPipe", "Schedule1F1B"):
+        return size, [rank]
+    v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    return 2 * size, [rank, 2 * size - 1 - rank if v_shaped else rank + size]
+
+
+def serve(kind):
+    """Have such a worker do commands until the input ends; its methods are their names."""
     how = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -224,7 +227,7 @@ def main():
         dist.init_process_group(
             "gloo", f"tcp://127.0.0.1:{how['port']}", rank=how["rank"], world_size=how["size"]
         )
-    worker = Worker(how)
+    worker = kind(how)
     print(json.dumps({"ready": torch.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -233,4 +236,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -1,0 +1,84 @@
+"""One rank of a pipeline of torch.distributed.pipelining over modules that sleep; see clockwork.py.
+
+Imports nothing that needs jax. `{"do": "build", "name": key, "schedule": class, "work": ...}`
+prepares a step and runs it once, `"step"` runs it.
+"""
+
+import time
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+from torch_pipeline import serve, stages_of
+
+
+class Slept(torch.autograd.Function):
+    """x; its gradient takes so many seconds."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        """Nothing."""
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        """Sleep."""
+        time.sleep(ctx.seconds)
+        return dy, None
+
+
+class Stage(nn.Module):
+    """A product whose F, and the gradients of its input and its weight, take a given time."""
+
+    def __init__(self, f, b, w):
+        super().__init__()
+        self.f, self.b, self.w = f, b, w
+        self.weight = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        """`[1, 1] -> [1, 1]`."""
+        time.sleep(self.f)
+        return Slept.apply(x, self.b) * Slept.apply(self.weight, self.w)
+
+
+class Worker:
+    """One rank's prepared steps, by name."""
+
+    def __init__(self, how):
+        self.rank, self.size = how["rank"], how["size"]
+        self.steps = {}
+
+    def build(self, name, schedule, work):
+        """Prepare a step and run it once."""
+        stages, own = stages_of(schedule, self.rank, self.size)
+        part = self.size / stages
+        pieces = [
+            pipelining.PipelineStage(
+                Stage(*(work[op] * part for op in "FBW")), stage, stages, torch.device("cpu")
+            )
+            for stage in own
+        ]
+        kind = getattr(pipelining, schedule)
+        runner = kind(
+            pieces if len(pieces) > 1 else pieces[0], work["microbatches"],
+            loss_fn=lambda y, target: y.sum(), scale_grads=False,
+        )  # fmt: skip
+        x = torch.ones(work["microbatches"], 1)
+        arguments, last = (x,) if 0 in own else (), stages - 1 in own
+
+        def step():
+            runner.step(*arguments, target=x if last else None, losses=[])
+
+        self.steps[name] = step
+        return self.step(name)
+
+    def step(self, name):
+        """Run a step: begin and end."""
+        begin = time.monotonic()
+        self.steps[name]()
+        return {"begin": begin, "end": time.monotonic()}
+
+
+if __name__ == "__main__":
+    serve(Worker)

@@ -1,0 +1,145 @@
+"""One rank of `bench clockwork`, a process of its own: a pipeline whose layers sleep.
+
+`{"do": "build", "name": key, "work": ...}` with the fields of a `Work` compiles a step and runs it
+once, `"step"` runs it, with `"asleep": false` without any sleep.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpipe.bench.worker import serve
+from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.parallel import batch_spec, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline
+from jaxpipe.schedule import Costs, Lockstep, Schedule, build, family_of
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step: a schedule, and seconds of F, B and W of one microbatch on one rank.
+
+    A rank with several stages has a part of them in each.
+    """
+
+    family: str
+    ranks: int
+    microbatches: int
+    F: float
+    B: float
+    W: float
+    in_flight: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """What a rank does in a step."""
+        return self.microbatches * (self.F + self.B + self.W)
+
+    @property
+    def lockstep(self) -> Lockstep:
+        """As on CPUs, where a message takes no tick of its own."""
+        return Lockstep(in_flight=self.in_flight, pairs=False, meets=True)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The orders; those that are searched are so for these costs."""
+        sizes = {"pp": self.ranks, "microbatches": self.microbatches}
+        ops = Costs(F=self.F, B=self.B, W=self.W)
+        how: dict[str, Any] = {}
+        if family_of(self.family).searched:
+            how = {"costs": ops, "lockstep": replace(self.lockstep, in_flight=None)}
+        return build(self.family, **sizes, **how, **self.options)
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds of a stage's ops."""
+        part = self.ranks / self.schedule.stages
+        return Costs(F=self.F * part, B=self.B * part, W=self.W * part)
+
+    def as_words(self) -> dict[str, Any]:
+        """For a process that is told of it."""
+        return asdict(self)
+
+
+class Worker:
+    """What one process knows: its compiled steps by name, each with what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, tuple[Any, Tree, Tree]] = {}
+        self.asleep = True
+
+    def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
+        """Compile a step and run it once."""
+        todo = Work(**work)
+        mesh = make_mesh(pp=todo.ranks)
+        pipeline = Pipeline(
+            self.functions(todo.costs), todo.schedule, mesh, (1,) * todo.schedule.stages,
+            Execution(todo.lockstep),
+        )  # fmt: skip
+        layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
+        stacked = pipeline.layout(0).stack(layers)
+        params = {"shared": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
+        batch = {"inputs": np.ones((todo.microbatches, 1, 1), np.float32)}
+        params = jax.tree.map(_placed, params, pipeline.sharding.shardings(params))
+        batch = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, batch_spec())), batch)
+        self.steps[name] = jax.jit(pipeline.step).lower(params, batch).compile(), params, batch
+        return self.step(name)
+
+    def step(self, name: str, *, asleep: bool = True) -> dict[str, Any]:
+        """Run a step: begin and end."""
+        compiled, params, batch = self.steps[name]
+        self.asleep = asleep
+        begin = time.monotonic()
+        jax.block_until_ready(compiled(params, batch))
+        return {"begin": begin, "end": time.monotonic()}
+
+    def functions(self, costs: Costs) -> StageFunctions:
+        """A model of one kind of layer, whose F, B and W take these seconds."""
+        slept_f, slept_b, slept_w = (partial(self._slept, of) for of in (costs.F, costs.B, costs.W))
+
+        @jax.custom_vjp
+        def product(w: jax.Array, x: jax.Array) -> jax.Array:
+            return slept_f(x @ w)
+
+        product.defvjp(
+            lambda w, x: (product(w, x), (w, x)),
+            lambda kept, dy: (slept_w(kept[1].T @ dy), slept_b(dy @ kept[0].T)),
+        )
+
+        def layer(params: Tree, x: jax.Array, context: Context) -> LayerOutput:
+            return LayerOutput(product(params["w"], x))
+
+        return StageFunctions(
+            embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+            kinds=LayerKind(layer),
+            head=lambda shared, x, rows: jnp.sum(x),
+            count=lambda rows: jnp.float32(rows["inputs"].size),
+        )
+
+    def _slept(self, seconds: float, x: jax.Array) -> jax.Array:
+        """x, so many seconds after it is there."""
+
+        def sleep(x: jax.Array) -> np.ndarray:
+            if self.asleep:
+                time.sleep(seconds)
+            return np.asarray(x)
+
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def _placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+if __name__ == "__main__":
+    serve(Worker)

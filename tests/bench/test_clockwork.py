@@ -1,0 +1,68 @@
+"""Steps over layers that sleep: each op as often and as long as it should."""
+
+import json
+import time
+from collections import Counter
+
+import jax
+import msgspec
+import pytest
+
+from jaxpipe.bench import __main__ as bench
+from jaxpipe.bench import show, sleeping
+from jaxpipe.bench.clockwork import Result, Steps, table, work_of
+from jaxpipe.parallel import make_mesh
+from jaxpipe.schedule import Variant
+
+F, B, W = 0.004, 0.002, 0.001
+MARKED = "<!-- clockwork clockwork -->\n<!-- end -->\n"
+RUN = ["clockwork", "--ranks", "2", "--seconds", "0.004", "0.002", "0.001", "--steps", "1"]
+
+
+@pytest.mark.parametrize("variant", [Variant("1f1b", in_flight=3), Variant("zb_h1"),
+                                     Variant("dualpipev")], ids=lambda one: one.label)  # fmt: skip
+def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch):
+    """Two ranks are two virtual devices here."""
+    monkeypatch.setattr(
+        sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
+    )
+    work, slept = work_of(variant, 2, 4, (F, B, W)), []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    worker = sleeping.Worker()
+    worker.build("step", work.as_words())
+    part, times = 2 / work.schedule.stages, 4 * work.schedule.stages
+    assert Counter(slept) == dict.fromkeys((F * part, B * part, W * part), times)
+    assert sum(slept) == pytest.approx(2 * work.seconds)
+    worker.step("step", asleep=False)
+    assert sum(slept) == pytest.approx(2 * work.seconds)
+
+
+def test_processes_are_measured_beside_the_simulator(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "clockwork.json"
+    assert bench.main([*RUN, "--schedules", "zb_h1", "--rounds", "2", "--out", str(out)]) == 0
+    said, found = capsys.readouterr().out, json.loads(out.read_text())
+    (steps,) = found["steps"]
+    steps = Steps(**steps)
+    assert steps.useful == pytest.approx(4 * (F + B + W))
+    assert steps.useful < steps.predicted
+    assert steps.useful < steps.measured[0]
+    assert f"| 2 | 4 | `zb_h1` | {steps.measured[0] / steps.predicted:.3f} |" in said
+    monkeypatch.setattr(show, "RESULTS", tmp_path)
+    assert f"\n\n{table(msgspec.convert(found, Result))}" in show.filled(MARKED)
+    assert found["versions"] == {"jax": jax.__version__}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "1"], "--ranks 1 must be at least 2"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--seconds", "0.1", "0", "0.1"], "--seconds 0 must be above 0"),
+        (["--schedules", "custom"], "--schedules custom: its orders are in a file"),
+        (["--schedules", "magic"], "unknown schedule 'magic'"),
+        (["--out", "nowhere/found.json"], "its folder is missing"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, said, capsys):
+    assert bench.main(["clockwork", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""The last tick behind the scan: the same numbers, with sums over replicas beside its gradients."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compare import assert_same
+from meshes import run
+
+from jaxpipe.pipeline import Execution
+from jaxpipe.pipeline.ticks import closing_tick
+from jaxpipe.schedule import Lockstep, build, lower
+
+SHARED = Lockstep(transfer_ticks=2, vocab_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "how"),
+    [
+        ("1f1b", (1, 4, 1), {"zero_stage": 1}),
+        ("1f1b", (2, 2, 2), {"zero_stage": 2, "lockstep": SHARED}),
+        ("interleaved_1f1b", (2, 4, 1), {"zero_stage": 2, "replicate": 2}),
+        ("zb_h1", (4, 2, 1), {"zero_stage": 0, "lockstep": Lockstep(defer_ends=True)}),
+    ],
+    ids=str,
+)
+def test_a_step_is_that_of_one_device(schedule, mesh, how):
+    """With NaN in free slots: ranks that compute a gradient which counts nothing read them."""
+    how = how | {"dtype": jnp.float64, "poison_bubbles": True, "overlap_sums": True}
+    with jax.enable_x64(True):
+        assert_same(*run("one_kv", schedule, *mesh, sequence=mesh[2] > 1, **how))
+
+
+def test_where_it_is_not_one_gradient_all_ticks_are_scanned():
+    how = Execution(overlap_sums=True)
+    assert closing_tick(lower(build("dualpipe", pp=2, microbatches=4)), how) is None
+    tables = lower(build("1f1b", pp=2, microbatches=4), SHARED)
+    assert closing_tick(tables, how) == tables.ticks - 2  # then the embedding's gradient
+    assert closing_tick(tables, replace(how, overlap_sums=False)) is None
