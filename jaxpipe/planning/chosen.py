@@ -122,8 +122,6 @@ def chosen(
         with room.explaining():
             check_memory(schedule, room.memory, room.limit, lockstep)
     choice = Choice(schedule, layers, lockstep)
-    if lockstep.transfer_ticks == 1:
-        return choice
     costs = choice.costs(config, seconds or op_seconds(config))
     return replace(choice, lockstep=paced(schedule, costs, lockstep))
 
@@ -167,7 +165,8 @@ def _gains_by_sharing(config: Config) -> bool:
     seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
 
     def scanned(choice: Choice) -> float:
-        return scan_time(choice.schedule, choice.costs(config, seconds), choice.lockstep)
+        costs = choice.costs(config, seconds)
+        return scan_time(choice.schedule, costs, paced(choice.schedule, costs, choice.lockstep))
 
     try:
         own = chosen(config, platform="gpu", memory=memory, seconds=seconds, effort=QUICK)
@@ -190,8 +189,9 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
     On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
-    them, and all ranks meet in them; and for the same reason nothing is gained by halves of a cell that may overlap. A pair
-    reads before its branch, in every tick: so there is none where residuals wait on the host.
+    them, and all ranks meet in them; for the same reason nothing is gained by halves of a cell that
+    may overlap. A pair reads before its branch, in every tick: so there is none where residuals
+    wait on the host.
 
     Raises `ScheduleError` for ends that are both shared and deferred.
     """

@@ -54,8 +54,10 @@ def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> f
 def paced(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> Lockstep:
     """The lockstep with the `every` and `offset` that make the scan shortest.
 
-    Of those that take as long, to a thousandth, it is the one with the smallest numbers. Raises as
-    `scan_starts`.
+    Of those that take as long, to a thousandth, it is the one with the smallest numbers. With
+    one-tick transfers, where each waits for the other's whole cell, there is nothing to gain.
+
+    Raises as `scan_starts`.
 
     >>> from jaxpipe.schedule import build
     >>> schedule = build("interleaved_1f1b", pp=4, microbatches=16)
@@ -64,7 +66,10 @@ def paced(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> Locks
     >>> found.every, scan_time(schedule, costs, found) < scan_time(schedule, costs, Lockstep(2))
     (2, True)
     """
-    best, least = lockstep, scan_time(schedule, costs, lockstep)
+    best = lockstep = replace(lockstep, every=1, offset=0)
+    if lockstep.transfer_ticks == 1:
+        return lockstep
+    least = scan_time(schedule, costs, lockstep)
     for every in _PACES:
         for offset in range(every):
             tried = replace(lockstep, every=every, offset=offset)
