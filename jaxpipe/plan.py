@@ -48,7 +48,7 @@ _COLUMNS = (
 )  # fmt: skip
 _LEGEND = (
     "ends: embedding and head of the ranks that have them, or shared by all. bubble, span: of "
-    "ranks that run freely, over the whole step and over a rank's own; scan: of the lockstep that "
+    "ranks that run freely, over the whole step and over a rank's own; scan: of the scan that "
     "the executor runs. held: microbatches x stages on a rank. GiB: a device's (! too much), "
     "stored: activations of it, sent: to neighbours in a step. *: what the configuration names, as "
     "it would run."
@@ -247,7 +247,7 @@ def _print(
         table.add_row(
             label + (" *" if one.candidate.configured else ""),
             _ends(one), f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
-            f"{report.bubble_lockstep:.1%}", str(one.held),
+            f"{report.bubble_scan:.1%}", str(one.held),
             f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
             f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
             f"{one.tokens_per_second:,.0f}",

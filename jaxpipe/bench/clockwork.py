@@ -119,7 +119,7 @@ def _measured(
 
     transfer = median(steps(ours, asleep=False)) / lower(work.schedule, work.lockstep).ticks
     costs = replace(work.costs, transfer=transfer)
-    predicted = simulate(work.schedule, costs, work.lockstep).lockstep_makespan
+    predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
     found = Steps(name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours))
     if "torch" in groups and variant.family in _PEERS and not variant.in_flight:
         peer = _PEERS[variant.family]

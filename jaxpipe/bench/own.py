@@ -29,7 +29,7 @@ _REPEATS = 5
 _LEAST = {  # by objective: in words, and the field of a report
     "span": ("the longest span of a rank", "max_span"),
     "makespan": ("a step of ranks that run freely", "makespan"),
-    "lockstep": ("a step", "lockstep_makespan"),
+    "scan": ("a step", "scan_makespan"),
 }
 
 

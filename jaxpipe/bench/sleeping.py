@@ -5,7 +5,7 @@ once, `"step"` runs it, with `"asleep": false` without any sleep.
 """
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxpipe.bench.worker import serve
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Costs, Lockstep, Schedule, build
+from jaxpipe.schedule import Costs, Lockstep, Schedule, build, family_of
 
 Tree = Any
 
@@ -47,14 +47,17 @@ class Work:
     @property
     def lockstep(self) -> Lockstep:
         """As on CPUs, where a message takes no tick of its own."""
-        return Lockstep(in_flight=self.in_flight, pairs=False)
+        return Lockstep(in_flight=self.in_flight, pairs=False, meets=True)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The orders; those that are searched are so for these costs."""
         sizes = {"pp": self.ranks, "microbatches": self.microbatches}
         ops = Costs(F=self.F, B=self.B, W=self.W)
-        return build(self.family, **sizes, costs=ops, objective="lockstep", **self.options)
+        how: dict[str, Any] = {}
+        if family_of(self.family).searched:
+            how = {"costs": ops, "lockstep": replace(self.lockstep, in_flight=None)}
+        return build(self.family, **sizes, **how, **self.options)
 
     @property
     def costs(self) -> Costs:

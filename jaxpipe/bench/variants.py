@@ -21,9 +21,9 @@ class Variant:
     parallel: dict[str, Any] = field(default_factory=dict)
 
     def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
-        """The configuration with this schedule on two ranks, searched for the lockstep it runs."""
+        """The configuration with this schedule on two ranks, searched for the scan that it runs."""
         parallel = msgspec.structs.replace(
-            config.parallel, pp=PP, **_ALONE, objective="lockstep", transfer_ticks=1,
+            config.parallel, pp=PP, **_ALONE, objective="scan", transfer_ticks=1,
             costs=str(costs or ""), **self.parallel,
         )  # fmt: skip
         return _with(config, microbatches, parallel)

@@ -57,7 +57,7 @@ class ParallelConfig(_Section, kw_only=True):
     # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
     # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
     memory_limit: str | float = ""
-    objective: Literal["span", "makespan", "lockstep"] = "span"  # what searches make least
+    objective: Literal["scan", "span", "makespan"] = "scan"  # what searches make least
     # for searches and plans, a file of measured op seconds; "measure": the run times its own before
     # its first step, and keeps them in run.dir; empty: of an H100
     costs: str = ""

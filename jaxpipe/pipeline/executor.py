@@ -97,7 +97,8 @@ class Pipeline:
         """The same of a forward-only pass, which keeps nothing that in_flight could limit."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        return lower(forward, replace(self.execution.lockstep, in_flight=None))
+        plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0)
+        return lower(forward, plain)
 
     def step(
         self,

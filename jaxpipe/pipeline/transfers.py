@@ -1,4 +1,4 @@
-"""The messages of a tick: what a rank sends, stores and keeps, by two permutes round the ring."""
+"""The messages of a tick: what a rank sends, stores and keeps, by two permutes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from jaxpipe.schedule import Row, Tables
 
 @dataclass(frozen=True)
 class Transfers:
-    """The lanes of some tables; with `poison`, idle lanes carry NaN."""
+    """The lanes of some tables; with `poison`, idle lanes carry NaN, and so do ends of the line."""
 
     tables: Tables
     poison: bool
@@ -68,11 +68,18 @@ class Transfers:
         return loads
 
     def _send(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """What comes from the neighbours: one permute each way round the ring, lanes stacked."""
-        size, packed = lax.axis_size(PP), []
+        """What comes from the neighbours: one permute each way, lanes stacked.
+
+        XLA gives zeros to a rank to which there is no route.
+        """
+        packed = []
         for hop, lanes in self._ways.items():
-            ring = [(r, (r + hop) % size) for r in range(size)]
-            packed.append(lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, ring))
+            routes = self.tables.routes[hop]
+            brought = lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, routes)
+            if self.poison:
+                reached = jnp.isin(lax.axis_index(PP), jnp.array([to for _, to in routes]))
+                brought = jnp.where(reached, brought, jnp.nan)
+            packed.append(brought)
         return tuple(packed)
 
     @property

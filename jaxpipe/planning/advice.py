@@ -69,7 +69,7 @@ def _smaller(
     config: Config, chosen: Estimate, seconds: OpSeconds, *, memory: float, bubble: float
 ) -> str:
     """The number of microbatches that brings the bubble down, found by trying."""
-    label, now = chosen.candidate.label, chosen.report.bubble_lockstep
+    label, now = chosen.candidate.label, chosen.report.bubble_scan
     m, pp = config.train.grad_accum_steps, config.parallel.pp
     if now <= bubble:
         return f"{label}: the bubble is {now:.1%} already."
@@ -87,17 +87,17 @@ def _smaller(
         except ScheduleError as error:
             return f"{label}: {error}"
         result = estimate(longer, more, seconds)
-        now = result.report.bubble_lockstep
+        now = result.report.bubble_scan
         if now <= bubble:
             return (
                 f"{label}: train.grad_accum_steps={m} brings the bubble from "
-                f"{chosen.report.bubble_lockstep:.1%} to {now:.1%}, for "
+                f"{chosen.report.bubble_scan:.1%} to {now:.1%}, for "
                 f"{result.bytes.total / 2**30:.1f} GiB a device."
             )
         if m > 64 * pp:
             break
     return (
         f"{label}: more microbatches do not bring the bubble below {bubble:.1%} "
-        f"({now:.1%} with train.grad_accum_steps={m}): its ranks' stages differ, or the lockstep "
+        f"({now:.1%} with train.grad_accum_steps={m}): its ranks' stages differ, or the scan "
         f"costs it; try parallel.layer_split or another schedule."
     )

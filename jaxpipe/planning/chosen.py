@@ -36,7 +36,7 @@ from jaxpipe.schedule import (
     lower,
     validate,
 )
-from jaxpipe.schedule.cells import lockstep_cost, place
+from jaxpipe.schedule.scan import paced, scan_time
 
 QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
@@ -107,8 +107,8 @@ def chosen(
         options["path"] = parallel.schedule_file
     if family_of(parallel.schedule).searched:
         options |= {"objective": parallel.objective, "effort": effort}
-        if parallel.objective == "lockstep":
-            options["transfer_ticks"] = lockstep.transfer_ticks
+        if parallel.objective == "scan":
+            options["lockstep"] = replace(lockstep, in_flight=None)
         schedule = _searched(config, options, seconds or op_seconds(config), memory)
     else:
         schedule = _built(config, options)
@@ -122,7 +122,9 @@ def chosen(
         room = room_of(config, layout_of(config, schedule.placement, layers), memory)
         with room.explaining():
             check_memory(schedule, room.memory, room.limit, lockstep)
-    return Choice(schedule, layers, lockstep)
+    choice = Choice(schedule, layers, lockstep)
+    costs = choice.costs(config, seconds or op_seconds(config))
+    return replace(choice, lockstep=paced(schedule, costs, lockstep))
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
 def decided(config: Config, platform: str | None = None) -> Config:
     """The configuration with `parallel.vocab_parallel_pp` decided where it is "auto".
 
-    It becomes true where the lockstep of its schedule then takes no longer (a hundredth counts as
+    It becomes true where the scan of its schedule then takes no longer (a hundredth counts as
     nothing), by the seconds of an H100 or of a file: not by what a run has measured, since each of
     its starts must decide alike. It becomes false where that cannot be, and on CPU, where ranks
     share cores; `platform` as in `chosen`.
@@ -163,14 +165,14 @@ def _gains_by_sharing(config: Config) -> bool:
     config = _with_ends(config, shared=False)
     seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
 
-    def in_ticks(choice: Choice) -> float:
-        costs, lockstep = choice.costs(config, seconds), choice.lockstep
-        return lockstep_cost(place(choice.schedule, lockstep), costs, lockstep.transfer_ticks)
+    def scanned(choice: Choice) -> float:
+        costs = choice.costs(config, seconds)
+        return scan_time(choice.schedule, costs, paced(choice.schedule, costs, choice.lockstep))
 
     try:
         own = chosen(config, platform="gpu", memory=memory, seconds=seconds, effort=QUICK)
         together = replace(own, lockstep=replace(own.lockstep, vocab_parallel=True))
-        return in_ticks(together) <= in_ticks(own) * _AS_FAST
+        return scanned(together) <= scanned(own) * _AS_FAST
     except ScheduleError:
         return False
 
@@ -188,8 +190,9 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
     On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
-    them; and for the same reason nothing is gained by halves of a cell that may overlap. A pair
-    reads before its branch, in every tick: so there is none where residuals wait on the host.
+    them, and all ranks meet in them; for the same reason nothing is gained by halves of a cell that
+    may overlap. A pair reads before its branch, in every tick: so there is none where residuals
+    wait on the host.
 
     Raises `ScheduleError` for ends that are both shared and deferred.
     """
@@ -200,6 +203,7 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
         vocab_parallel=bool(parallel.ends_shared_by),
         defer_ends=parallel.defer_ends,
         pairs=not on_cpu and not config.train.offload_layers,
+        meets=on_cpu,
     )
 
 

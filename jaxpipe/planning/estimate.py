@@ -36,8 +36,8 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step by the lockstep, which is what the scan takes."""
-        return self.report.lockstep_makespan + self.mirroring
+        """Of a step: what the scan takes."""
+        return self.report.scan_makespan + self.mirroring
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,7 +58,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     def more_than_with(**other: object) -> float:
         if all(getattr(seconds, name) == value for name, value in other.items()):
             return 0.0
-        return report.lockstep_makespan - simulated(replace(seconds, **other)).lockstep_makespan
+        return report.scan_makespan - simulated(replace(seconds, **other)).scan_makespan
 
     message = costs_of(config).message
     layout = layout_of(config, choice.schedule.placement, choice.layers)

@@ -40,7 +40,7 @@ def check_fp8(config: Config, platform: str | None) -> None:
 def _sizes(config: Config) -> dict[str, int]:
     """What the products of a device's layers have for sizes, with what makes each."""
     parallel, train = config.parallel, config.train
-    cuts = {"parallel.slices": parallel.slices, "parallel.sdp": parallel.sdp}
+    cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     cut = "".join(f" / {name}" for name, size in cuts.items() if size > 1)
     name, length = "train.seq_len", train.seq_len // prod(cuts.values())
     if train.variable_length:

@@ -1,13 +1,13 @@
 """`bench scale`: a configuration on more devices, on paper: weak and strong scaling by simulation.
 
 For pipelines of 2 to 64 ranks and 1 to 1,024 replicas it takes the schedule that trains most tokens
-a second of those that fit the memory, by the lockstep that the scan runs. Weak scaling gives every
+a second of those that fit the memory, by the clock of the scan. Weak scaling gives every
 replica the microbatches of the configuration; strong scaling divides the configuration's global
 batch. Assumed: the seconds of ops are those of `parallel.costs`, or a share of the device's data
-sheet; a message between neighbours takes its bytes over `--link`, hidden only as the lockstep hides
-it; after the last microbatch the gradients are summed over the replicas in float32 and the
-parameters gathered in the compute dtype, at `--network` bytes a second and device, behind nothing;
-the update itself is not counted.
+sheet; a message between neighbours takes its bytes over `--link`, hidden only as the scan hides it;
+after the last microbatch the gradients are summed over the replicas in float32 and the parameters
+gathered in the compute dtype, at `--network` bytes a second and device, behind nothing; the update
+itself is not counted.
 """
 
 import argparse
@@ -147,7 +147,7 @@ class _Scaler:
             config,
             timed.candidate.variant,
             seconds,
-            timed.report.bubble_lockstep * timed.report.lockstep_makespan / seconds,
+            timed.report.bubble_scan * timed.report.scan_makespan / seconds,
             (pipeline - free.seconds) / seconds,
             summed / seconds,
             held.total,

@@ -1,7 +1,11 @@
 """zb_auto: the zero-bubble schedule for measured costs and a memory limit (Qi et al. 2024, 3.1)."""
 
+from dataclasses import replace
+
 from jaxpipe.schedule.action import Placement, Schedule
-from jaxpipe.schedule.loop import zb_h1, zb_h2
+from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.loop import one_f_one_b, zb_h1, zb_h2
 from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target, limit_in_units
 from jaxpipe.schedule.search import search
 
@@ -9,7 +13,8 @@ from jaxpipe.schedule.search import search
 def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
     """The best schedule found that keeps every rank within the limit, by default "2p".
 
-    zb_h1 and zb_h2 stand as candidates where they fit, so the result is never worse.
+    zb_h1, zb_h2 and 1f1b, in its own order and running ahead, stand as candidates where they fit.
+    So the result is never worse, except that in span it may be than 1f1b.
 
     Raises `ScheduleError` for an unknown objective or limit, and where no microbatch fits the
     limit, with the least that works.
@@ -19,4 +24,14 @@ def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule
     limit = limit_in_units(memory_limit, placement, target.memory)
     problem = Problem("zb_auto", placement, microbatches, limit, target)
     known = [zb_h1(pp, microbatches), zb_h2(pp, microbatches)]
-    return search(problem, effort=target.effort, known=known)
+    known += _unsplit(pp, microbatches, target.lockstep, min(problem.room, microbatches))
+    return replace(search(problem, effort=target.effort, known=known), name="zb_auto")
+
+
+def _unsplit(pp: int, microbatches: int, lockstep: Lockstep, room: int) -> list[Schedule]:
+    """1F1B as it is, and as the scan lays it out where so many microbatches may be in flight."""
+    plain = one_f_one_b(pp, microbatches)
+    packed = 2 * pp - (not lockstep.vocab_parallel)
+    ahead = [place(plain, replace(lockstep, in_flight=n)) for n in {min(packed, room), room}]
+    orders = ([[cell for cell in cells if cell.actions] for cells in zip(*grid)] for grid in ahead)
+    return [plain, *(replace(plain, ranks=tuple(map(tuple, ranks))) for ranks in orders)]

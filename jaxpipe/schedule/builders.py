@@ -7,7 +7,7 @@ from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleErr
 from jaxpipe.schedule.cells import Memory
 from jaxpipe.schedule.families import FAMILIES, Family, family_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.problem import SLACK, Target, check_objective, limit_in_units
+from jaxpipe.schedule.problem import OBJECTIVES, SLACK, Target, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
 
 
@@ -33,7 +33,7 @@ def build(
         schedule's microbatches; for schedules on the loop placement.
       costs, objective: what steers the searched ones, zb_auto, zbv, v_half and v_min (`Target`);
         the orders of the others do not depend on them.
-      transfer_ticks, effort: of the searched ones alone.
+      lockstep, effort: of the searched ones alone.
       breadth: microbatches that a rank runs through one stage before its next: of `bfs` and the
         interleaved ones.
       path: of `custom`, a file that `read` understands.
@@ -51,7 +51,7 @@ def build(
             raise ScheduleError(f"{family.name}: {key}={size} must be at least 1.")
     if options.get("slices") == 1:
         del options["slices"]
-    check_objective(options.get("objective", "span"))
+    check_objective(options.get("objective", OBJECTIVES[0]))
     _check_options(family, options)
     target = {option: options.pop(option) for option in _TARGET if option in options}
     memory = memory or Memory()
@@ -63,7 +63,7 @@ def build(
     return schedule
 
 
-_TARGET = ("costs", "objective", "transfer_ticks", "effort")
+_TARGET = ("costs", "objective", "lockstep", "effort")
 
 
 def _check_options(family: Family, options: dict[str, Any]) -> None:

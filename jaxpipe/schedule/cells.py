@@ -1,9 +1,10 @@
 """Which tick does what: the actions of a schedule placed into cells of a lockstep grid.
 
-The scan that runs a schedule is a lockstep: all ranks meet once a tick, so a tick costs what its
-slowest rank's cell costs. A cell holds at most one F and at most one B, W or BW. A message sent by
-an action of tick t can be used from tick t + transfer_ticks on; a value that stays on its rank can
-be used from the next tick on, or by the gradient half of the same cell, since F runs first.
+The scan that runs a schedule is a lockstep: all ranks take the same ticks, one after the other.
+`scan.py` says how long they wait for each other. A cell holds at most one F and at most one B, W or
+BW. A message sent by an action of tick t can be used from tick t + transfer_ticks on; a value that
+stays on its rank can be used from the next tick on, or by the gradient half of the same cell, since
+F runs first.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,34 +106,6 @@ Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
-def lockstep_starts(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> list[list[float]]:
-    """Start of every cell `[tick][rank]` when ranks meet at the transfers.
-
-    One-tick transfers end every tick with a meeting of all. With two ticks a rank needs at tick t
-    only what its neighbours on the ring had sent by the end of tick t - 2, so it may run one cell
-    ahead of them. A message is sent every tick, whether a cell needs it or not.
-    """
-    pp = len(grid[0]) if grid else 1
-    transfer = costs.transfer if pp > 1 else 0.0
-    starts: list[list[float]] = []
-    before, last = [-transfer] * pp, [-transfer] * pp
-    for row in grid:
-        if transfer_ticks == 1:
-            now = [max(last) + transfer] * pp
-        else:
-            heard = [max(before[r - 1], before[(r + 1) % pp]) + transfer for r in range(pp)]
-            now = [max(0.0, own, others) for own, others in zip(last, heard)]
-        starts.append(now)
-        before, last = last, [start + costs.of_cell(cell) for start, cell in zip(now, row)]
-    return starts
-
-
-def lockstep_cost(grid: Grid, costs: Costs, transfer_ticks: int = 1) -> float:
-    """Time of the whole grid, by `lockstep_starts`."""
-    last = zip(lockstep_starts(grid, costs, transfer_ticks)[-1], grid[-1])
-    return max(start + costs.of_cell(cell) for start, cell in last)
-
-
 @lru_cache(maxsize=2)  # a schedule is often simulated, lowered and drawn in turn
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
@@ -154,6 +127,8 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
+            if not lockstep.lets(action, schedule.stages, tick):
+                return False
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
                 hop = 1 if source == rank else transfer_ticks
@@ -168,7 +143,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
                 if value := produced_by(action):
                     made[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks:
+        if idle > transfer_ticks + lockstep.every:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on"
                 + (f" with in_flight={in_flight}: raise it." if in_flight else ".")

@@ -1,11 +1,14 @@
 """The messages of a schedule: who sends which value to whom, when, and in which permute.
 
 A tick has one permute each way round the ring, so a value travels to a neighbouring rank or stays.
+A permute joins only the ranks of its routes, over which some tick sends: without stages that go on
+from the last rank to the first, these two do not wait for each other.
 A permute carries a lane for each message that some rank may have for it in one tick: a y, a dx, or
 one of each where a cell makes both for the same neighbour (V-shaped and bidirectional placements).
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxpipe.schedule.action import (
@@ -32,6 +35,10 @@ class Message(NamedTuple):
     made: int
     stored: int | None
     read: int
+
+
+Route = tuple[int, int]  # ranks: sender, receiver
+Routes = Mapping[int, tuple[Route, ...]]  # by hop
 
 
 class Lane(NamedTuple):
@@ -93,6 +100,15 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
         every = tuple(kind for kind in ("y", "dx") if kind in kinds[hop])
         lanes += [Lane(hop, (kind,)) for kind in every] if hop in crowded else [Lane(hop, every)]
     return tuple(lanes)
+
+
+def routes_of(schedule: Schedule, sent: Iterable[Message]) -> Routes:
+    """By hop the pairs of ranks between which some of the messages travel, in order."""
+    found: dict[int, set[Route]] = defaultdict(set)
+    for message in sent:
+        if message.sender != message.receiver:
+            found[hop_of(message, schedule)].add((message.sender, message.receiver))
+    return {hop: tuple(sorted(routes)) for hop, routes in found.items()}
 
 
 def hop_of(message: Message, schedule: Schedule) -> int:

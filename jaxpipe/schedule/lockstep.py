@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import ScheduleError
+from jaxpipe.schedule.action import Action, Op, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,11 @@ class Lockstep:
         of its order while it holds at most so many microbatches; with one-tick transfers it then
         also pairs an F with a gradient action in one cell, so that all ranks do the same work in a
         tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
+      every, offset: F of the first stage stand only in ticks that are multiples of `every`, and
+        gradients at the input of the last stage `offset` ticks after such. So cells of neighbours
+        can be kept in ticks in which one does not wait for the other; an idle tick takes no time
+        by itself. `scan.paced` chooses them.
+      meets: all ranks meet in every tick, whoever sends to whom, as they do in permutes on CPU.
       vocab_parallel: all ranks compute both ends of the model, each a part of the vocabulary. The
         loss is then made at the start of the tick after the last stage's F; so its gradient cannot
         share the cell of that F, and packed 1F1B needs 2P in flight.
@@ -25,8 +30,8 @@ class Lockstep:
         of the program, so that XLA may run collectives of one during the compute of the other; else
         they are two branches in a row, and DualPipe compiles in two thirds of the time.
 
-    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight` below 1, and for
-    ends that are both shared and deferred.
+    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight` or `every` below
+    1, an `offset` that is not below `every`, and for ends that are both shared and deferred.
 
     >>> Lockstep(transfer_ticks=2).in_flight is None
     True
@@ -37,6 +42,9 @@ class Lockstep:
     vocab_parallel: bool = False
     defer_ends: bool = False
     pairs: bool = True
+    every: int = 1
+    offset: int = 0
+    meets: bool = False
 
     def __post_init__(self) -> None:
         if self.transfer_ticks not in (1, 2):
@@ -47,11 +55,25 @@ class Lockstep:
             raise ScheduleError(
                 f"in_flight={self.in_flight}: a rank must hold at least 1 microbatch."
             )
+        if not 0 <= self.offset < self.every:
+            raise ScheduleError(
+                f"every={self.every}, offset={self.offset}: the first must be at least 1, and the "
+                f"second at least 0 and less than it."
+            )
         if self.vocab_parallel and self.defer_ends:
             raise ScheduleError(
                 "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even "
                 "out by waiting; use one of them."
             )
+
+    def lets(self, action: Action, stages: int, tick: int) -> bool:
+        """Whether an action may stand in a tick."""
+        op, stage, _ = action
+        if op is Op.F and stage == 0:
+            return tick % self.every == 0
+        if op.gives_dx and stage == stages - 1:
+            return (tick - self.offset) % self.every == 0
+        return True
 
 
 PLAIN = Lockstep()  # transfers end in their tick, and every rank keeps its order

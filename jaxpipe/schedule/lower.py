@@ -16,7 +16,7 @@ import numpy as np
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.schedule.ends import ranks_of, shared_end_columns
-from jaxpipe.schedule.lanes import Lane, Message, assign_lanes, hop_of, messages
+from jaxpipe.schedule.lanes import Lane, Message, Routes, assign_lanes, hop_of, messages, routes_of
 from jaxpipe.schedule.lifetimes import Buffers, colour, lifetimes, owner_of, sequence_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.row import Row, unused_columns
@@ -41,6 +41,7 @@ class Tables:
       columns: what every rank does in every tick, arrays `[T, P]` that cannot be written.
       slots: the sizes of the buffers; `slots_of`: how many of them each rank uses.
       lanes: the messages that travel in every tick.
+      routes: by hop, between which ranks: a rank waits for those that it has a route with.
       pairs: what the column `pair` counts.
       lockstep: how the schedule was laid out in ticks.
       first_ranks, last_ranks: the ranks that have a first or last stage: two if bidirectional.
@@ -50,6 +51,7 @@ class Tables:
     slots: Buffers[int]
     slots_of: tuple[Buffers[int], ...]
     lanes: tuple[Lane, ...]
+    routes: Routes
     pairs: tuple[Pair, ...]
     lockstep: Lockstep
     first_ranks: tuple[int, ...]
@@ -135,7 +137,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     for leaf in _leaves(columns):
         leaf.setflags(write=False)
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
-    return Tables(columns, slots, used, lanes, pairs, lockstep, first, last)
+    routes = routes_of(schedule, inputs.values())
+    return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
 
 
 def _leaves(columns: tuple) -> list[np.ndarray]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxpipe.schedule.action import Cell, Op, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, lockstep_starts, place
+from jaxpipe.schedule.cells import Costs
 from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.scan import scan_starts
 from jaxpipe.schedule.simulate import clock
 
 if TYPE_CHECKING:
@@ -101,11 +102,10 @@ def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) ->
     if lockstep is None:
         times = clock(schedule, costs)
         return [[Box(*t, cell) for t, cell in zip(*rank)] for rank in zip(times, schedule.ranks)]
-    grid = place(schedule, lockstep)
-    starts = zip(*lockstep_starts(grid, costs, lockstep.transfer_ticks))
+    grid, starts = scan_starts(schedule, costs, lockstep)
     return [
         [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
-        for rank in zip(starts, zip(*grid))
+        for rank in zip(starts.T.tolist(), zip(*grid))
     ]
 
 

@@ -3,21 +3,25 @@
 Orders are lists of plain integers here, since a search looks at millions of ops.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
+import numpy as np
+
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Memory, lockstep_cost, place
-from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.cells import Costs, Memory
+from jaxpipe.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.schedule.scan import meetings_of, starts_of, waits_of
+from jaxpipe.schedule.simulate import peak_memory
 
 F, B, W = 0, 1, 2
 Step = tuple[int, int, int]  # (F, B or W; stage; microbatch): an Action, quick to compare
 Orders = list[list[Step]]
 Score = tuple[float, ...]
 
-OBJECTIVES = ("span", "makespan", "lockstep")
+OBJECTIVES = ("scan", "span", "makespan")
 LIMITS = ("1p", "2p")
 SLACK = 1e-9  # relative; sums of times and bytes are compared with this tolerance
 NEVER = float("inf")
@@ -53,17 +57,17 @@ class Target:
       costs: seconds of the ops.
       memory: what F, B and W hold, in any unit.
       memory_limit: what a rank may hold, in that unit, or "1p", "2p"; None: what the family says.
-      objective: what is to be short: the "span" of the slowest rank, the "makespan", or the
-        "lockstep" of the scan.
-      transfer_ticks: of that lockstep.
+      objective: what is to be short: the time of the "scan", or, of ranks that run freely, the
+        "span" of the slowest one or the "makespan".
+      lockstep: how the scan lays it out in ticks.
       effort: about how many steps are simulated on the way; None: some seconds' worth.
     """
 
     costs: Costs = _ALIKE
     memory: Memory = _STAGES
     memory_limit: str | float | None = None
-    objective: str = "span"
-    transfer_ticks: int = 1
+    objective: str = "scan"
+    lockstep: Lockstep = PLAIN
     effort: int | None = None
 
 
@@ -146,6 +150,57 @@ class Problem:
                     table[op].append((B, last, 0.0) if op == F else None)
         return table
 
+    @cached_property
+    def in_ticks(self) -> "Problem":
+        """The same, with times counted in ticks of the scan."""
+        travels = self.target.lockstep.transfer_ticks - 1
+        return replace(self, target=Target(Costs(transfer=travels), objective="makespan"))
+
+    @cached_property
+    def waits(self) -> np.ndarray:
+        """Which ranks a rank waits for in the scan, as of `waits_of`."""
+        every = zip(self.placement.rank_of, self.placement.rank_of[1:])
+        ways = [way for one, other in every if one != other for way in ((one, other), (other, one))]
+        return waits_of({0: tuple(ways)}, self.placement.pp)
+
+    def scan_time(self, orders: Orders) -> float:
+        """How long the scan takes; as `scan.scan_time` of the schedule, without making one."""
+        _, times, starts = self._scanned(orders)
+        return float((starts[-1] + times[-1]).max())
+
+    def _scanned(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+        """In which tick every rank does which step; times and starts of its cells `[T, P]`."""
+        ticks = [[int(begin) for begin in line] for line in self.in_ticks.replay(orders).begins]
+        times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
+        for rank, (line, order) in enumerate(zip(ticks, orders)):
+            times[line, rank] = [self.times[op][stage] for op, stage, _ in order]
+        meetings: Iterable[int] = range(len(times)) if self.target.lockstep.meets else ()
+        if self.target.lockstep.vocab_parallel and not self.target.lockstep.meets:
+            steps = (zip(line, order) for line, order in zip(ticks, orders))
+            ops = ((tick, "FBW"[op], stage) for of in steps for tick, (op, stage, _) in of)
+            meetings = meetings_of(ops, self.placement.stages)
+        lockstep, transfer = self.target.lockstep, self.target.costs.transfer
+        return (
+            ticks,
+            times,
+            starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings),
+        )
+
+    def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
+        """The same on the clock of the scan: steps of the ranks that all others wait for."""
+        ticks, times, starts = self._scanned(orders)
+        ends = starts + times
+        position = [{tick: at for at, tick in enumerate(line)} for line in ticks]
+        rank, found = int(ends[-1].argmax()), []
+        for tick in range(len(ends) - 1, 0, -1):
+            if tick in position[rank]:
+                found.append((rank, position[rank][tick]))
+            if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for one beside it
+                before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
+                met = range(len(orders)) if self.target.lockstep.meets else self.waits[:, rank]
+                rank = max(met, key=lambda other: before[other])
+        return [(rank, at) for rank, at in found if at]
+
     def schedule(self, orders: Orders) -> Schedule:
         """The orders as a schedule."""
         actions = ([Action(_OPS[op], *where) for op, *where in order] for order in orders)
@@ -155,6 +210,17 @@ class Problem:
         """The objective, then what decides between equals; None for a deadlock."""
         replay = self.replay(orders)
         return replay and replay.score(orders)
+
+    @cached_property
+    def for_free_ranks(self) -> "Problem":
+        """The same, for ranks that run freely: for the span where it is for the scan."""
+        if self.target.objective != "scan":
+            return self
+        return replace(self, target=replace(self.target, objective="span"))
+
+    def holds(self, schedule: Schedule) -> bool:
+        """Whether a schedule stays within the memory."""
+        return max(peak_memory(schedule, self.target.memory)) <= self.limit * (1 + SLACK)
 
     def fits(self, order: Sequence[Step]) -> bool:
         """Whether a rank's order stays within the memory."""
@@ -192,6 +258,8 @@ class Problem:
         The path is traced back from the end of the rank with the longest span, or of the last
         rank to end where the makespan counts. Only a change of order at these ops can shorten it.
         """
+        if self.target.objective == "scan":
+            return self._critical_in_scan(orders)
         where = {step: (r, at) for r, order in enumerate(orders) for at, step in enumerate(order)}
         ends = [
             [begin + self.times[op][stage] for begin, (op, stage, _) in zip(line, order)]
@@ -235,9 +303,8 @@ class Replay:
         self.ready[F][: self.m] = [0.0] * self.m
         self.waits: dict[Step, int] = {}  # the rank that cannot go on without this step's input
         self.runnable: list[int] = []  # ranks that can, again
-        self.late_start_counts = problem.target.objective == "makespan"
-        most = NEVER if problem.target.objective == "lockstep" else most * (1 + SLACK)
-        self.spare = [most - work for work in problem.work]
+        self.late_start_counts = problem.target.objective != "span"  # no scan beats a makespan
+        self.spare = [most * (1 + SLACK) - work for work in problem.work]
         self.hopeless = False
 
     def add(self, rank: int, step: Step) -> bool:
@@ -275,6 +342,4 @@ class Replay:
                 return span, makespan
             case "makespan":
                 return makespan, span
-        problem = self.problem
-        grid = place(problem.schedule(orders), Lockstep(problem.target.transfer_ticks))
-        return lockstep_cost(grid, problem.target.costs, problem.target.transfer_ticks), makespan
+        return self.problem.scan_time(orders), makespan

@@ -8,6 +8,9 @@
    moves can shorten it, as in job-shop scheduling (van Laarhoven et al. 1992, "Job Shop Scheduling
    by Simulated Annealing", theorem 1).
 
+For the time of the scan both are first done for the span, whose clock is quick, and then steps are
+moved again, on the scan's own clock.
+
 Seeded, so that the same request gives the same schedule.
 """
 
@@ -20,9 +23,11 @@ from jaxpipe.schedule.action import Op, Schedule, ScheduleError
 from jaxpipe.schedule.blocks import blocks
 from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Score, Step, W
 from jaxpipe.schedule.rules import Rules, list_schedule
+from jaxpipe.schedule.scan import scan_time
 
 _WALKS = 5  # local searches, from the best starting points of different worth
 _STARTS, _CHANGES, _MOVES, _POLISH = 0.3, 0.2, 1.5, 0.5  # moves cost a fifth of a listing
+_SCANS = 0.5  # of the moves; on the clock of the scan
 _DISTANCES = (1, 1, 1, 2, 3, 4, 6)
 
 
@@ -30,6 +35,9 @@ def search(
     problem: Problem, *, effort: int | None = None, known: Iterable[Schedule] = ()
 ) -> Schedule:
     """The best schedule found, no worse than any of the `known` ones that fits the memory.
+
+    By the time of the scan it is no worse, either, than what would be found for the span. Of the
+    known ones those with cells of several ops, or an unsplit gradient, are only compared with.
 
     `effort` is about how many steps are simulated on the way, a third of a million a second (None:
     as many as that, or 370 schedules of the length that is searched).
@@ -41,28 +49,42 @@ def search(
     pp, m = problem.placement.pp, problem.microbatches
     room = min(problem.room * pp // problem.placement.stages, m)
     steady = 2 * max(pp, room)  # twice what is ever in flight: no bubble of the ends in the middle
-    short = replace(problem, microbatches=min(m, steady))
     effort = effort or max(350_000, 370 * 3 * problem.placement.stages * steady)
-    starts = list(map(_orders, known))
-    scored = _scored(problem, starts)
-    if not scored or scored[0][0][0] > problem.least * (1 + SLACK):
+    free = problem.for_free_ranks
+    short = replace(free, microbatches=min(m, steady))
+    known = [schedule for schedule in known if problem.holds(schedule)]
+    starts = [orders for schedule in known if (orders := _orders(schedule))]
+    scored, walks = _scored(free, starts), []
+    if not scored or scored[0][0][0] > free.least * (1 + SLACK):
         thorough = effort > 10 * problem.steps  # is there time to look at the whole schedule?
-        for _, orders, rules in _walks(short, effort, dice)[: None if thorough else 2]:
+        walks = _walks(short, effort, dice)[: None if thorough else 2]
+        for _, orders, rules in walks:
             starts.append(stretched(orders, m - short.microbatches))
             if m > short.microbatches and thorough:
-                listed = list_schedule(problem, rules)
+                listed = list_schedule(free, rules)
                 starts += [listed[1]] if listed else []
-        scored = _scored(problem, starts)
+        scored = _scored(free, starts)
     if not scored:
         raise ScheduleError(
             f"{problem.name}: no schedule found for pp={pp}, microbatches={m} within "
             f"memory_limit={problem.limit:g}: raise it."
         )
     score, orders = scored[0]
-    if m > short.microbatches and score[0] > problem.least * (1 + SLACK):
-        share = int(effort * _POLISH / problem.steps)
-        score, orders = _move_steps(problem, score, orders, share, dice)
-    return problem.schedule(orders)
+    share = int(effort * _POLISH / problem.steps)
+    if m > short.microbatches and score[0] > free.least * (1 + SLACK):
+        score, orders = _move_steps(free, score, orders, share, dice)
+    if free is problem:
+        return problem.schedule(orders)
+    starts.append(orders)
+    short = replace(problem, microbatches=short.microbatches)
+    for _, orders, _ in walks:
+        moves = int(effort * _SCANS / short.steps / len(walks))
+        moved = _move_steps(short, short.score(orders), orders, moves, dice)[1]
+        starts.append(stretched(moved, m - short.microbatches))
+    score, orders = _scored(problem, starts)[0]
+    found = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
+    costs, lockstep = problem.target.costs, problem.target.lockstep
+    return min([found, *known], key=lambda schedule: scan_time(schedule, costs, lockstep))
 
 
 def _scored(problem: Problem, candidates: Iterable[Orders | None]) -> list[tuple[Score, Orders]]:
@@ -192,8 +214,12 @@ def _in_order(steps: Sequence[Step]) -> bool:
     return True
 
 
-def _orders(schedule: Schedule) -> Orders:
+def _orders(schedule: Schedule) -> Orders | None:
+    """Its orders; None where it has an action or a cell that is no step."""
     kinds = {Op.F: F, Op.B: B, Op.W: W}
+    cells = (cell.actions for order in schedule.ranks for cell in order)
+    if any(len(actions) > 1 or actions[0].op is Op.BW for actions in cells):
+        return None
     return [
         [(kinds[op], stage, i) for cell in order for op, stage, i in cell.actions]
         for order in schedule.ranks

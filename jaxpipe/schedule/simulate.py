@@ -1,7 +1,8 @@
 """How long a schedule takes and how much it holds, before any device is touched.
 
 Two clocks. *Asynchronous*: a rank starts an action once it is free and the inputs have arrived (one
-program per rank). *Lockstep*: the scan's ticks, each as long as its slowest rank (`cells.place`).
+program per rank). *Scan*: all ranks take the same ticks, and wait in them for their own messages
+(`scan.py`).
 
 Two bubbles. *Global*: idle share of the time from the first start to the last end of all. *Span*:
 the same with each rank's own first start to last end, the longest one (Qi et al. 2024, Table 2).
@@ -10,8 +11,9 @@ the same with each rank's own first start to last end, the longest one (Qi et al
 from dataclasses import dataclass
 
 from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, external_needs, produced_by
-from jaxpipe.schedule.cells import Costs, Memory, lockstep_cost, place
+from jaxpipe.schedule.cells import Costs, Memory, place
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.schedule.scan import scan_time
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Report:
 
     makespan: float
     max_span: float
-    lockstep_makespan: float
+    scan_makespan: float
     bubble_global: float
     bubble_span: float
-    bubble_lockstep: float
+    bubble_scan: float
     peak_until_b: tuple[int, ...]
     peak_until_w: tuple[int, ...]
 
@@ -46,15 +48,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep 
     lines = [line for line in clock(schedule, costs) if line]
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
-    in_ticks = lockstep_cost(place(schedule, lockstep), costs, lockstep.transfer_ticks)
+    scanned = scan_time(schedule, costs, lockstep)
     work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
     return Report(
         makespan=makespan,
         max_span=max_span,
-        lockstep_makespan=in_ticks,
+        scan_makespan=scanned,
         bubble_global=1 - work / makespan,
         bubble_span=1 - work / max_span,
-        bubble_lockstep=1 - work / in_ticks,
+        bubble_scan=1 - work / scanned,
         peak_until_b=_peaks(schedule, frees=(Op.B, Op.BW)),
         peak_until_w=_peaks(schedule, frees=(Op.W, Op.BW)),
     )

@@ -27,7 +27,7 @@ class BubbleMeter:
     """Runs the steps of a run, and records every `log.bubble_every`-th of them, but not its first.
 
     Such a step waits for those before it, and its metrics have `bubble`, the mean over the ranks of
-    this process, and `bubble_predicted`, the simulator's for the lockstep.
+    this process, and `bubble_predicted`, the simulator's for the scan.
     """
 
     def __init__(self, trainer: Trainer, train_step: Step, say: Callable[[str], None]):
@@ -59,7 +59,7 @@ class BubbleMeter:
     def _predicted(self) -> float:
         config, choice = self._trainer.config, self._trainer.choice
         own = Candidate(variant_of(config), choice, configured=True)
-        return estimate(config, own, op_seconds(config)).report.bubble_lockstep
+        return estimate(config, own, op_seconds(config)).report.bubble_scan
 
 
 def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Event]]:

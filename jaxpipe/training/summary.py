@@ -56,7 +56,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
             else "embedding on the first rank, head on the last"
         ),
         "bubble (F=B=W)": (
-            f"{report.bubble_global:.1%} asynchronous, {report.bubble_lockstep:.1%} in lockstep"
+            f"{report.bubble_global:.1%} asynchronous, {report.bubble_scan:.1%} of the scan"
         ),
         **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),
     }.items():

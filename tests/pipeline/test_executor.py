@@ -159,6 +159,15 @@ def test_running_ahead_changes_nothing(in_flight):
     check(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, lockstep=lockstep)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_ticks_in_which_nothing_enters_change_no_bit(name):
+    schedule = schedule_of(name, 4)
+    counts = [1] * schedule.stages
+    plain, _ = run(schedule, counts, lockstep=Lockstep(2))
+    kept, _ = run(schedule, counts, lockstep=Lockstep(2, every=3, offset=1))
+    jax.tree.map(np.testing.assert_array_equal, kept, plain)
+
+
 @pytest.mark.parametrize(("name", "transfer_ticks"), [("dualpipe", 1), ("dualpipev", 2)])
 def test_halves_of_a_cell_in_two_branches(name, transfer_ticks):
     schedule = schedule_of(name, 4)

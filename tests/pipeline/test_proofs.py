@@ -150,3 +150,19 @@ def test_planted_faults_are_seen(name):
         planted.check()
         unseen = [fault.__name__ for fault, ranks in FAULTS if not planted.seen(fault, ranks)]
         assert not unseen
+
+
+def test_what_comes_from_nobody_is_poison():
+    """XLA gives the first rank zeros from the one before it; in place of a dx they are seen."""
+
+    def from_nobody(tables, columns):
+        up, down = columns.arrive
+        up[:] = down
+        down[:] = tables.slots.inbox
+
+    with jax.enable_x64(True):
+        planted = Planted("1f1b")
+        columns = jax.tree.map(np.array, planted.tables.columns)
+        from_nobody(planted.tables, jax.tree.map(lambda column: column[:, :1], columns))
+        _, gradients = planted.step(columns)
+    assert np.isnan(gradients["layers"][0]["up"]).any()

@@ -25,7 +25,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.candidates import variants
 from jaxpipe.planning.memory import mirrored_bytes
-from jaxpipe.schedule import Variant, build, write
+from jaxpipe.schedule import Lockstep, Variant, build, write
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -37,7 +37,7 @@ OWN = {
     "interleaved_1f1b v=2": ["parallel.schedule=interleaved_1f1b"],
     "interleaved_zb v=4": ["parallel.schedule=interleaved_zb", "parallel.virtual_stages=4"],
     "zb_auto 3.0": ["parallel.schedule=zb_auto", "parallel.memory_limit=3"],
-    "zbv": ["parallel.schedule=zbv", "parallel.objective=lockstep"],
+    "zbv": ["parallel.schedule=zbv", "parallel.objective=scan"],
     "dualpipe": ["parallel.schedule=dualpipe", "parallel.layer_split=[3,5]"],
     "zb_h1": ["parallel.schedule=zb_h1", "parallel.defer_ends=true"],
 }
@@ -74,13 +74,14 @@ def test_its_tables_are_those_that_run(label, on_cpu):
     assert all(map(np.array_equal, *map(jax.tree.leaves, (own.columns, run.columns))))
 
 
-def test_a_search_for_the_lockstep_knows_the_ticks_of_a_transfer():
-    how = ["parallel.schedule=zbv", "parallel.objective=lockstep", "parallel.pp=4", *SIZES[2:]]
+def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():
+    how = ["parallel.schedule=zbv", "parallel.objective=scan", "parallel.pp=4", *SIZES[2:]]
     config = configs.load(SMALL, ["parallel.dp=1", *how])
     costs = analytic(config, Hardware()).costs((1,) * 8)
-    how = {"costs": costs, "objective": "lockstep", "effort": QUICK}
+    how = {"costs": costs, "objective": "scan", "effort": QUICK}
     searched = {
-        ticks: build("zbv", pp=4, microbatches=8, transfer_ticks=ticks, **how) for ticks in (1, 2)
+        ticks: build("zbv", pp=4, microbatches=8, lockstep=Lockstep(ticks), **how)
+        for ticks in (1, 2)
     }
     assert searched[1] != searched[2]
     assert chosen(config, platform="cpu", effort=QUICK).schedule == searched[1]

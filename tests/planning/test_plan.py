@@ -144,7 +144,7 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     one, other = found["dualpipe"], found["1f1b"]
     assert one.mirroring == pytest.approx(2 * layer * (2 + 4) / 1e15)
-    assert one.seconds == one.report.lockstep_makespan + one.mirroring
+    assert one.seconds == one.report.scan_makespan + one.mirroring
     assert other.mirroring == 0
 
 
@@ -163,7 +163,7 @@ def test_a_shared_vocabulary_makes_stages_equal():
     assert sum(costs.F) == pytest.approx(whole)
     for label in ("1f1b", "zb_h1", "dualpipe"):
         one, all_of_them = apart[label], together[label]
-        assert all_of_them.report.lockstep_makespan < one.report.lockstep_makespan
+        assert all_of_them.report.scan_makespan < one.report.scan_makespan
         assert all_of_them.bytes.total < one.bytes.total
 
 

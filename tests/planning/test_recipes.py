@@ -31,7 +31,7 @@ def test_a_row_is_what_the_plan_says(row, capsys):
         f"{parallel.pp} x {parallel.dp} x {parallel.tp}",
         f"{config.tokens_per_step:,}",
         f"`{own['schedule']}`",
-        f"{own['bubble_lockstep']:.1%}".replace("%", " %"),
+        f"{own['bubble_scan']:.1%}".replace("%", " %"),
         f"{own['bytes']['total'] / 2**30:.1f}",
         f"{own['tokens_per_second'] / gpus:,.0f}",
     ]

@@ -51,13 +51,14 @@ def writable(tables):
     transfer_ticks=st.sampled_from([1, 2]),
     ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
     pairs=st.booleans(),
+    every=st.sampled_from([1, 1, 2, 3]),
 )
 @settings(max_examples=60, deadline=None)
 def test_tables_bring_every_value_where_it_is_read(
-    name, pp, microbatches, chunks, transfer_ticks, ends, pairs
+    name, pp, microbatches, chunks, transfer_ticks, ends, pairs, every
 ):
     schedule = from_least(name, pp, microbatches, chunks)
-    tables = lower(schedule, Lockstep(transfer_ticks, pairs=pairs, **ends))
+    tables = lower(schedule, Lockstep(transfer_ticks, pairs=pairs, every=every, **ends))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     assert bool(tables.pairs) == (pairs and name in PAIRED)
 
@@ -228,10 +229,26 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
 
 
 @pytest.mark.parametrize(
+    ("name", "pp", "up"),
+    [
+        ("1f1b", 4, [(0, 1), (1, 2), (2, 3)]),  # nobody sends from the last rank to the first
+        ("zbv", 4, [(0, 1), (1, 2), (2, 3)]),
+        ("dualpipe", 2, [(0, 1), (1, 0)]),
+        ("interleaved_1f1b", 3, [(0, 1), (1, 2), (2, 0)]),
+    ],
+)
+def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
+    routes = lower(near(name, pp, 6, 2)).routes
+    assert list(routes[1]) == up
+    assert list(routes[-1]) == sorted((to, sender) for sender, to in up)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"transfer_ticks": 3}, "transfer_ticks=3"),
         ({"in_flight": 0}, "in_flight=0: a rank must hold at least 1"),
+        ({"every": 2, "offset": 2}, "every=2, offset=2: the first must be at least 1"),
         ({"vocab_parallel": True, "defer_ends": True}, "nothing to even out .* use one of them"),
     ],
 )

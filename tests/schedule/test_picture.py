@@ -25,8 +25,8 @@ from jaxpipe.schedule import (
     forward_only,
     simulate,
 )
-from jaxpipe.schedule.cells import lockstep_cost, place
 from jaxpipe.schedule.picture import Box, boxes, picture, segments
+from jaxpipe.schedule.scan import scan_time
 
 CLOCKS = [None, Lockstep(1), Lockstep(2), Lockstep(1, 20), Lockstep(2, 20)]
 UNEVEN = Costs(F=0.9, B=1.3, W=0.7, transfer=0.2, pair=2.4)
@@ -47,7 +47,7 @@ def svg_of(schedule, folder, **options):
 def test_boxes_and_idle_cover_the_time(name, lockstep, costs):
     schedule = small(name)
     report = simulate(schedule, costs, lockstep or Lockstep())
-    span = report.lockstep_makespan if lockstep else report.makespan
+    span = report.scan_makespan if lockstep else report.makespan
     rows = segments(boxes(schedule, costs, lockstep))
     for order, row in zip(schedule.ranks, rows):
         pieces = sorted([*((box.start, box.end) for box in row.boxes), *row.idle])
@@ -66,12 +66,11 @@ def test_boxes_and_idle_cover_the_time(name, lockstep, costs):
     ticks=st.integers(1, 2),
 )
 @settings(max_examples=40, deadline=None)
-def test_lockstep_ends_with_its_cost(size, name, times, ticks):
+def test_a_picture_of_the_scan_ends_with_its_time(size, name, times, ticks):
     schedule, costs = build(name, pp=size[0], microbatches=size[1]), Costs(*times)
-    grid = place(schedule, Lockstep(ticks))
     lines = boxes(schedule, costs, Lockstep(ticks))
     last = max(box.end for line in lines for box in line)
-    assert last == pytest.approx(lockstep_cost(grid, costs, ticks))
+    assert last == pytest.approx(scan_time(schedule, costs, Lockstep(ticks)))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -145,7 +144,7 @@ def test_a_page_stands_alone(tmp_path):
     [
         ("1f1b", {}, "1f1b · P = 4, M = 8 · bubble 27.3%<"),
         ("1f1b", {"lockstep": Lockstep()}, "1f1b · lockstep · P = 4, M = 8 · bubble 40.0%<"),
-        ("zb_auto", {}, "zb_auto · P = 4, M = 8 · bubble 11.1% (0.0% of the longest rank's span)<"),
+        ("zb_h2", {}, "zb_h2 · P = 4, M = 8 · bubble 11.1% (0.0% of the longest rank's span)<"),
     ],
 )
 def test_title_has_the_bubble_of_the_clock(tmp_path, name, options, bubble):

@@ -51,14 +51,14 @@ def test_the_order_of_zbv_equals_pytorchs(microbatches):
 @pytest.mark.parametrize("pp", range(1, 17))
 def test_zbv_has_no_bubble_at_equal_costs_and_1f1bs_memory(pp):
     for microbatches in (2 * pp - 1, 2 * pp, 3 * pp + 1):
-        report = simulate(build("zbv", pp=pp, microbatches=microbatches))
+        report = simulate(build("zbv", pp=pp, microbatches=microbatches, objective="span"))
         assert report.bubble_span == pytest.approx(0, abs=1e-12)
         assert report.makespan == pytest.approx(6 * microbatches + pp - 1)
         assert set(report.peak_until_w) == {2 * pp}
 
 
 def test_zbv_with_as_many_microbatches_as_ranks_beats_its_own_order():
-    found, order = build("zbv", pp=4, microbatches=4), zbv_order(4, 4)
+    found, order = build("zbv", pp=4, microbatches=4, objective="span"), zbv_order(4, 4)
     validate(found)
     assert simulate(found).max_span < simulate(order).max_span
 
@@ -73,7 +73,9 @@ def test_no_worse_than_the_published_generators(row):
     name, pp, m, f, b, w, transfer, *memory, peak, span, makespan = row
     costs, memory = Costs(f, b, w, transfer), Memory(*memory)
     for effort in (QUICK, 4 * QUICK, 350_000):
-        schedule = build(name, pp=pp, microbatches=m, costs=costs, memory=memory, effort=effort)
+        schedule = build(
+            name, pp=pp, microbatches=m, costs=costs, memory=memory, effort=effort, objective="span"
+        )
         validate(schedule)
         assert max(peak_memory(schedule, memory)) <= peak
         report = simulate(schedule, costs)
@@ -108,7 +110,7 @@ def test_less_memory_costs_time():
     """V-half and V-min: about half and a third of the memory, a half and two thirds of a bubble."""
     half = Costs(0.5, 0.5, 0.5)
     reports = {
-        name: simulate(build(name, pp=12, microbatches=72, costs=half), half)
+        name: simulate(build(name, pp=12, microbatches=72, costs=half, objective="span"), half)
         for name in ("zbv", "v_half", "v_min")
     }
     one = simulate(build("1f1b", pp=12, microbatches=72))

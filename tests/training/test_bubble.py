@@ -21,7 +21,7 @@ def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):
     assert all(0 < each < 1 for each in measured.values())
     config = configs.load(SMALL, [*HOW, SHARED])
     own = estimate(config, configured(config, platform="cpu"), analytic(config, Hardware()))
-    assert lines[2]["bubble_predicted"] == own.report.bubble_lockstep
+    assert lines[2]["bubble_predicted"] == own.report.bubble_scan
     every = [SHARED, "train.steps=2", "log.bubble_every=1"]
     assert train.main([str(SMALL), f"run.dir={tmp_path / 'b'}", *HOW, *every]) == 0
     again = metrics(tmp_path / "b")

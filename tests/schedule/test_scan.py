@@ -1,0 +1,128 @@
+"""The scan's clock against an event-driven twin, by hand, and as what searches make least."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from legal import QUICK, near
+from oracles.scan import scan_time as by_events
+
+from jaxpipe.schedule import (
+    BUILDERS,
+    Costs,
+    Lockstep,
+    Memory,
+    ScheduleError,
+    build,
+    check_memory,
+    lower,
+    simulate,
+)
+from jaxpipe.schedule.scan import paced, scan_starts, scan_time
+
+PUBLISHED = Costs(1, 1.15, 0.85, transfer=0.05)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@given(
+    pp=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
+    transfer_ticks=st.integers(1, 2),
+    vocab_parallel=st.booleans(),
+    meets=st.booleans(),
+    times=st.tuples(*[st.floats(0.1, 4.0)] * 3, st.floats(0.0, 1.0)),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_clock_is_what_a_program_per_rank_does(
+    name, pp, microbatches, transfer_ticks, vocab_parallel, meets, times
+):
+    schedule = near(name, pp, microbatches, 2)
+    costs, lockstep = Costs(*times), Lockstep(transfer_ticks, None, vocab_parallel, meets=meets)
+    assert scan_time(schedule, costs, lockstep) == pytest.approx(
+        by_events(schedule, costs, lockstep), rel=1e-12
+    )
+
+
+def test_a_rank_waits_for_its_neighbours_alone():
+    """A slow F of the first rank: the second waits for it, the others a tick later each."""
+    schedule = build("gpipe", pp=4, microbatches=1)
+    costs = Costs(F=(5.0, 1.0, 1.0, 1.0), B=1.0, W=1.0, transfer=0.5)
+    _, starts = scan_starts(schedule, costs)
+    assert starts[:4].tolist() == [
+        [0.0, 0.0, 0.0, 0.0],
+        [5.5, 5.5, 0.5, 0.5],
+        [7.0, 7.0, 7.0, 1.0],
+        [7.5, 8.5, 8.5, 8.5],
+    ]
+    _, starts = scan_starts(schedule, costs, Lockstep(2))
+    assert starts[:4].tolist() == [
+        [0.0, 0.0, 0.0, 0.0],
+        [5.0, 0.5, 0.5, 0.5],
+        [5.5, 5.5, 1.0, 1.0],
+        [6.0, 6.5, 6.0, 1.5],
+    ]
+
+
+# Costs and two-tick transfers on 8 ranks with 32 microbatches: useful share of the time.
+SHARES = {"1f1b": 0.651, "zb_h1": 0.883, "zb_h2": 0.912, "dualpipe": 0.904, "dualpipev": 0.878}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_without_a_wrap_ranks_wait_less(name):
+    report = simulate(build(name, pp=8, microbatches=32), PUBLISHED, Lockstep(2))
+    assert 1 - report.bubble_scan == pytest.approx(SHARES[name], abs=0.001)
+
+
+# The same with cells kept in ticks in which neighbours do not wait for each other.
+PACED = {"1f1b": 0.694, "interleaved_1f1b": 0.895, "zb_h2": 0.921, "dualpipev": 0.886}
+
+
+@pytest.mark.parametrize("name", PACED)
+def test_idle_ticks_let_ranks_wait_less(name):
+    schedule = build(name, pp=8, microbatches=32)
+    lockstep = paced(schedule, PUBLISHED, Lockstep(2))
+    assert lockstep.every > 1
+    assert 1 - simulate(schedule, PUBLISHED, lockstep).bubble_scan >= PACED[name] - 0.001
+    before, after = lower(schedule, Lockstep(2)), lower(schedule, lockstep)
+    assert before.slots._replace(inbox=0) == after.slots._replace(inbox=0)
+    assert before.routes == after.routes
+
+
+def test_nothing_is_paced_where_it_gains_nothing():
+    schedule = build("gpipe", pp=4, microbatches=8)
+    assert paced(schedule, Costs(), Lockstep(2)) == Lockstep(2)
+
+
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+@pytest.mark.parametrize("limit", ["1p", "2p"])
+@pytest.mark.parametrize("transfer", [0.0, 0.05, 0.3])
+def test_zb_auto_is_no_worse_than_what_fits_the_same_memory(transfer, limit, transfer_ticks):
+    pp, microbatches, costs = 4, 10, Costs(1, 1.15, 0.85, transfer)
+    how = {"costs": costs, "memory_limit": limit, "effort": QUICK}
+    lockstep = Lockstep(transfer_ticks)
+    found = build("zb_auto", pp=pp, microbatches=microbatches, lockstep=lockstep, **how)
+    ways = [("zb_h1", None), ("zb_h2", None), ("1f1b", None), ("1f1b", pp), ("1f1b", 2 * pp - 1)]
+    times = []
+    for name, in_flight in ways:
+        way = Lockstep(transfer_ticks, in_flight)
+        schedule = build(name, pp=pp, microbatches=microbatches)
+        try:
+            check_memory(schedule, Memory(), limit, way)
+        except ScheduleError:
+            continue
+        times.append(scan_time(schedule, costs, way))
+    assert len(times) > 2
+    assert scan_time(found, costs, lockstep) <= min(times) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["zbv", "v_half", "zb_auto"])
+@pytest.mark.parametrize("transfer_ticks", [1, 2])
+def test_a_search_for_the_scan_is_no_worse_than_one_for_the_span(name, transfer_ticks):
+    lockstep = Lockstep(transfer_ticks)
+    how = {"costs": PUBLISHED, "lockstep": lockstep, "effort": 2 * QUICK}
+    span, scan = (
+        scan_time(
+            build(name, pp=4, microbatches=12, objective=objective, **how), PUBLISHED, lockstep
+        )
+        for objective in ("span", "scan")
+    )
+    assert scan <= span
