@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from jaxpipe.planning import (
     OpSeconds,
     advise,
     candidates,
+    costs_of,
     estimate,
     op_seconds,
 )
@@ -54,6 +55,7 @@ _LEGEND = (
 )
 
 _HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers)."
+_EXPOSED_LEGEND = " exposed: share of the step for which compute waits for all-to-alls over ep."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
     add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
+    add(
+        "--network", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to replicas (ep)"
+    )
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
@@ -102,7 +107,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
     config = filled(configs.load(arguments.config, overrides), arguments.devices)
     check_sizes(config)
-    hardware = Hardware(arguments.device, arguments.efficiency, arguments.link, arguments.host)
+    hardware = Hardware(
+        arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
+    )
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
         seconds = op_seconds(config, hardware)
@@ -221,14 +228,16 @@ def _print(
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
     ticks = estimates[0].candidate.choice.lockstep.transfer_ticks
+    every, active = config.model.parameter_count(), config.model.active_parameter_count()
+    of_token = f" ({active:,} for a token)" if active < every else ""
     console.print(
-        f"{config.model.parameter_count():,} parameters, {parallel.mesh}, "
+        f"{every:,} parameters{of_token}, {parallel.mesh}, "
         f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
         f"{train.seq_len} tokens, remat {train.remat}, transfers take {ticks} ticks"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    offloads = train.offload_layers > 0
-    for name in _COLUMNS + ("host",) * offloads:
+    offloads, exchanges = train.offload_layers > 0, any(one.exposed for one in estimates)
+    for name in _COLUMNS + ("host",) * offloads + ("exposed",) * exchanges:
         justify = "left" if name in ("schedule", "ends") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
     for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
@@ -243,10 +252,12 @@ def _print(
             f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
             f"{one.tokens_per_second:,.0f}",
             *[f"{one.bytes.host / _GIB:.1f}"] * offloads,
+            *[f"{one.exposed / one.seconds:.1%}"] * exchanges,
             style="bold" if chosen else "" if fits else "dim",
         )  # fmt: skip
     console.print(table)
-    console.print(_LEGEND + _HOST_LEGEND * offloads, style="dim", soft_wrap=True)
+    legend = _LEGEND + _HOST_LEGEND * offloads + _EXPOSED_LEGEND * exchanges
+    console.print(legend, style="dim", soft_wrap=True)
     for why in dict.fromkeys(refused.values()):
         labels = ", ".join(label for label, reason in refused.items() if reason == why)
         console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
@@ -257,8 +268,24 @@ def _print(
             f"({FAMILIES[fastest.variant.family].summary})",
             soft_wrap=True,
         )
-    for sentence in advice.sentences:
+    for sentence in (*_traffic(config), *advice.sentences):
         console.print(sentence, soft_wrap=True)
+
+
+def _traffic(config: Config) -> Iterator[str]:
+    """What the all-to-alls of experts bring over the network."""
+    costs = costs_of(config)
+    for name, kind in costs.kinds.items():
+        if not any(kind.exchanged.values()):
+            continue
+        ops = ", ".join(f"{sent / 2**20:,.1f} in {op}" for op, sent in kind.exchanged.items())
+        layers = costs.order.count(name) / config.parallel.pp
+        turns = config.train.grad_accum_steps * config.parallel.slices
+        step = sum(kind.exchanged.values()) * layers * turns
+        yield (
+            f"all-to-alls over ep={config.parallel.ep}: MiB that a device sends for a layer and "
+            f"microbatch: {ops}; {step / _GIB:,.1f} GiB in a step."
+        )
 
 
 def _ends(one: Estimate) -> str:
@@ -283,6 +310,7 @@ def _as_json(
             "bytes": asdict(one.bytes) | {"total": one.bytes.total},
             "held": one.held,
             "waiting_for_host": one.waiting,
+            "waiting_for_replicas": one.exposed,
             "sent_bytes": one.sent,
             "layers": one.candidate.choice.layers,
         }

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seed-checkpoint", action="store_true",
         help="save the initial state, made on one device, as checkpoint 0, and stop",
     )  # fmt: skip
+    parser.add_argument(
+        "--record-routes", type=Path, metavar="NPZ",
+        help="write the next step's batch with the experts that its tokens go to, and stop",
+    )  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
     try:
         overrides = arguments.overrides
@@ -48,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(configs.to_toml(config), end="")
             return 0
-        return train(config, only_seed=arguments.seed_checkpoint)
+        return train(
+            config, only_seed=arguments.seed_checkpoint, record_routes=arguments.record_routes
+        )
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -80,11 +87,14 @@ def _leave_others(error: Exception) -> NoReturn:
     os._exit(3)
 
 
-def train(config: Config, *, only_seed: bool = False) -> int:
+def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
     """Train as configured and return the exit code; `ConfigError` comes before anything is done.
 
-    `only_seed` saves the initial state, made on one device, and trains nothing.
+    `only_seed` saves the initial state, made on one device, and trains nothing; `record_routes`
+    writes the batch of the next step with its routes to that file, and trains nothing.
     """
+    if record_routes:
+        check_recording(config, processes.started())
     known = processes.started() * config.runtime.cpu_devices or None
     validate(filled(config, known or config.parallel.least_devices), devices=known)
     if config.runtime.cpu_devices:
@@ -94,14 +104,13 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
-    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
-    from jaxpipe.runtime.compiler import check_version
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
+    from jaxpipe.training.routes import record
     from jaxpipe.training.start import Seen, describe, on_one_device, start
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
@@ -110,19 +119,7 @@ def train(config: Config, *, only_seed: bool = False) -> int:
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
-        config = filled(config, jax.device_count())
-        check_version(jax.default_backend())
-        memory = device_memory(jax.devices()[0].device_kind)
-        validate(
-            config,
-            devices=jax.device_count(),
-            devices_of_host=processes.devices_of_host(),
-            platform=jax.default_backend(),
-            memory=memory,
-        )
-        if config.parallel.costs == "measure":
-            said.append(measure(config, memory=memory))
-        trainer = Trainer(config)
+        trainer = Trainer(_for_devices(config, said))
     data = _data(config, directory)
     if config.train.eval_every:
         data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
@@ -151,6 +148,9 @@ def train(config: Config, *, only_seed: bool = False) -> int:
         for part in (*said, summary(trainer)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
+        if record_routes:
+            record(trainer, data.train, state, seen.samples, record_routes)
+            return 0
         log = None
         if processes.first():
             step = int(state.step)
@@ -163,6 +163,28 @@ def train(config: Config, *, only_seed: bool = False) -> int:
             if processes.started() == 1:
                 raise
             _leave_others(error)
+
+
+def _for_devices(config: Config, said: list[str]) -> Config:
+    """The configuration of the devices that are here, checked; `said` gets what was measured."""
+    import jax
+
+    from jaxpipe.bench.own import measure
+    from jaxpipe.runtime.compiler import check_version
+
+    config = filled(config, jax.device_count())
+    check_version(jax.default_backend())
+    memory = device_memory(jax.devices()[0].device_kind)
+    validate(
+        config,
+        devices=jax.device_count(),
+        devices_of_host=processes.devices_of_host(),
+        platform=jax.default_backend(),
+        memory=memory,
+    )
+    if config.parallel.costs == "measure":
+        said.append(measure(config, memory=memory))
+    return config
 
 
 def _data(config: Config, directory: Path) -> "Data":

@@ -74,6 +74,7 @@ PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_debugmodel": 31_987_968,
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -88,6 +89,8 @@ def test_presets_have_the_published_parameter_counts(path, preset):
     path.write_text(text)
     assert load(path).model.parameter_count() == PARAMETERS[preset]
     assert load(path, ["model.n_layers=2"]).model.n_layers == 2
+    active = {"qwen3_30b_a3b": 3_353_032_704}.get(preset, PARAMETERS[preset])
+    assert load(path).model.active_parameter_count() == active
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,12 @@ def test_lion_moves_by_signs():
     )
 
 
-def test_muon_makes_each_ranks_matrix_orthogonal():
-    """Singular values come near 1 (times Adam's size), of every rank's matrix by itself."""
-    matrices = (
-        jax.random.normal(jax.random.key(0), (2, 8, 4)) * jnp.array([1.0, 50.0])[:, None, None]
-    )
-    params = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros((2, 8, 4))},)}
+@pytest.mark.parametrize("stack", [(2,), (2, 3)], ids=["ranks", "experts"])
+def test_muon_makes_each_matrix_of_a_stack_orthogonal(stack):
+    """Singular values come near 1 (times Adam's size), of every rank's and expert's by itself."""
+    sizes = 50.0 ** jnp.arange(np.prod(stack)).reshape(*stack, 1, 1)
+    matrices = jax.random.normal(jax.random.key(0), (*stack, 8, 4)) * sizes
+    params = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros_like(matrices)},)}
     gradients = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": matrices},)}
     optimizer = _build("muon", lr=1.0)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)

@@ -25,28 +25,37 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
     {"pp": 2, "schedule": "interleaved_zb", "transfer_ticks": 2},
     {"pp": 4, "schedule": "dualpipe", "dp": 2},
     {"pp": 2, "schedule": "zbv", "tp": 2, "vocab_parallel_pp": True},
+    # of these replicas have experts in parts
+    {"pp": 2, "dp": 4, "ep": 4, "zero_stage": 2},
+    {"pp": 2, "dp": 2, "ep": 2, "tp": 2, "schedule": "dualpipev", "zero_stage": 3},
 ]
 PLAIN = {
     "pp": 1, "dp": 1, "tp": 1, "sdp": 1, "schedule": "1f1b", "layer_split": "even",
     "zero_stage": 1, "sequence_parallel": False, "vocab_parallel_pp": False,
-    "reshard_after_forward": False, "transfer_ticks": 0,
+    "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1,
 }  # fmt: skip
-TIED = (1, 2, 7)  # those that a model with tied embeddings goes through
+MODELS = {  # what differs, and the layouts that it goes through
+    "dense": ([], range(8)),
+    "tied": (["model.tie_embeddings=true"], (1, 2, 7)),
+    "sparse": (["model.n_layers=4", "model.n_experts=8", "model.experts_per_token=2",
+                "model.d_expert=32", "model.first_dense_layers=1", "model.router_bias_rate=0.01"],
+               (0, 8, 9)),
+}  # fmt: skip
 
 
-def config_of(layout, tied):
+def config_of(layout, model):
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     overrides = [f"parallel.{name}={as_toml(value)}" for name, value in layout.items()]
     per_device = EXAMPLES * layout.get("sdp", 1) // layout.get("dp", 1)
     overrides += [f"train.microbatch_size={per_device}"]
-    return configs.load(SMALL, [*BASE, f"model.tie_embeddings={str(tied).lower()}", *overrides])
+    return configs.load(SMALL, [*BASE, *MODELS[model][0], *overrides])
 
 
 @cache
-def trainer_of(index, tied):
+def trainer_of(index, model):
     layout = LAYOUTS[index]
     sizes = [layout.get(name, 1) for name in ("pp", "dp", "tp")]
-    return Trainer(config_of(layout, tied), tuple(jax.devices()[: int(np.prod(sizes))]))
+    return Trainer(config_of(layout, model), tuple(jax.devices()[: int(np.prod(sizes))]))
 
 
 def batch(step):
@@ -62,8 +71,8 @@ def step_on(trainer, state, step):
 
 
 @cache
-def uninterrupted(tied):
-    trainer, losses = trainer_of(TIED[0] if tied else 0, tied), []
+def uninterrupted(model):
+    trainer, losses = trainer_of(MODELS[model][1][0], model), []
     state = trainer.init()
     for step in range(SAVED + 1):
         state, loss = step_on(trainer, state, step)
@@ -85,12 +94,12 @@ def saved(tmp_path_factory):
     """By layout and model: the directory of its checkpoint, and what is in it."""
 
     @cache
-    def of(index, tied):
-        trainer, directory = trainer_of(index, tied), tmp_path_factory.mktemp("saved")
+    def of(index, model):
+        trainer, directory = trainer_of(index, model), tmp_path_factory.mktemp("saved")
         state = trainer.init()
         for step in range(SAVED):
             state, loss = step_on(trainer, state, step)
-            assert loss == pytest.approx(uninterrupted(tied)[step], rel=1e-6)
+            assert loss == pytest.approx(uninterrupted(model)[step], rel=1e-6)
         with opened(directory, trainer) as checkpoints:
             checkpoints.save(SAVED, state.parts(), {})
         return directory, keyed(trainer, state.parts())
@@ -121,18 +130,14 @@ def pairs(layouts):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "tied"),
-    [
-        (*pair, tied)
-        for tied in (False, True)
-        for pair in pairs(TIED if tied else range(len(LAYOUTS)))
-    ],
+    ("before", "after", "model"),
+    [(*pair, model) for model, (_, layouts) in MODELS.items() for pair in pairs(layouts)],
 )
-def test_any_layout_goes_on_as_any_other(saved, before, after, tied):
-    directory, want = saved(before, tied)
-    trainer = trainer_of(after, tied)
+def test_any_layout_goes_on_as_any_other(saved, before, after, model):
+    directory, want = saved(before, model)
+    trainer = trainer_of(after, model)
     with opened(directory, trainer) as checkpoints:
         restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     jax.tree.map(np.testing.assert_array_equal, keyed(trainer, restored), want)
     _, loss = step_on(trainer, trainer.state_of(restored), SAVED)
-    assert loss == pytest.approx(uninterrupted(tied)[SAVED], rel=1e-6)
+    assert loss == pytest.approx(uninterrupted(model)[SAVED], rel=1e-6)

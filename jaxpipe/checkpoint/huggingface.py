@@ -2,16 +2,17 @@
 
 Ours multiply from the right, `x @ w` with w `[in, out]`; torch's `Linear` holds `[out, in]`. Heads
 and their rotary halves have the same order in both. Queries, keys and values may be one tensor
-there. A tied head is the embedding in both, but some checkpoints hold it twice.
+there. A tied head is the embedding in both, but some checkpoints hold it twice. Experts' matrices
+are tensors of their own there, and one leaf `[E, in, out]` here.
 
-Tensors are read, converted and written one by one, whichever way: of a model, memory has one tensor
-on the way in and one layer on the way out.
+Tensors are read, converted and written one by one, whichever way: of a model, memory has one leaf
+on the way in, and on the way out one layer without its experts, or one leaf of these.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -40,19 +41,36 @@ class Parameter:
     theirs: Theirs  # with its whole name
 
     @property
-    def name(self) -> str:
-        """Of the tensor that has it."""
-        return self.theirs.name
+    def stacked(self) -> bool:
+        """Whether it is many tensors, one for every index of its first dim."""
+        return "{}" in self.theirs.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors that have it, in order."""
+        name = self.theirs.name
+        return tuple(map(name.format, range(self.shape[0]))) if self.stacked else (name,)
 
     @property
     def their_shape(self) -> Shape:
-        """The shape of the tensor that goes by `name`."""
-        *others, last = self.shape
+        """The shape of each of the tensors."""
+        *others, last = self.shape[1:] if self.stacked else self.shape
         whole = (*others, last * self.theirs.parts)
         return whole[::-1] if self.theirs.transposed else whole
 
-    def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """This parameter of the tensor that goes by `name`: a view."""
+    def ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """This parameter of the tensors that `read` reads: a view of one, or many put together."""
+        if not self.stacked:
+            return self._part(read(self.names[0]))
+        first, *others = self.names
+        part = self._part(read(first))
+        whole = np.empty(self.shape, part.dtype)
+        whole[0] = part
+        for index, name in enumerate(others, start=1):
+            whole[index] = self._part(read(name))
+        return whole
+
+    def _part(self, tensor: np.ndarray) -> np.ndarray:
         whole = tensor.T if self.theirs.transposed else tensor
         width = self.shape[-1]
         return whole[..., self.theirs.part * width :][..., :width]
@@ -136,7 +154,7 @@ def import_huggingface(
     _check_tensors(files, wanted, model)
 
     def lazy(own: Parameter) -> LazyArray:
-        return LazyArray(own.shape, files.dtype(own.name), lambda: own.ours(files.read(own.name)))
+        return LazyArray(own.shape, files.dtype(own.names[0]), lambda: own.ours(files.read))
 
     tree = nested({own.path: lazy(own) for own in wanted})
     return save_parameters(checkpoints, tree, meta | {"source": str(source.absolute())})
@@ -161,17 +179,18 @@ def export_huggingface(
         raise ConfigError(
             f"{target} exists and is not an empty directory: choose another one to export to."
         )
+    kind = np.dtype(jnp.dtype(dtype))
+    config_json = _config_json(model, str(kind), max_positions)
     wanted = parameters(model)
     _check_stored(checkpoint, wanted)
     target = target.absolute()
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    kind = np.dtype(jnp.dtype(dtype))
     try:
         partial.mkdir(parents=True)
-        (partial / "config.json").write_text(_config_json(model, str(kind), max_positions))
+        (partial / "config.json").write_text(config_json)
         write_tensors(
             partial,
-            {own.name: own.their_shape for own in wanted},
+            {name: own.their_shape for own in wanted for name in own.names},
             _converted(checkpoint, wanted),
             dtype=kind,
             max_shard_bytes=max_shard_bytes,
@@ -196,24 +215,31 @@ def _config_json(model: ModelConfig, dtype: str, max_positions: int) -> str:
 
 def _without(base: str, own: Parameter) -> Parameter:
     """A parameter as files of the model without its head name it."""
-    return replace(own, theirs=own.theirs._replace(name=own.name.removeprefix(base)))
+    return replace(own, theirs=own.theirs._replace(name=own.theirs.name.removeprefix(base)))
 
 
 def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConfig) -> None:
     form = huggingface_of(model)
     place, names = files.directory, set(files.names)
-    for own in wanted:
-        if own.name not in names:
+    owner = {name: own for own in wanted for name in own.names}
+    for name, own in owner.items():
+        if name not in names:
             raise ConfigError(
-                f"{place} has no tensor {own.name} though its config.json describes one: download "
+                f"{place} has no tensor {name} though its config.json describes one: download "
                 f"it again."
             )
-        if files.shape(own.name) != own.their_shape:
+        if files.shape(name) != own.their_shape:
             raise ConfigError(
-                f"{place} has {own.name} of shape {files.shape(own.name)} but its config.json "
+                f"{place} has {name} of shape {files.shape(name)} but its config.json "
                 f"describes {own.their_shape}: download it again."
             )
-    unknown = names - {own.name for own in wanted}
+        if files.dtype(name) != files.dtype(own.names[0]):
+            raise ConfigError(
+                f"{place} has {name} in {files.dtype(name)} but {own.names[0]} in "
+                f"{files.dtype(own.names[0])}, and they are one parameter here: convert one of "
+                f"them."
+            )
+    unknown = names - set(owner)
     if form.tied(model) and form.HEAD in unknown:
         if not np.array_equal(files.read(form.HEAD), files.read(form.EMBED)):
             raise ConfigError(
@@ -247,31 +273,33 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None
 def _converted(
     checkpoint: StoredCheckpoint, wanted: list[Parameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor of all parameters: ends one by one, layers one at a time."""
+    """Name and tensor of all parameters, a layer or less at a time."""
     for _, group in groupby(wanted, key=_unit):
         together = list(group)
         paths = [own.path for own in together]
         arrays = dict(zip(paths, checkpoint.parameters(paths)))
-        for name, parts in _by_name(together).items():  # let go of an array once it is written
-            yield name, _whole([arrays.pop(own.path) for own in parts], parts[0].theirs)
+        for parts in _by_name(together).values():  # let go of an array once it is written
+            first, whole = parts[0], _whole([arrays.pop(own.path) for own in parts])
+            for name, tensor in zip(first.names, whole if first.stacked else [whole]):
+                yield name, tensor.T if first.theirs.transposed else tensor
 
 
-def _whole(parts: list[np.ndarray], theirs: Theirs) -> np.ndarray:
-    """Their tensor from our parameters in it: of one alone a view."""
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    return whole.T if theirs.transposed else whole
+def _whole(parts: list[np.ndarray]) -> np.ndarray:
+    """What has our parameters side by side: one alone itself."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
-    """The parameters of every tensor, in the order of its parts."""
+    """The parameters of every tensor, or stack of them, in the order of its parts."""
     found: dict[str, list[Parameter]] = {}
     for own in wanted:
-        found.setdefault(own.name, []).append(own)
+        found.setdefault(own.theirs.name, []).append(own)
     return {name: sorted(parts, key=lambda own: own.theirs.part) for name, parts in found.items()}
 
 
 def _unit(own: Parameter) -> tuple[str, ...]:
-    return own.path[:2] if own.path[0] == "layers" else own.path
+    """What is read together: a layer, but its experts, and the ends, leaf by leaf."""
+    return own.path[:2] if own.path[0] == "layers" and not own.stacked else own.path
 
 
 def _paths(tree: Tree) -> dict[tuple[str, ...], Shape]:

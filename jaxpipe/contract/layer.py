@@ -15,6 +15,7 @@ Tree = Any
 Names = tuple[str, ...]
 Rounds = Iterable[tuple[str | None, str | None]]
 IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # before the names of points
+PRODUCT = "product"  # the name of what selective rematerialisation stores, as it does products
 
 
 class Context(NamedTuple):
@@ -45,11 +46,14 @@ class Side(NamedTuple):
         the whole batch; None: none. It is differentiated.
       sums: small arrays by name, added up over layers, microbatches and replicas.
       maxima: small arrays by name, of which the elementwise largest over all these is taken.
+      rows: arrays of numbers `[B, ...]` by name, of every example, which are added up over layers
+        and given back of every microbatch, `[M, B, ...]`.
     """
 
     loss: "jax.Array | None" = None
     sums: Mapping[str, "jax.Array"] = {}
     maxima: Mapping[str, "jax.Array"] = {}
+    rows: Mapping[str, "jax.Array"] = {}
 
 
 class LayerOutput(NamedTuple):

@@ -56,7 +56,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """What compiling showed. `usable` bytes are what jax would take of a card's `memory`."""
+    """What compiling showed. `usable` bytes are what jax would take of a card's `memory`.
+
+    `note`: how experts multiply, as a run says at its start.
+    """
 
     card: str
     devices: int
@@ -69,6 +72,7 @@ class Report:
     graphs: Graphs | None
     seconds: float
     dropped: tuple[str, ...]
+    note: str = ""
 
     @property
     def fits(self) -> bool:
@@ -110,6 +114,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         graphs=graphed,
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),
+        note=trainer.grouped.note,
     )
 
 
@@ -132,7 +137,8 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
     )  # fmt: skip
     batch = trainer.feed.shapes(trainer.config.train.seq_len)
     try:
-        traced = trainer.train_step.trace(state, batch)
+        with jax.default_device(trainer.mesh.devices.flat[0]):  # which kernels ask for its kind
+            traced = trainer.train_step.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except RuntimeError as error:
         if "cuDNN not found" in str(error):

@@ -23,7 +23,8 @@ from jaxpipe.gpu.program import Instruction, Program, bytes_of
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may stand for a collective
-_PRODUCT = re.compile(r'custom_call_target="__(?:cublas|cudnn|triton)')
+_PRODUCT = re.compile(r'custom_call_target="(?:__cublas|__cudnn|__triton|mosaic_gpu)')
+_ACTION = re.compile(r'op_name="[^"]*/([FBW]+)_chunk\d+(\+[BW]+)?')
 _NAME = re.compile(r"%([\w.\-]+)")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*)")
 _OF_MESH = re.compile(r"mesh\[.*?\] \{([^}]*)\}")
@@ -36,7 +37,8 @@ class Collective(NamedTuple):
 
     `axes` are those of the mesh along which its devices differ. `looped`: it is in the loop over
     ticks, else it runs once a step. `size`: bytes of what a device gives or gets, the larger of
-    the two. `hidden`: it is behind compute.
+    the two. `hidden`: it is behind compute. `action`: F, B, W or BW, or a pair as F+B, to which it
+    belongs; none outside of them.
     """
 
     kind: str
@@ -44,12 +46,14 @@ class Collective(NamedTuple):
     looped: bool
     size: int
     hidden: bool
+    action: str = ""
 
 
 class Share(NamedTuple):
     """Collectives of one kind over the same axes, all in the loop or all outside it.
 
     There are `count` of them, of so many bytes in all; `hidden` of these are behind compute.
+    `actions` has `size` and `hidden` of those that belong to actions, by action.
     """
 
     kind: str
@@ -58,6 +62,7 @@ class Share(NamedTuple):
     count: int
     size: int
     hidden: int
+    actions: Mapping[str, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,9 @@ class Collectives:
         for one in self:
             found.setdefault((not one.looped, one.kind, one.axes), []).append(one)
         return tuple(
-            Share(
-                kind, axes, not outside, len(of), sum(one.size for one in of),
-                sum(one.size for one in of if one.hidden),
-            )
+            Share(kind, axes, not outside, len(of), *_bytes(of), _by_action(of))
             for (outside, kind, axes), of in sorted(found.items())
-        )  # fmt: skip
+        )
 
     def __iter__(self) -> Iterator[Collective]:
         computations, looped = self.program.computations, self.program.looped
@@ -110,6 +112,7 @@ class Collectives:
                 looped,
                 max(given, sizes[end.name]),
                 hidden,
+                _action_of(start) or _action_of(collective),
             )
 
     def _collective(self, one: Instruction) -> Instruction | None:
@@ -137,6 +140,23 @@ class Collectives:
     def _called(self, one: Instruction) -> list[str]:
         """The computations that an instruction names."""
         return [name for name in _NAME.findall(one.rest) if name in self.program.computations]
+
+
+def _bytes(of: Sequence[Collective]) -> tuple[int, int]:
+    """Of all, and of those behind compute."""
+    return sum(one.size for one in of), sum(one.size for one in of if one.hidden)
+
+
+def _by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
+    """The same by action."""
+    actions = sorted({one.action for one in of if one.action})
+    return {action: _bytes([one for one in of if one.action == action]) for action in actions}
+
+
+def _action_of(one: Instruction) -> str:
+    """The action in whose scope an instruction was traced."""
+    found = _ACTION.search(one.rest)
+    return found[1] + (found[2] or "") if found else ""
 
 
 def _operands(one: Instruction) -> list[str]:

@@ -41,6 +41,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "collectives": [one._asdict() for one in report.collectives.shares],
         "graphs": report.graphs and report.graphs._asdict(),
         "compile_seconds": report.seconds,
+        "note": report.note,
         "dropped_options": list(report.dropped),
     }
 
@@ -70,6 +71,7 @@ def lines(report: Report) -> list[str]:
         f"library calls: {_counts(program.custom_calls)}",
         *(_collectives(report.collectives.shares) or ["collectives: none"]),
         _graphs(report),
+        *([report.note] if report.note else []),
         *(f"option {sentence}" for sentence in report.dropped),
     ]  # fmt: skip
 
@@ -101,11 +103,19 @@ def _collectives(shares: Iterable[Share]) -> list[str]:
         f"{kind} {'in the loop' if looped else 'outside it'}: "
         + "; ".join(
             f"{one.count} over {' '.join(one.axes) or 'none'}, {readable_bytes(one.size)}, "
-            f"{one.hidden / max(1, one.size):.0%} behind compute"
+            f"{one.hidden / max(1, one.size):.0%} behind compute{_actions(one)}"
             for one in of
         )
         for (looped, kind), of in groupby(shares, lambda one: (one.looped, one.kind))
     ]
+
+
+def _actions(share: Share) -> str:
+    """The same share by action, where there are several."""
+    if len(share.actions) < 2:
+        return ""
+    by = (f"{name} {hidden / size:.0%}" for name, (size, hidden) in share.actions.items())
+    return f" ({', '.join(by)})"
 
 
 def _host(report: Report) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.attention import Attend, Past
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
@@ -41,7 +41,8 @@ class CausalDecoder:
     of its examples in the run, values are dropped as the configuration and the `seed` say. With
     `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
-    `replicas` have these in parts.
+    `replicas` have these in parts, `product` multiplies groups of rows with them, and the choice
+    may be `recorded`: layers then give it back as `routes`, of the form in which it is replayed.
     """
 
     config: DecoderConfig
@@ -54,6 +55,8 @@ class CausalDecoder:
     z_loss: float = 0.0
     documents: int = 0
     replicas: AllExperts = ALL_EXPERTS
+    product: Callable[..., jax.Array] = jax.lax.ragged_dot
+    recorded: bool = False
 
     @property
     def attend(self) -> Attend:
@@ -117,7 +120,11 @@ class CausalDecoder:
         state = self.state if self.slices > 1 else None
         kinds = {
             kind: LayerKind(
-                partial(self.layer, kind=kind), self.leaves[kind], state, self.kept(kind)
+                partial(self.layer, kind=kind),
+                self.leaves[kind],
+                state,
+                self.kept(kind),
+                self.pair(kind),
             )
             for kind in self.kinds
         }
@@ -134,6 +141,10 @@ class CausalDecoder:
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of what F stores of a layer of a kind, whatever is rematerialised."""
         return ()
+
+    def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
+        """How a layer of a kind runs beside another's gradient; None: nothing waits."""
+        return None
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
         """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
@@ -198,7 +209,9 @@ class CausalDecoder:
         return self.end_devices or self.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
-        return self.new_layer(kind, Parts(self.devices, self.attend, replicas=self.replicas), init)
+        names = "replicas", "product", "recorded"
+        experts = {name: getattr(self, name) for name in names}
+        return self.new_layer(kind, Parts(self.devices, self.attend, **experts), init)
 
     def _new_ends(self, init: Init) -> nnx.Module:
         return self.new_ends(EndParts(self._of_ends), init)

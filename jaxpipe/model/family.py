@@ -48,6 +48,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of parameters, from the sizes alone."""
         raise NotImplementedError
 
+    def active_parameter_count(self) -> int:
+        """Number of parameters that one token goes through: of routed experts those it chooses."""
+        return self.parameter_count()
+
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs that training is said to take a token, by which utilisation is measured."""
         raise NotImplementedError

@@ -30,7 +30,7 @@ def fused_attention(
 
     The library counts how many tokens are seen to the left of a query, which is not one of them.
     """
-    if _STANDING_IN.get():
+    if standing_in():
         return _stand_in(q_BLHK, k_BSGK, v_BSGK)
     if mask_11LS is not None:
         return _of_cudnn(q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS)
@@ -49,6 +49,11 @@ def stand_ins() -> Iterator[None]:
         yield
     finally:
         _STANDING_IN.reset(token)
+
+
+def standing_in() -> bool:
+    """Whether this is within `stand_ins`."""
+    return _STANDING_IN.get()
 
 
 def flops_of_kernel(name: str, *shapes: tuple[int, ...]) -> int | None:

@@ -85,14 +85,17 @@ class Dot:
 class Parts(NamedTuple):
     """What a layer is built of besides its own maths: what may be chosen without editing it.
 
-    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights, and of a
-    layer's experts `replicas` have parts.
+    `devices` share the layer, `attend` mixes tokens, `dot` multiplies with weights, of a layer's
+    experts `replicas` have parts, `product` multiplies groups of rows with theirs, and whose a
+    token's are may be `recorded`.
     """
 
     devices: OneDevice
     attend: Attend
     dot: Dot = Dot()
     replicas: AllExperts = ALL_EXPERTS
+    product: Callable[..., jax.Array] = jax.lax.ragged_dot
+    recorded: bool = False
 
     def cut(self, dim: int) -> Leaf:
         """Of a parameter of which each of the devices has an equal part along a dim."""

@@ -8,7 +8,8 @@ class Theirs(NamedTuple):
     """Where Hugging Face has one of our leaves.
 
     Attributes:
-      name: the tensor's, behind what all of a layer begin with.
+      name: the tensor's, behind what all of a layer begin with. With `{}` in it there is a tensor
+        for every index of our first dim, which stands there, and all else is said of each.
       transposed: whether it is ours transposed.
       part, parts: ours is this one of so many equal parts of it, which lie along our last dim.
     """

@@ -229,7 +229,7 @@ def _layer_forward(
         more = output.side.loss
         loss = loss if more is None else loss + more.astype(loss.dtype)
         ring = plan.after_f(ring, kept, output.state, given.row)
-        return output.y, ring, add_side(side, output.side), loss
+        return output.y, ring, add_side(side, output.side, given.row.forward_mb), loss
 
     x, rings, side, loss, _ = before
     rings = list(rings)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT
+from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT, PRODUCT
 from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, variables_in
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
@@ -31,7 +31,7 @@ _LAYOUT = {
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Store the outputs of weight matrices, summed over devices, and of fused attention."""
     stored = ("dot_product_attention", "psum", "ragged_dot", "reduce_scatter")
-    if primitive.name.startswith(stored):
+    if primitive.name.startswith(stored) or params.get("name") == PRODUCT:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 

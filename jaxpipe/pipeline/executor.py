@@ -141,19 +141,18 @@ class Pipeline:
         """The step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
         stored = self.sharding.stored(params)
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
-        program = _RankProgram(
-            self.functions,
-            tables,
-            self.execution,
-            self.layout(len(params["layers"])),
-            stored,
-        )
+        all_have, rows = PartitionSpec(), batch_spec()
+        layout = self.layout(len(params["layers"]))
+        program = _RankProgram(self.functions, tables, self.execution, layout, stored)
         return jax.shard_map(
             program,
             mesh=self.mesh,
-            in_specs=(specs, batch_spec(), PartitionSpec(), PartitionSpec(None, PP)),
+            in_specs=(specs, rows, all_have, PartitionSpec(None, PP)),
             out_specs=StepOutput(
-                PartitionSpec(), specs if tables.trains else None, PartitionSpec(), batch_spec()
+                all_have,
+                specs if tables.trains else None,
+                Side(None, all_have, all_have, rows),
+                rows,
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
         )
@@ -274,6 +273,7 @@ class _RankProgram:
             None,
             {name: lax.psum(value, every) for name, value in sums},
             {name: lax.pmax(value, every) for name, value in maxima},
+            {name: lax.psum(value, PP) for name, value in carry.side.rows.items()},
         )
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.trains:

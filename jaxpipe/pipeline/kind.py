@@ -66,21 +66,26 @@ class RunKind:
         return self.split.forward(params, x, context)
 
 
-def empty_side(kinds: Iterable[RunKind]) -> Side:
+def empty_side(kinds: Iterable[RunKind], microbatches: int) -> Side:
     """Sums of nothing, and the least maxima, by all names that the kinds give."""
-    sums, maxima = {}, {}
+    sums, maxima, rows = {}, {}, {}
     for kind in kinds:
         sums |= kind.output.side.sums
         maxima |= kind.output.side.maxima
+        rows |= kind.output.side.rows
     sums = {name: jnp.zeros(like.shape, like.dtype) for name, like in sums.items()}
-    return Side(None, sums, {name: _least(like) for name, like in maxima.items()})
+    rows = {name: jnp.zeros((microbatches, *like.shape), like.dtype) for name, like in rows.items()}
+    return Side(None, sums, {name: _least(like) for name, like in maxima.items()}, rows)
 
 
-def add_side(total: Side, more: Side) -> Side:
-    """The sums and maxima of both; names that only `total` has stay."""
+def add_side(total: Side, more: Side, m: jax.Array) -> Side:
+    """All with what a layer makes of the m-th microbatch; names that only `total` has stay."""
     sums = {name: total.sums[name] + value for name, value in more.sums.items()}
     maxima = {name: jnp.maximum(total.maxima[name], value) for name, value in more.maxima.items()}
-    return Side(total.loss, {**total.sums, **sums}, {**total.maxima, **maxima})
+    rows = {name: total.rows[name].at[m].add(value) for name, value in more.rows.items()}
+    return Side(
+        total.loss, {**total.sums, **sums}, {**total.maxima, **maxima}, {**total.rows, **rows}
+    )
 
 
 def _least(like: Any) -> jax.Array:

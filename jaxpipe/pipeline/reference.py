@@ -18,7 +18,8 @@ class StepOutput(NamedTuple):
       losses: each microbatch's share of the loss, `[M]`, or of each of the head's K losses,
         `[M, K]`; their sum is what is trained on.
       gradients: of that sum, a tree like the parameters'; None: forward only.
-      side: sums and maxima over all layers, microbatches and replicas; its loss is in `losses`.
+      side: sums and maxima over all layers, microbatches and replicas, and of every microbatch the
+        rows, `[M, B, ...]`; its loss is in `losses`.
       outputs: what the model gives back of every microbatch, `[M, B, ...]`; None: nothing.
     """
 
@@ -68,6 +69,7 @@ def step_ref(
     def shares(params: Tree, sequence: list[Tree]) -> tuple[jax.Array, tuple[Any, ...]]:
         losses, sides, outputs, states = [], [], [], [None] * len(kinds)
         for rows in sequence:
+            made = []
             x, more = functions.embed(params["shared"], rows), 0.0
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
@@ -75,24 +77,28 @@ def step_ref(
                 context = Context(rows, jnp.int32(index), states[index], variables)
                 x, states[index], side = kind.layer(layer, x, context)
                 more = more if side.loss is None else more + side.loss
-                sides.append(side)
+                made.append(side)
+            sides.append(reduce(_joined, made, Side()))
             if functions.outputs is not None:
                 outputs.append(functions.outputs(params["shared"], x, rows))
             loss = functions.head(params["shared"], x, rows)
             loss = loss + more if loss.ndim == 0 else loss.at[0].add(more)
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
-        return sum(losses).sum(), (losses, outputs, reduce(_joined, sides, Side()))
+        return sum(losses).sum(), (losses, outputs, sides)
 
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, has_aux=True))
     params = {"shared": shared, "layers": layers}
-    total, side = jax.tree.map(jnp.zeros_like, params), Side()
+    total, sides = jax.tree.map(jnp.zeros_like, params), []
     every, every_output = [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
         (_, (losses, outputs, more)), gradients = shares_and_gradients(params, sequence)
         every, every_output = every + losses, every_output + outputs
-        total, side = jax.tree.map(jnp.add, total, gradients), _joined(side, more)
-    outputs = jax.tree.map(lambda *of_each: jnp.stack(of_each), *every_output or (None,))
+        total, sides = jax.tree.map(jnp.add, total, gradients), sides + more
+    stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731
+    outputs = jax.tree.map(stacked, *every_output or (None,))
+    rows = jax.tree.map(stacked, *(side.rows for side in sides))
+    side = reduce(_joined, sides, Side())._replace(rows=rows)
     return StepOutput(jnp.stack(every), total, side, outputs)
 
 
@@ -109,5 +115,8 @@ def _joined(left: Side, right: Side) -> Side:
         return dict(sorted((dict(left) | dict(right) | both).items()))
 
     return Side(
-        None, joined(left.sums, right.sums, jnp.add), joined(left.maxima, right.maxima, jnp.maximum)
+        None,
+        joined(left.sums, right.sums, jnp.add),
+        joined(left.maxima, right.maxima, jnp.maximum),
+        joined(left.rows, right.rows, jnp.add),
     )

@@ -59,7 +59,7 @@ class RankWork:
             layer_gradients=(),
             shared_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
-            side=empty_side(self.kinds),
+            side=empty_side(self.kinds, microbatches),
             outputs=jax.tree.map(
                 lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
             ),

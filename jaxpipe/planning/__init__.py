@@ -3,6 +3,7 @@
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
 from jaxpipe.planning.chosen import Choice, chosen, decided, layers_of, lockstep_of, op_seconds
+from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
@@ -32,6 +33,7 @@ __all__ = [
     "candidates",
     "chosen",
     "configured",
+    "costs_of",
     "decided",
     "estimate",
     "layers_of",

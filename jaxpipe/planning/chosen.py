@@ -65,6 +65,7 @@ class Choice:
             self.layers,
             shared_by=self.settled(config).parallel.ends_shared_by,
             split=any(action.op is Op.B for _, action in self.schedule.actions()),
+            pairs=self.lockstep.pairs,
         )
 
 

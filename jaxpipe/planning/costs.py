@@ -32,6 +32,7 @@ class LayerCosts:
       waits: shapes and dtypes of the values that wait: residuals that only B reads (`for_b`), those
         that W reads (`for_w`), and what B leaves for W (`stash`).
       state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
+      exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
     """
 
     F: float
@@ -40,6 +41,7 @@ class LayerCosts:
     waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
     parameters: tuple[Parameter, ...]
+    exchanged: Mapping[str, float]
 
     @property
     def for_b(self) -> int:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from jaxpipe.config import Config
 from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import NO_COPIES, OpSeconds
+from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate
 
@@ -26,6 +26,7 @@ class Estimate:
     sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
     mirroring: float  # seconds of that copy, if the schedule is bidirectional
     waiting: float  # seconds for which compute waits for copies with the host
+    exposed: float  # seconds for which it waits for all-to-alls over ep
     tokens: int  # of a step
 
     @property
@@ -52,20 +53,24 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     def simulated(seconds: OpSeconds) -> Report:
         return simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep)
 
-    report, waiting = simulated(seconds), 0.0
-    if seconds.copies.layers:
-        without = simulated(replace(seconds, copies=NO_COPIES))
-        waiting = report.scan_makespan - without.scan_makespan
+    report = simulated(seconds)
+
+    def more_than_with(**other: object) -> float:
+        if all(getattr(seconds, name) == value for name, value in other.items()):
+            return 0.0
+        return report.scan_makespan - simulated(replace(seconds, **other)).scan_makespan
+
     message = costs_of(config).message
     layout = layout_of(config, choice.schedule.placement, choice.layers)
     mirrored = mirrored_bytes(config, layout)
     return Estimate(
         candidate,
-        simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep),
+        report,
         tables,
         rank_bytes(config, layout, tables),
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
-        waiting,
+        more_than_with(copies=NO_COPIES),
+        more_than_with(exchange=NO_EXCHANGE),
         config.tokens_per_step,
     )

@@ -39,3 +39,20 @@ def check_experts(config: Config) -> None:
             f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {COUNTED} on "
             f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
         )
+
+
+def check_recording(config: Config, processes: int = 1) -> None:
+    """Raise `ConfigError` where a run of so many processes cannot record routes."""
+    parallel = config.parallel
+    if not config.model.routed_experts:
+        raise ConfigError("--record-routes: model.n_experts=0, no token is routed; leave it out.")
+    if processes > 1:
+        raise ConfigError(
+            f"--record-routes with {processes} processes: one writes the whole batch; use one."
+        )
+    if parallel.slices > 1 or parallel.sdp > 1:
+        raise ConfigError(
+            f"--record-routes with parallel.slices={parallel.slices} and parallel.sdp="
+            f"{parallel.sdp}: routes are recorded of whole sequences, and replayed on any mesh; "
+            f"set both to 1."
+        )

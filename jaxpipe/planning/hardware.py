@@ -25,6 +25,7 @@ class Hardware:
     efficiency: float = 0.5
     link: float = 50e9  # bytes a second to one neighbour, one way
     host: float = 50e9  # to the host's memory, and from it: of the 63 GB/s of PCIe 5.0 x16
+    network: float = 50e9  # bytes a second to other replicas: a 400 Gb/s port a device
 
     @property
     def flops(self) -> float:
@@ -63,58 +64,6 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
 
 
-class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
-
-    A message goes to each of the two neighbours at once, as every tick sends them. `copies` are
-    those of residuals that wait on the host; they are computed, never measured.
-    """
-
-    layer: "LayerSeconds"
-    head: float  # loss, its gradient and the gradients of its weights
-    transfer: float
-    embed: float = 0.0
-    embed_gradient: float = 0.0  # the embedding's share of B
-    copies: Copies = NO_COPIES
-
-    def sending(self, size: int, message: int) -> float:
-        """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
-        return self.transfer * size / message
-
-    def costs(self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True) -> Costs:
-        """Costs of stages with so many layers: the head in the last F, the embedding in the first.
-
-        Where B and W are not `split`, each is half of BW. Where so many ranks share both ends, they
-        do so equally, which here the F's of all stages pay for, and each takes part in four sums of
-        a microbatch: in a ring of P ranks a sum sends 2 (P - 1) / P messages.
-        """
-        rest = (0.0,) * (len(layers) - 1)
-        entered, left, returned = (
-            (self.embed, *rest),
-            (*rest, self.head),
-            (self.embed_gradient, *rest),
-        )
-        if shared_by:
-            sums = 4 * 2 * (shared_by - 1) * self.transfer
-            ends = self.embed + self.head + self.embed_gradient + sums
-            entered = (ends / len(layers),) * len(layers)
-            left = returned = (0.0,) * len(layers)
-        layer, copies = self.layer, self.copies
-        b, w = (layer.B, copies.B), (layer.W, copies.W)
-        if not split:
-            b = w = layer.whole_backward / 2, copies.B / 2
-
-        def of(n: int, compute: float, copy: float) -> float:
-            return copies.beside(copy, compute, n)
-
-        return Costs(
-            F=tuple(of(n, layer.F, copies.F) + e + h for n, e, h in zip(layers, entered, left)),
-            B=tuple(of(n, *b) + e for n, e in zip(layers, returned)),
-            W=tuple(of(n, *w) for n in layers),
-            transfer=self.transfer,
-        )
-
-
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of F, B and W of one layer, and of BW where it was measured."""
 
@@ -127,6 +76,69 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def whole_backward(self) -> float:
         """Seconds of BW."""
         return self.BW or self.B + self.W
+
+
+NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
+
+
+class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
+
+    A message goes to each of the two neighbours at once, as every tick sends them. `copies` are
+    those of residuals that wait on the host; they are computed, never measured. `exchange` is what
+    a layer's all-to-alls over ep take, besides `layer`; where that was measured it is in there.
+    """
+
+    layer: LayerSeconds
+    head: float  # loss, its gradient and the gradients of its weights
+    transfer: float
+    embed: float = 0.0
+    embed_gradient: float = 0.0  # the embedding's share of B
+    copies: Copies = NO_COPIES
+    exchange: LayerSeconds = NO_EXCHANGE
+
+    def sending(self, size: int, message: int) -> float:
+        """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
+        return self.transfer * size / message
+
+    def costs(
+        self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True, pairs: bool = True
+    ) -> Costs:
+        """Costs of stages with so many layers: the head in the last F, the embedding in the first.
+
+        Where B and W are not `split`, each is half of BW. Where so many ranks share both ends, they
+        do so equally, which here the F's of all stages pay for, and each takes part in four sums of
+        a microbatch: in a ring of P ranks a sum sends 2 (P - 1) / P messages. Exchanges of one half
+        of a cell hide behind the other half where such halves are `pairs`.
+        """
+        rest = (0.0,) * (len(layers) - 1)
+        entered, left, returned = (
+            (self.embed, *rest),
+            (*rest, self.head),
+            (self.embed_gradient, *rest),
+        )
+        if shared_by:
+            sums = 4 * 2 * (shared_by - 1) * self.transfer
+            ends = self.embed + self.head + self.embed_gradient + sums
+            entered = (ends / len(layers),) * len(layers)
+            left = returned = (0.0,) * len(layers)
+        layer, copies, exchange = self.layer, self.copies, self.exchange
+        b, w = (layer.B, copies.B, exchange.B), (layer.W, copies.W, exchange.W)
+        if not split:
+            b = w = layer.whole_backward / 2, copies.B / 2, (exchange.B + exchange.W) / 2
+
+        def of(n: int, compute: float, copy: float, exchanged: float) -> float:
+            return copies.beside(copy, compute + exchanged, n)
+
+        f = layer.F, copies.F, exchange.F
+        exchanges = (tuple(n * op[-1] for n in layers) for op in (f, b, w))
+        return Costs(
+            F=tuple(of(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
+            B=tuple(of(n, *b) + e for n, e in zip(layers, returned)),
+            W=tuple(of(n, *w) for n in layers),
+            transfer=self.transfer,
+            exchange=Costs(*exchanges) if pairs and exchange != NO_EXCHANGE else None,
+        )
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
@@ -142,7 +154,11 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
         head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),
-    )
+        exchange=LayerSeconds(
+            *(sum(kind.exchanged[op] for kind in layers) / len(layers) / hardware.network
+              for op in ("F", "B", "W"))
+        ),
+    )  # fmt: skip
 
 
 def copies_of(config: Config, hardware: Hardware) -> Copies:

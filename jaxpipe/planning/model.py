@@ -1,8 +1,12 @@
 """The model of a configuration, as its devices share it. Importing this imports jax."""
 
+import jax
+import jax.numpy as jnp
+
 from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
+from jaxpipe.model.moe.products import Grouped, grouped_on
 from jaxpipe.parallel import (
     ExpertParallel,
     SequenceDataParallel,
@@ -13,7 +17,7 @@ from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 
 
-def model_of(config: Config) -> Model:
+def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B008
     """Devices along tp share its layers, those along pp too its ends, along ep its experts."""
     parallel = config.parallel
     devices = ONE_DEVICE
@@ -23,6 +27,8 @@ def model_of(config: Config) -> Model:
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+    if config.model.routed_experts:
+        more["product"] = grouped.product
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
@@ -34,3 +40,9 @@ def model_of(config: Config) -> Model:
         z_loss=config.train.z_loss,
         **more,
     )
+
+
+def grouped_of(config: Config, device: jax.Device) -> Grouped:
+    """How devices of this kind multiply groups of rows with their experts."""
+    dtype = jnp.dtype(config.train.compute_dtype)
+    return grouped_on(device, config.model, dtype, config.parallel.tp)

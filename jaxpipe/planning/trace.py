@@ -55,7 +55,7 @@ def trace(config: Config) -> ModelCosts:
             kind = functions.by_name[name]
             run = RunKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
-            kinds[name] = _layer_costs(run, params, x, context, of_layers[name])
+            kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel.ep)
         total = lambda *given: functions.head(*given).sum()  # noqa: E731
         head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
@@ -80,10 +80,41 @@ def product_flops(jaxpr: Jaxpr) -> float:
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return sum(map(_flops_of, jaxpr.eqns))
+    return _total(jaxpr, _flops_of)
 
 
-def _flops_of(eqn: JaxprEqn) -> float:
+def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
+    """Bytes that each of so many devices sends in the all-to-alls of a jaxpr over their axis."""
+
+    def sent(eqn: JaxprEqn) -> float | None:
+        if eqn.primitive.name != "all_to_all":
+            return None
+        return _bytes([var.aval for var in eqn.invars]) * (devices - 1) / devices
+
+    return _total(jaxpr, sent)
+
+
+def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None]) -> float:
+    """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs."""
+    total: float = 0
+    for eqn in jaxpr.eqns:
+        own = of_eqn(eqn)
+        if own is None:
+            bodies = [
+                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn)
+                for value in eqn.params.values()
+                for body in (value if isinstance(value, tuple) else (value,))
+                if isinstance(body, ClosedJaxpr | Jaxpr)
+            ]
+            branches = eqn.primitive.name == "cond"
+            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            own = max(bodies) if branches else sum(bodies) * turns
+        total += own
+    return total
+
+
+def _flops_of(eqn: JaxprEqn) -> float | None:
+    """Of one product, or of a kernel; None: it is neither."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -91,18 +122,7 @@ def _flops_of(eqn: JaxprEqn) -> float:
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
         return _ragged_flops(eqn)
-    kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
-    if kernel is not None:
-        return kernel
-    bodies = [
-        product_flops(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
-        for value in eqn.params.values()
-        for body in (value if isinstance(value, tuple) else (value,))
-        if isinstance(body, ClosedJaxpr | Jaxpr)
-    ]
-    if name == "cond":
-        return max(bodies)
-    return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+    return flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:
@@ -115,15 +135,19 @@ def _ragged_flops(eqn: JaxprEqn) -> float:
 
 
 def _layer_costs(
-    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...]
+    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...], ep: int
 ) -> LayerCosts:
     split: LayerSplit = run.split
     kept, dloss = split.residuals, run.output.side.loss
     dy = Cotangent(x, inexact(run.state), dloss)
+    ops = {
+        "F": jax.make_jaxpr(split.forward)(params, x, context),
+        "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
+        "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
+    }
     return LayerCosts(
-        F=_flops(split.forward, params, x, context),
-        B=_flops(split.backward_input, params, context, kept, dy),
-        W=_flops(split.backward_weight, params, context, kept.for_w, split.stash, dloss),
+        **{op: product_flops(traced.jaxpr) for op, traced in ops.items()},
+        exchanged={op: exchanged_bytes(traced.jaxpr, ep) for op, traced in ops.items()},
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,

@@ -29,8 +29,10 @@ class Costs:
     """Times of the ops, in any one unit, of every stage or per stage; BW costs B + W.
 
     `transfer` is the time of one message between ranks. `pair` is the time of an F with an unsplit
-    BW in one cell where they overlap; None: their sum. The default is the usual account of a
-    transformer layer: backward twice the forward, in two equal halves.
+    BW in one cell where they overlap; None: their sum. `exchange` is how much of the ops' times
+    passes in exchanges with devices that are not along the ring: in a cell of two stages those of
+    one half hide behind what the other computes. The default is the usual account of a transformer
+    layer: backward twice the forward, in two equal halves.
     """
 
     F: float | Sequence[float] = 1.0
@@ -38,6 +40,7 @@ class Costs:
     W: float | Sequence[float] = 1.0
     transfer: float = 0.0
     pair: float | None = None
+    exchange: "Costs | None" = None
 
     def of(self, action: Action) -> float:
         """Time of one action."""
@@ -60,7 +63,23 @@ class Costs:
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
         if self.pair is not None and overlaps:
             return self.pair
-        return sum(map(self.of, cell.actions))
+        return sum(map(self.of, cell.actions)) - self._hidden(cell)
+
+    def _hidden(self, cell: Cell) -> float:
+        """Time of exchanges of one half of a cell that passes while the other half computes.
+
+        >>> costs = Costs(F=2.0, B=2.0, W=2.0, exchange=Costs(F=1.0, B=0.5, W=0.0))
+        >>> forward = Action(Op.F, 0, 3)
+        >>> [costs.of_cell(Cell(forward, Action(Op.BW, stage, 1))) for stage in (1, 0)]
+        [4.5, 6.0]
+        """
+        forward, gradient, exchange = cell.forward, cell.gradient, self.exchange
+        if not (exchange and forward and gradient) or forward.stage == gradient.stage:
+            return 0.0
+        (of_f, f), (of_g, g) = (
+            (exchange.of(half), self.of(half) - exchange.of(half)) for half in (forward, gradient)
+        )
+        return min(of_f, g) + min(of_g, f)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,12 @@ class Tables:
         return [value - 1 for value in np.unique(self.columns.chunk_of(op)).tolist() if value]
 
 
+def grid_of(schedule: Schedule, lockstep: Lockstep) -> Grid:
+    """The cells of every tick; with shared ends one more, for what they take from the last."""
+    grid = place(schedule, lockstep)
+    return (*grid, (Cell(),) * schedule.pp) if lockstep.vocab_parallel else grid
+
+
 @lru_cache(maxsize=4)  # checks, summary and executor of a run share them
 def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
@@ -101,10 +107,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     >>> columns.forward_mb.T.tolist(), columns.BW.T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
-    grid = place(schedule, lockstep)
+    grid = grid_of(schedule, lockstep)
     inputs = messages(schedule, grid, lockstep.transfer_ticks)
-    if lockstep.vocab_parallel:
-        grid += ((Cell(),) * schedule.pp,)  # for what the ends take from the last tick
     alive = lifetimes(schedule, grid, inputs, lockstep)
     slot_of = [Buffers(*(colour(b.items()) for b in of_rank)) for of_rank in alive]
     used = tuple(

@@ -14,7 +14,7 @@ import jax
 from jaxpipe.pipeline.ticks import closing_tick
 from jaxpipe.planning import Candidate, estimate, op_seconds
 from jaxpipe.planning.candidates import variant_of
-from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.lower import grid_of
 from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
 from jaxpipe.training.recording import recording
 from jaxpipe.training.trainer import State, Trainer
@@ -83,7 +83,7 @@ def ticks(trainer: Trainer, events: Iterator[Event]) -> Ranks:
     own, how = jax.process_index(), trainer.execution
     return ticks_of(
         events,
-        place(trainer.schedule, how.lockstep)[: closing_tick(trainer.pipeline.tables, how)],
+        grid_of(trainer.schedule, how.lockstep)[: closing_tick(trainer.pipeline.tables, how)],
         {device.id: rank for rank, device in first if device.process_index == own},
         stages=trainer.schedule.labels_stages,
     )

@@ -57,6 +57,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
         "bubble (F=B=W)": (
             f"{report.bubble_global:.1%} asynchronous, {report.bubble_scan:.1%} of the scan"
         ),
+        **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),
     }.items():
         table.add_row(name, value)
     return table

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
+from jaxpipe.model.moe.products import Grouped
 from jaxpipe.parallel import (
     PP,
     REPLICAS,
@@ -28,7 +29,7 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
 from jaxpipe.planning import Choice, chosen, decided
-from jaxpipe.planning.model import model_of
+from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
@@ -127,7 +128,12 @@ class Trainer:
     @cached_property
     def model(self) -> Model:
         """The model's functions, as devices share them."""
-        return model_of(self.config)
+        return model_of(self.config, self.grouped)
+
+    @cached_property
+    def grouped(self) -> Grouped:
+        """How this kind of device multiplies groups of rows with their experts."""
+        return grouped_of(self.config, self.mesh.devices.flat[0])
 
     @cached_property
     def pipeline(self) -> Pipeline:

@@ -3,11 +3,13 @@
 import json
 
 import hf_gpt2
+import hf_moe
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
 from hf_gpt2 import GPT2
+from hf_moe import QWEN3_MOE, SQUARE_MOE
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
@@ -34,7 +36,7 @@ LLAMA31 = msgspec.structs.replace(
 MISTRAL = msgspec.structs.replace(LLAMA, sliding_window=4)
 MODELS = {
     "llama": LLAMA, "llama31": LLAMA31, "qwen3": QWEN3, "square": SQUARE, "mistral": MISTRAL,
-    "gpt2": GPT2,
+    "gpt2": GPT2, "qwen3_moe": QWEN3_MOE, "square_moe": SQUARE_MOE,
 }  # fmt: skip
 
 
@@ -43,11 +45,13 @@ def config_json(model):
     if model.family == "gpt2":
         return hf_gpt2.config_json(model)
     name = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
-    window = {"sliding_window": model.sliding_window} if model.sliding_window else {}
+    own = {"sliding_window": model.sliding_window} if model.sliding_window else {}
+    if model.n_experts:
+        name, own = "Qwen3Moe", hf_moe.config_fields(model)
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
-        **window,
+        "model_type": "qwen3_moe" if model.n_experts else name.lower(),
+        **own,
         "attention_bias": False,
         "head_dim": model.head_size,
         "hidden_act": "silu",
@@ -124,10 +128,9 @@ def shapes(model):
             "self_attn.v_proj": (kv, d),
             "self_attn.o_proj": (d, q),
             "post_attention_layernorm": (d,),
-            "mlp.gate_proj": (f, d),
-            "mlp.up_proj": (f, d),
-            "mlp.down_proj": (d, f),
         }
+        dense = {"mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+        layer |= hf_moe.shapes(model) if i in model.sparse_layers else dense
         if model.qk_norm:
             layer |= {"self_attn.q_norm": (k,), "self_attn.k_norm": (k,)}
         found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
@@ -223,6 +226,9 @@ def reference_logits(model, tensors, tokens_BL):
         mixed = mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1)
         x = x + linear(mixed, "self_attn.o_proj")
         h = norm(x, f"model.layers.{i}.post_attention_layernorm.weight")
+        if i in model.sparse_layers:
+            x = x + hf_moe.mixture(model, linear, h)
+            continue
         gate = linear(h, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, "mlp.up_proj"), "mlp.down_proj")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
@@ -242,6 +248,7 @@ def our_logits(model, params, tokens_BL):
     microbatch = {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["ends"], microbatch)
     for i in range(model.n_layers):
-        x = decoder.layer(params["layers"][str(i)], x, Context(microbatch)).y
+        context, kind = Context(microbatch, jnp.int32(i)), model.layer_kinds[i]
+        x = decoder.layer(params["layers"][str(i)], x, context, kind).y
     x, head = nnx.merge(decoder._ends, params["ends"]).leave(x)
     return np.asarray(x @ head)

@@ -13,6 +13,7 @@ from hf_models import (
     LLAMA,
     MODELS,
     QWEN3,
+    QWEN3_MOE,
     all_tensors,
     assert_same_bytes,
     export,
@@ -62,6 +63,17 @@ def test_a_gpt2_may_lack_its_first_name_and_have_masks(tmp_path):
     source = write_model(tmp_path / "hf", GPT2, bare | masks | old, shards=2)
     step = import_huggingface(source, GPT2, tmp_path / "c", {})
     assert_same_bytes(all_tensors(export(step, GPT2, tmp_path / "out")), tensors)
+
+
+def test_versions_of_transformers_write_the_number_of_experts_differently(tmp_path):
+    tensors, fields = random_tensors(QWEN3_MOE), {"num_experts": ..., "num_local_experts": 6}
+    source = write_model(tmp_path / "hf", QWEN3_MOE, tensors, **fields)
+    step = import_huggingface(source, QWEN3_MOE, tmp_path / "c", {})
+    out = export(step, QWEN3_MOE, tmp_path / "out")
+    written = json.loads((out / "config.json").read_text())
+    want = hf.config_json(QWEN3_MOE) | {"router_aux_loss_coef": 0.0}
+    assert {name: written[name] for name in want} == want
+    assert_same_bytes(all_tensors(out), tensors)
 
 
 def test_bfloat16_stays_what_it_is(tmp_path):
@@ -145,5 +157,5 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_moments(tmp_path):
         )
     found = all_tensors(export(tmp_path / "c" / "7", QWEN3, tmp_path / "out"))
     assert {name: tensor.flat[0] for name, tensor in found.items()} == {
-        own.name: i for i, own in enumerate(wanted)
+        own.names[0]: i for i, own in enumerate(wanted)
     }

@@ -10,6 +10,7 @@ from hf_models import (
     GPT2,
     LLAMA,
     QWEN3,
+    QWEN3_MOE,
     all_tensors,
     assert_same_bytes,
     export,
@@ -62,10 +63,16 @@ CONFIG_CHANGES = {
     },
     "layers of sliding_attention": {"layer_types": ["full_attention", "sliding_attention"]},
     "quantization_config=": {"quantization_config": {"bits": 4}},
+    "n_experts is 128 there and 0 here, experts_per_token is 8 there and 1 here, d_expert is 768": {
+        "architectures": ["Qwen3MoeForCausalLM"]
+    },
+    "has mlp_only_layers=.2. but of this model's layers only the first": {
+        "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [2],
+    },
     "architecture MixtralForCausalLM but only": {"architectures": ["MixtralForCausalLM"]},
     "architecture None but only": {"architectures": None},
     "has no hidden_size": {"hidden_size": ...},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", CONFIG_CHANGES)
@@ -83,6 +90,45 @@ def test_a_mistral_without_a_window_is_a_llama(tmp_path):
     out = export(step, LLAMA, tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
     assert_same_bytes(all_tensors(out), random_tensors(LLAMA))
+
+
+def test_a_dense_file_is_not_for_a_sparse_model(tmp_path):
+    source = write_model(tmp_path / "hf", QWEN3, random_tensors(QWEN3))
+    sparse = replace(QWEN3, n_experts=4, experts_per_token=2)
+    with pytest.raises(
+        ConfigError, match=r"n_experts is 0 there and 4 here; set model.n_experts=0"
+    ):
+        import_huggingface(source, sparse, tmp_path / "c", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router_score": "sigmoid"}, 'router_score is "softmax" there and "sigmoid" here'),
+        ({"shared_experts": 1}, "shared_experts is 0 there and 1 here"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is true there and false here"),
+        ({"first_dense_layers": 0}, "first_dense_layers is 2 there and 0 here"),
+    ],
+)
+def test_other_experts_are_neither_read_nor_written(tmp_path, changes, message):
+    step = imported(tmp_path, QWEN3_MOE, random_tensors(QWEN3_MOE))
+    other = replace(QWEN3_MOE, **changes)
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(tmp_path / "hf", other, tmp_path / "c2", {})
+    if {*changes} & {"router_score", "shared_experts"}:
+        with pytest.raises(ConfigError, match="the experts of Qwen3-MoE have only"):
+            export(step, other, tmp_path / "out")
+
+
+def test_experts_that_are_one_parameter_have_one_dtype(tmp_path):
+    tensors = random_tensors(QWEN3_MOE)
+    name = "model.layers.3.mlp.experts.3.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    source = write_model(tmp_path / "hf", QWEN3_MOE, tensors)
+    with pytest.raises(
+        ConfigError, match=f"{name} in float16 but .*experts.0.up_proj.weight in fl"
+    ):
+        import_huggingface(source, QWEN3_MOE, tmp_path / "c", {})
 
 
 GPT2_CHANGES = {

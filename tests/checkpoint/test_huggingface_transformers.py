@@ -1,5 +1,6 @@
 """Against transformers itself: the same logits, from checkpoints that it wrote and can load."""
 
+import hf_moe
 import numpy as np
 import pytest
 from hf_models import our_logits, rope_scaling, stored_params
@@ -26,7 +27,15 @@ MODELS = {
     "qwen3_tied": LlamaConfig(
         **SIZES, head_dim=10, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True
     ),
-}
+    "qwen3_moe": LlamaConfig(
+        **SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, n_experts=8,
+        experts_per_token=3, d_expert=24, first_dense_layers=1,
+    ),
+    "qwen3_moe_not_normalised": LlamaConfig(
+        **SIZES, head_dim=14, rope_theta=1e7, norm_eps=1e-6, qk_norm=True, n_experts=6,
+        experts_per_token=2, d_expert=20, moe_every=2, norm_topk_prob=False, tie_embeddings=True,
+    ),
+}  # fmt: skip
 
 
 def made_by_transformers(model):
@@ -57,7 +66,9 @@ def gpt2_of(model):
 def llama_of(model):
     """The class, and its configuration, of these sizes."""
     kind = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
-    window = {"sliding_window": model.sliding_window} if kind == "Mistral" else {}
+    own = {"sliding_window": model.sliding_window} if kind == "Mistral" else {}
+    if model.n_experts:
+        kind, own = "Qwen3Moe", hf_moe.config_fields(model)
     return f"{kind}ForCausalLM", getattr(transformers, f"{kind}Config")(
         num_hidden_layers=model.n_layers,
         hidden_size=model.d_model,
@@ -69,7 +80,7 @@ def llama_of(model):
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
         initializer_range=0.15,
-        **window,
+        **own,
         **_rope(model),
     )
 

@@ -103,6 +103,38 @@ def test_the_step_on_a_whole_mesh(shared):
     assert shares["reduce-scatter", "dp", False]["count"] > 0
 
 
+EXPERTS = (*STEP, "model.n_experts=8", "model.experts_per_token=2", "model.d_expert=128",
+           "parallel.pp=2", "parallel.dp=4", "parallel.ep=4", "model.n_layers=2",
+           "parallel.layer_split=even")  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
+    """And beside a shared expert in an F alone; without rounds three in four of a pair's are."""
+    found = report(
+        *EXPERTS, "parallel.schedule=dualpipe", "model.capacity_factor=1.25",
+        "model.shared_experts=1",
+    )  # fmt: skip
+    (rows,) = (one for one in found["collectives"] if one["kind"] == "all-to-all")
+    assert (rows["axes"], rows["looped"]) == (["ep"], True)
+    size, hidden = rows["actions"]["F+BW"]
+    assert hidden == size > 0
+    size, hidden = rows["actions"]["F"]
+    assert hidden > 0.49 * size > 0  # that of one way
+    assert found["permutes"]["hidden"]
+    assert found["graphs"]["whole"]
+
+
+@needs_compiler
+@pytest.mark.skipif(not importlib.util.find_spec("tokamax"), reason="needs jaxpipe[experts]")
+def test_experts_have_a_kernel_each_for_f_b_and_w():
+    found = report(*EXPERTS, "parallel.schedule=zb_h1", "train.remat=selective")
+    assert "tokamax" in found["note"]
+    assert found["custom_calls"]["mosaic_gpu_v2"] == 9
+    assert found["graphs"]["whole"]
+
+
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_residuals_wait_in_the_hosts_memory():
@@ -129,8 +161,15 @@ def test_residuals_wait_in_the_hosts_memory():
 @needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
-    """XLA's limit of collectives in flight matters here, and not for small layers."""
+    """XLA's limit of collectives in flight matters here, and not for small layers.
+
+    Nor would it leave sums over replicas of small layers apart. Here most of them have compute to
+    hide behind: that of the last tick with a gradient.
+    """
     found = report("parallel.sdp=2", config=LLAMA)
+    shares = {(one["kind"], *one["axes"], one["looped"]): one for one in found["collectives"]}
+    sums = shares["all-reduce", "dp", False]
+    assert sums["hidden"] > 0.4 * sums["size"]
     permutes = found["permutes"]
     assert permutes["hides"] == [permutes["conditionals"]] * 2
     assert permutes["hidden"]

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
@@ -96,7 +97,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
     """What one device makes of it by the twin."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = deal_batch(batch, slices=slices, sdp=1, dp=1)
-    one_hot = lambda config, replicas: OneHot(config)  # noqa: E731
+    one_hot = lambda config, replicas, product: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,
@@ -111,7 +112,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
 @jax.enable_x64(True)
 def run(
     model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, sdp=1, room=0.0, crowded=False,
-    routed=False, slices=1, **execution,
+    routed=False, slices=1, product=lax.ragged_dot, **execution,
 ):  # fmt: skip
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
     _, shared, layers, batch, variables = problem(model, crowded, routed)
@@ -126,6 +127,7 @@ def run(
         sequence=SequenceDataParallel(sdp) if sdp > 1 else WHOLE_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
+        product=product,
     )
     pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})

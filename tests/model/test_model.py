@@ -1,5 +1,7 @@
 """The decoder's maths: causality, rotary positions, grouped queries, norms, losses, sizes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,9 +135,15 @@ def test_parameters_counted_by_shape(preset):
     config = family.config(**PRESETS[preset])
     decoder = family.build(config)
     ends = jax.eval_shape(decoder.init_ends, key)
-    layer = jax.eval_shape(decoder.init_layer, key, 0)
+    kind = config.layer_kinds[0]
+    layer = jax.eval_shape(partial(decoder.init_layer, index=0, kind=kind), key)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
     assert sizes[0] + config.n_layers * sizes[1] == config.parameter_count()
+    idle = sizes[1] - sum(
+        leaf.size * config.experts_per_token // leaf.shape[0] if leaf.ndim == 3 else leaf.size
+        for leaf in jax.tree.leaves(layer)
+    )
+    assert config.parameter_count() - config.n_layers * idle == config.active_parameter_count()
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -1,9 +1,14 @@
 """The parts of a mixture of experts: settings, router, dispatch, losses, and how a layer is cut."""
 
+import sys
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from kernels import TOKAMAX
 from mixtures import MODELS, SIZES, problem
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
@@ -12,12 +17,14 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.dispatch import equal_places, from_slots, into_slots, sorted_places
+from jaxpipe.model.moe.products import by_kernel
 from jaxpipe.model.moe.router import Routes, choose
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.split import Cotangent, split_layer
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.trace import product_flops
 
 
 @pytest.mark.parametrize(
@@ -132,9 +139,10 @@ def primitives(function, *args):
     return names
 
 
-def split_of(model, remat):
+def split_of(model, remat, product=lax.ragged_dot):
     """A sparse layer's pieces, and what they are called with."""
     decoder, _, layers, _, variables = problem(model)
+    decoder = replace(decoder, product=product)
     kind, x = decoder.functions.by_name["sparse"], jnp.zeros((2, 8, 16))
     params, variables = jax.tree.map(jnp.float32, (layers[3], variables))
     context = Context({}, jnp.int32(3), None, variables)
@@ -142,24 +150,30 @@ def split_of(model, remat):
     return split, params, x, context
 
 
+@pytest.mark.parametrize("product", [lax.ragged_dot, by_kernel])
 @pytest.mark.parametrize("remat", POLICIES)
-def test_experts_are_chosen_once_and_cut_into_b_and_w(remat):
+def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatch):
     """W has one of three products of each matrix, B the other and, rematerialised, F's again."""
-    split, params, x, context = split_of("deepseek", remat)
+    monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
+    split, params, x, context = split_of("deepseek", remat, product)
     kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
     forward = primitives(split.forward, params, x, context)
     in_b = primitives(split.backward_input, params, context, kept, dy)
-    in_w = primitives(
-        split.backward_weight, params, context, kept.for_w, split.stash, jnp.float32(1)
-    )
+    of_w_given = params, context, kept.for_w, split.stash, jnp.float32(1)
+    in_w = primitives(split.backward_weight, *of_w_given)
     assert "top_k" in forward
     assert "top_k" not in in_b + in_w
     assert forward.count("ragged_dot_general") == in_w.count("ragged_dot_general") == 3
     again = {"none": 0, "selective": 0, "full": 2}[remat]
     assert in_b.count("ragged_dot_general") == 3 + again
     together = primitives(split.backward, params, context, kept, dy)
-    for product in ("ragged_dot_general", "dot_general"):
-        assert together.count(product) == in_b.count(product) + in_w.count(product)
+    for name in ("ragged_dot_general", "dot_general"):
+        assert together.count(name) == in_b.count(name) + in_w.count(name)
+    if product is lax.ragged_dot:
+        flops = lambda f, *given: product_flops(jax.make_jaxpr(f)(*given).jaxpr)  # noqa: E731
+        of_b = flops(split.backward_input, params, context, kept, dy)
+        of_w = flops(split.backward_weight, *of_w_given)
+        assert flops(split.backward, params, context, kept, dy) == of_b + of_w
 
 
 @pytest.mark.parametrize("remat", POLICIES)

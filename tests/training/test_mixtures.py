@@ -11,6 +11,8 @@ from routed import restored, run
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import validate
+from jaxpipe.planning.expert_checks import check_recording
+from jaxpipe.train import train
 from jaxpipe.training.trainer import Trainer
 
 SIZES = [
@@ -100,5 +102,34 @@ def test_values_that_are_none(override):
 def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
     dense = configs.load(SMALL, [*MESHES["one"], "train.eval_every=0", "train.steps=1"])
     assert run(Trainer(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
-    with pytest.raises(ValueError, match="layers/1/"):
+    first = r"params/layers/1/mlp/w_down has shape \(64, 32\) there and none \(absent\) in this"
+    with pytest.raises(ConfigError, match=f"is of another model: {first}"):
         restored(trainer_of("one"), tmp_path)
+
+
+def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
+    """The command writes a batch that other meshes and schedules take; routers no longer choose."""
+    path = tmp_path / "routes.npz"
+    overrides = [*SIZES, *MESHES["ep"], f"run.dir={tmp_path}", "parallel.schedule=zb_h1"]
+    config = configs.load(SMALL, overrides)
+    assert train(config, record_routes=path) == 0
+    batch = dict(np.load(path))
+    assert batch["routes"].shape == (4, 4, 32, 3, 2)
+    replayed = trainer_of("tp", "parallel.schedule=1f1b")
+    state = replayed.init()
+    _, metrics = replayed.train_step(state, replayed.put(batch))
+    del batch["routes"]
+    free = trainer_of("tp", "parallel.schedule=1f1b")
+    _, wanted = free.train_step(free.init(), free.put(batch))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-6)
+    np.testing.assert_array_equal(metrics["expert_load_max"], wanted["expert_load_max"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [([], "model.n_experts=0"), ([*SIZES, "parallel.sdp=2"], "parallel.sdp=2: routes are recor")],
+)
+def test_routes_that_cannot_be_recorded(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_recording(configs.load(SMALL, overrides))

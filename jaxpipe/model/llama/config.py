@@ -32,6 +32,10 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         """Number of parameters, from the sizes alone."""
         return self._parameters(self.n_experts)
 
+    def active_parameter_count(self) -> int:
+        """Number of parameters that one token goes through: of routed experts those it chooses."""
+        return self._parameters(self.experts_per_token if self.n_experts else 0)
+
     def _parameters(self, experts: int) -> int:
         """Number of parameters where so many of each layer's routed experts are counted."""
         d, k = self.d_model, self.head_size
@@ -47,8 +51,8 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         embedding = self.vocab_size * self.d_model
         vectors = (2 * self.n_layers + 1) * self.d_model
         vectors += 2 * self.n_layers * self.head_size * self.qk_norm
-        active = self._parameters(self.experts_per_token if self.n_experts else 0)
-        matrices = active - vectors - (0 if self.tie_embeddings else embedding)
+        matrices = self.active_parameter_count() - vectors
+        matrices -= 0 if self.tie_embeddings else embedding
         return self.flops_of(matrices, keys=min(seq_len, self.sliding_window or seq_len))
 
     def part(self, tp: int) -> Self:

@@ -1,5 +1,6 @@
 """A Llama-style decoder as pure functions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -7,14 +8,15 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerOutput, StageFunctions
+from jaxpipe.contract import Context, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.attention import Attend
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
-from jaxpipe.model.moe.balance import Balance
+from jaxpipe.model.moe.balance import ROUTES, Balance
 from jaxpipe.model.moe.config import SPARSE
-from jaxpipe.model.moe.layer import KEEP, ROUTES
+from jaxpipe.model.moe.experts import in_rounds
+from jaxpipe.model.moe.layer import KEEP
 from jaxpipe.model.parts import EndParts, Init, Parts
 
 Tree = Any
@@ -59,6 +61,10 @@ class Decoder(CausalDecoder):
     def kept(self, kind: str) -> tuple[str, ...]:
         """The choice of experts, which no rounding may change between F and B."""
         return KEEP if kind == SPARSE else ()
+
+    def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
+        """Rows go to experts and back beside the other's products."""
+        return in_rounds if kind == SPARSE and self.replicas.size > 1 else None
 
     @cached_property
     def functions(self) -> StageFunctions:

@@ -1,18 +1,20 @@
-"""Llama 3, Qwen3 and Mistral as Hugging Face names and describes them.
+"""Llama 3, Qwen3, Qwen3-MoE and Mistral as Hugging Face names and describes them.
 
-What is read are the fields of transformers' `LlamaConfig`, `Qwen3Config` and `MistralConfig`, as
-version 4 writes them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as version 5 does
-(`rope_parameters`, `dtype`). A field that is absent has transformers' default.
+What is read are the fields of transformers' `LlamaConfig`, `Qwen3Config`, `Qwen3MoeConfig` and
+`MistralConfig`, as version 4 writes them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as
+version 5 does (`rope_parameters`, `dtype`). A field that is absent has transformers' default.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.moe import huggingface as experts
 from jaxpipe.model.published import Theirs, architecture, check_only, sizes
 
 LLAMA, QWEN3, MISTRAL = "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"
-MODELS = "a plain Llama 3, Qwen3 or Mistral"
+QWEN3_MOE = "Qwen3MoeForCausalLM"
+MODELS = "a plain Llama 3, Qwen3, Qwen3-MoE or Mistral"
 
 BASE, PREFIX = "model.", "model.layers.{}."
 LAYER = {
@@ -27,6 +29,7 @@ LAYER = {
     "mlp/w_gate": Theirs("mlp.gate_proj.weight", transposed=True),
     "mlp/w_up": Theirs("mlp.up_proj.weight", transposed=True),
     "mlp/w_down": Theirs("mlp.down_proj.weight", transposed=True),
+    **experts.LAYER,
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS = {
@@ -54,6 +57,7 @@ _ROPE = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
+    QWEN3_MOE: {"num_key_value_heads": 4, **experts.DEFAULTS},
     MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
 }
 # What our decoder does not have, and the only values under which theirs has neither.
@@ -82,27 +86,36 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     theirs = _DEFAULTS[name] | theirs
     window = theirs["sliding_window"] or 0 if name == MISTRAL else 0
     _check_plain(theirs, "sliding_attention" if window else "full_attention")
-    choices = {"qk_norm": name == QWEN3, "sliding_window": window}
-    return sizes(theirs, _SIZES) | _choices(theirs) | choices
+    choices = {"qk_norm": name in (QWEN3, QWEN3_MOE), "sliding_window": window}
+    mixture = experts.expected(theirs) if name == QWEN3_MOE else experts.NONE
+    return sizes(theirs, _SIZES) | _choices(theirs) | choices | mixture
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    It is a Qwen3 if the model normalises queries and keys, a Mistral if it has a window, else a
-    Llama, which a Mistral without a window is. The number of positions limits nothing in the model;
-    those who serve it take it for the longest context.
+    It is a Qwen3 if the model normalises queries and keys, with experts a Qwen3-MoE, a Mistral if
+    it has a window, else a Llama, which a Mistral without a window is. The number of positions
+    limits nothing in the model; those who serve it take it for the longest context.
 
-    Raises `ValueError` with a sentence where no architecture has both norms and a window.
+    Raises `ValueError` with a sentence where no architecture has both norms and a window, or such
+    experts.
     """
     if model.qk_norm and model.sliding_window:
         raise ValueError(
             f"model.qk_norm=true with model.sliding_window={model.sliding_window}: transformers "
             f"has no plain model with both: it cannot be exported."
         )
+    if model.n_experts and not model.qk_norm:
+        raise ValueError(
+            f"model.n_experts={model.n_experts} with model.qk_norm=false: of transformers' models "
+            f"with experts only Qwen3-MoE, which has norms, is known here: it cannot be exported."
+        )
     name, kind, own = LLAMA, "llama", {"mlp_bias": False}
     if model.qk_norm:
         name, kind, own = QWEN3, "qwen3", {"use_sliding_window": False, "sliding_window": None}
+        if model.n_experts:
+            name, kind, own = QWEN3_MOE, "qwen3_moe", own | experts.written(model)
     elif model.sliding_window:
         name, kind, own = MISTRAL, "mistral", {"sliding_window": model.sliding_window}
     return {

@@ -8,6 +8,7 @@ _QWEN3 = {
     "vocab_size": 151936, "rope_theta": 1000000.0, "norm_eps": 1e-6, "head_dim": 128,
     "qk_norm": True, "max_seq_len": 40960,
 }  # fmt: skip
+_QWEN3_MOE = {"n_experts": 128, "experts_per_token": 8, "d_expert": 768}
 _MISTRAL = {"norm_eps": 1e-5, "head_dim": 128, "max_seq_len": 32768}
 
 
@@ -51,6 +52,8 @@ LLAMA_PRESETS: dict[str, dict[str, int | float | bool]] = {
     "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),
     "qwen3_14b": _QWEN3 | _sizes(40, 5120, 40, 8, 17408),
     "qwen3_32b": _QWEN3 | _sizes(64, 5120, 64, 8, 25600),
+    # Its config.json has a width of dense layers too, of which it has none.
+    "qwen3_30b_a3b": _QWEN3 | _sizes(48, 2048, 32, 4, 6144) | _QWEN3_MOE,
     "qwen3_debugmodel": _QWEN3
     | _sizes(8, 256, 16, 8, 3072)
     | _TIED

@@ -20,6 +20,7 @@ from jaxpipe.model.moe.router import Routes
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.sequence import WholeSequence
 
+ROUTES = "routes"  # the leaf of a batch that has a choice from outside
 LOADS = "loads"  # the name of what replicas that share a sequence tell each other, which F keeps
 
 
@@ -27,12 +28,14 @@ LOADS = "loads"  # the name of what replicas that share a sequence tell each oth
 class Balance:
     """The losses, counts and biases of a model's sparse layers.
 
-    `devices` share a layer, and replicas a `sequence`.
+    `devices` share a layer, and replicas a `sequence`. Routes may be `recorded`: given back as the
+    batch's leaf that replays them.
     """
 
     config: MixtureConfig
     devices: OneDevice
     sequence: WholeSequence
+    recorded: bool = False
 
     @property
     def variables(self) -> Any:
@@ -61,7 +64,7 @@ class Balance:
         return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
 
     def side(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Side:
-        """Loss and counts of the sparse layer that is the `layer`-th of all layers."""
+        """Loss and counts of the sparse layer that is the `layer`-th of all layers; its routes."""
         here_S = jnp.asarray(self.config.sparse_layers) == layer
 
         def of_layer(value: jax.Array) -> jax.Array:
@@ -76,7 +79,11 @@ class Balance:
         }
         if loss is not None:
             sums["router_loss"] = lax.stop_gradient(loss)
-        return Side(loss, {name: of_layer(value) for name, value in sums.items()})
+        rows = {}
+        if self.recorded:
+            own_BLSK = routes.choice_BLK[:, :, None] * here_S[None, None, :, None]
+            rows[ROUTES] = own_BLSK.astype(jnp.int32)
+        return Side(loss, {name: of_layer(value) for name, value in sums.items()}, rows=rows)
 
     def report(self, side: Side) -> Mapping[str, jax.Array]:
         """What is logged of a step: loads by layer, the share dropped, entropy and loss a token."""

@@ -1,10 +1,10 @@
 """Sizes and choices of a mixture of experts, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from msgspec import Meta
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
 from jaxpipe.model.family import Count, Positive
@@ -31,6 +31,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_z_loss: NotNegative = 0.0  # times the mean of log(Z)^2, Z of the router's softmax
     router_bias_rate: NotNegative = 0.0  # of a bias on the choice that evens loads; 0: no bias
     capacity_factor: NotNegative = 0.0  # times the mean load: what an expert takes; 0: everything
+
+    def resolved(self) -> Self:
+        """The same with the width of a head and of an expert."""
+        return replace(super().resolved(), d_expert=self.expert_width if self.n_experts else 0)
 
     @property
     def expert_width(self) -> int:

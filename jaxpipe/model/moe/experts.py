@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpipe.contract import Names, Rounds, point
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     counts_of,
@@ -23,11 +24,12 @@ from jaxpipe.model.moe.dispatch import (
     into_slots,
     sorted_places,
 )
+from jaxpipe.model.moe.products import Product
 from jaxpipe.model.parts import Init
 from jaxpipe.partition.experts import AllExperts
 from jaxpipe.partition.leaf import EP, TP, Leaf
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]  # of rows with their experts' matrices
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # rows with their experts' matrices
 Made = tuple[jax.Array, jax.Array]
 
 
@@ -42,7 +44,7 @@ class Experts(nnx.Module):
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
 
-    def __call__(self, x: jax.Array, weights: jax.Array, product: Product) -> jax.Array:
+    def __call__(self, x: jax.Array, weights: jax.Array, product: Multiply) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; of devices along tp a summand."""
         of_experts = (self.w_gate, self.w_up, self.w_down)
         gate, up, down = (matrices[...].astype(x.dtype) for matrices in of_experts)
@@ -69,6 +71,7 @@ class Dropless:
 
     count: int
     replicas: AllExperts
+    product: Product
 
     def __call__(
         self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
@@ -77,18 +80,19 @@ class Dropless:
         copies, x_ND = choice_BLK.shape[-1], x_BLD.reshape(-1, x_BLD.shape[-1])
         weights_R1, expert_R = weights_BLK.reshape(-1, 1), choice_BLK.reshape(-1)
         if self.replicas.size == 1:
-            y_ND = _grouped(x_ND, weights_R1, expert_R, self.count, experts)
+            y_ND = self._grouped(x_ND, weights_R1, expert_R, experts)
             return y_ND.reshape(x_BLD.shape), jnp.int32(0)
         own, room = self.count // self.replicas.size, self.room(len(x_ND), copies)
         places = equal_places(expert_R // own, self.replicas.size, room)
         number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 is that of an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
         sent = [into_slots(x_ND, places, copies), into_slots(beside_R2, places, 1)]
-        came = self.replicas.exchange(jnp.concatenate(sent, axis=-1))
+        came = _exchanged(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
         x_SD, weights_S1, number_S1 = jnp.split(came, [x_ND.shape[1], x_ND.shape[1] + 1], axis=-1)
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
-        y_SD = self.replicas.exchange(_grouped(x_SD, weights_S1, expert_S, own, experts))
+        made_SD = self._grouped(x_SD, weights_S1, expert_S, experts)
+        y_SD = _exchanged(self.replicas, made_SD, "tokens")
         dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
@@ -98,6 +102,22 @@ class Dropless:
         most = tokens * min(copies, self.count // size)
         mean = self.replicas.room * tokens * copies / size
         return min(math.ceil(mean), most) if mean else most
+
+    def _grouped(
+        self, x_ND: jax.Array, weights_R1: jax.Array, expert_R: jax.Array, experts: Experts
+    ) -> jax.Array:
+        """The weighted sum of what a token's rows make, `[N, D]`, of experts on this device.
+
+        An expert that is not one of these is none, and makes nothing.
+        """
+        copies, places = len(expert_R) // len(x_ND), sorted_places(expert_R)
+        sizes = counts_of(expert_R, self.count // self.replicas.size)
+
+        def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+            return self.product(rows, matrices, sizes)
+
+        x_SD, weights_S1 = into_slots(x_ND, places, copies), into_slots(weights_R1, places, 1)
+        return from_slots(experts(x_SD, weights_S1, product), places, copies)
 
 
 @dataclass(frozen=True)
@@ -122,12 +142,13 @@ class Capacity:
         places = equal_places(group_BLK.reshape(-1), self.count * examples, room)
         x_SD = into_slots(x_BLD.reshape(-1, d), places, copies)
         weights_S1 = into_slots(weights_BLK.reshape(-1, 1), places, 1)
-        came = self.replicas.exchange(jnp.concatenate([x_SD, weights_S1], axis=-1))
+        sent = jnp.concatenate([x_SD, weights_S1], axis=-1)
+        came = _exchanged(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
         made = experts(of_expert[..., :d], of_expert[..., d:], jnp.matmul)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
-        y_SD = self.replicas.exchange(made.reshape(-1, d))
+        y_SD = _exchanged(self.replicas, made.reshape(-1, d), "tokens")
         dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
@@ -136,25 +157,24 @@ class Capacity:
         return min(math.ceil(self.factor * length * copies / self.count), length)
 
 
-def dispatch_of(config: MixtureConfig, replicas: AllExperts) -> Dispatch:
-    """How the tokens of a model's sparse layers come to their experts."""
+def dispatch_of(config: MixtureConfig, replicas: AllExperts, product: Product) -> Dispatch:
+    """How the tokens of a model's sparse layers come to their experts, and how these multiply."""
     if config.capacity_factor:
         return Capacity(config.n_experts, replicas, config.capacity_factor)
-    return Dropless(config.n_experts, replicas)
+    return Dropless(config.n_experts, replicas, product)
 
 
-def _grouped(
-    x_ND: jax.Array, weights_R1: jax.Array, expert_R: jax.Array, count: int, experts: Experts
-) -> jax.Array:
-    """The weighted sum of what a token's rows make, `[N, D]`, of experts on this device.
+def in_rounds(forward: Names, gradient: Names) -> Rounds:
+    """How F of a layer runs beside the gradient of another, where replicas exchange rows.
 
-    An expert of `count` and above is none, and makes nothing.
+    One's exchange beside the other's products: attention, then experts, experts, attention. It is
+    the order of DualPipe's authors (DeepSeek-AI 2024, "DeepSeek-V3", figure 4).
     """
-    copies, places = len(expert_R) // len(x_ND), sorted_places(expert_R)
-    sizes = counts_of(expert_R, count)
+    return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
 
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return lax.ragged_dot(rows, matrices, sizes)
 
-    x_SD, weights_S1 = into_slots(x_ND, places, copies), into_slots(weights_R1, places, 1)
-    return from_slots(experts(x_SD, weights_S1, product), places, copies)
+def _exchanged(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
+    """Rows as `exchange` leaves them; before and after it is a point, for `in_rounds`."""
+    if replicas.size == 1:
+        return rows
+    return point(replicas.exchange(point(rows, f"to {to}")), f"at {to}")

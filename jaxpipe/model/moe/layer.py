@@ -5,13 +5,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Context, Side
-from jaxpipe.model.moe.balance import LOADS, Balance
+from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.experts import Experts, dispatch_of
 from jaxpipe.model.moe.router import CHOICE, Router
 from jaxpipe.model.parts import Init, Parts
 
-ROUTES = "routes"  # the leaf of a batch that has a choice from outside
 KEEP = (CHOICE, LOADS)  # what F stores whatever is rematerialised
 
 
@@ -22,8 +21,10 @@ class Mixture(nnx.Module):
         self.router, self.experts = Router(config, parts, init), Experts(config, init)
         if shared is not None:
             self.shared = shared
-        self.dispatch, self.parts = dispatch_of(config, parts.replicas), parts
-        self.balance = Balance(config, parts.devices, parts.attend.sequence)
+        self.dispatch = dispatch_of(config, parts.replicas, parts.product)
+        self.parts = parts
+        sequence = parts.attend.sequence
+        self.balance = Balance(config, parts.devices, sequence, parts.recorded)
 
     def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Side]:
         """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it."""

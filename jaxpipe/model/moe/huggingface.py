@@ -1,0 +1,79 @@
+"""Experts as Hugging Face names and describes them: those of Qwen3-MoE.
+
+What is read are fields of transformers' `Qwen3MoeConfig`, as version 4 writes them (`num_experts`)
+and as version 5 does (`num_local_experts`). A field that is absent has its default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.published import Theirs
+
+LAYER = {
+    "moe/router/gate": Theirs("mlp.gate.weight", transposed=True),
+    "moe/experts/w_gate": Theirs("mlp.experts.{}.gate_proj.weight", transposed=True),
+    "moe/experts/w_up": Theirs("mlp.experts.{}.up_proj.weight", transposed=True),
+    "moe/experts/w_down": Theirs("mlp.experts.{}.down_proj.weight", transposed=True),
+}
+DEFAULTS: dict[str, Any] = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+NONE = {"n_experts": 0}  # of a model whose layers are all dense
+# Theirs, ours.
+_CHOICES = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "d_expert",
+    "norm_topk_prob": "norm_topk_prob",
+    "decoder_sparse_step": "moe_every",
+}
+# Ours, which theirs has not, and the value under which ours has not either.
+_ONLY_OURS = {
+    "router_score": "softmax",
+    "router_scale": 1.0,
+    "expert_groups": 1,
+    "shared_experts": 0,
+}
+
+
+def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `[model]` that a config.json with all defaults asks for.
+
+    Raises `ValueError` with the end of a sentence that begins with the file, where other layers
+    are dense than ours can have.
+    """
+    dense = theirs["mlp_only_layers"] or []
+    if sorted(dense) != list(range(len(dense))):
+        raise ValueError(
+            f"has mlp_only_layers={dense} but of this model's layers only the first ones can be "
+            f"left without experts: take another checkpoint."
+        )
+    number = theirs.get("num_local_experts", theirs["num_experts"])
+    ours = {own: theirs[name] for name, own in _CHOICES.items()} | {"n_experts": number}
+    return ours | {"first_dense_layers": len(dense)} | _ONLY_OURS
+
+
+def written(model: MixtureConfig) -> dict[str, Any]:
+    """What a config.json says of a model's experts.
+
+    Raises `ValueError` with a sentence where they are none of Qwen3-MoE.
+    """
+    for name, value in {**_ONLY_OURS, "router_bias_rate": 0.0}.items():
+        if getattr(model, name) != value:
+            raise ValueError(
+                f"model.{name}={getattr(model, name)!r}, but the experts of Qwen3-MoE have only "
+                f"{value!r}: it cannot be exported."
+            )
+    resolved = model.resolved()
+    return {
+        **{name: getattr(resolved, own) for name, own in _CHOICES.items()},
+        "mlp_only_layers": list(range(model.first_dense_layers)),
+        "router_aux_loss_coef": model.router_aux_loss,
+        "output_router_logits": False,
+    }

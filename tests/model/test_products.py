@@ -1,0 +1,73 @@
+"""Grouped products by a kernel of GPUs: the same numbers, cut alike, and who has it."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from kernels import TOKAMAX
+from mixtures import MODELS
+
+from jaxpipe.model.fused import stand_ins
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.moe import products
+from jaxpipe.model.moe.products import by_kernel, grouped_on
+
+SIZES = {"d_model": 256, "vocab_size": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8,
+         "n_layers": 1}  # fmt: skip
+MODEL = LlamaConfig(**SIZES, n_experts=4, d_expert=256)
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
+BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="B200")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 0, 0), (9, 0, 0)])
+def test_the_kernel_makes_what_ragged_dot_makes(sizes, monkeypatch):
+    """Its rows of no group are zeros too, in gradients as well."""
+    monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
+    with jax.enable_x64(True):
+        rows = jax.random.normal(jax.random.key(0), (9, 4), jnp.float64)
+        matrices = jax.random.normal(jax.random.key(1), (3, 4, 5), jnp.float64)
+        dy = jax.random.normal(jax.random.key(2), (9, 5), jnp.float64)
+        sizes = jnp.array(sizes)
+
+        def made(product):
+            y, pull = jax.vjp(lambda *given: product(*given, sizes), rows, matrices)
+            return y, *pull(dy)
+
+        jax.tree.map(np.testing.assert_array_equal, made(by_kernel), made(lax.ragged_dot))
+
+
+def test_a_plan_needs_no_kernel(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # importing it is an error
+    rows, sizes = jnp.ones((2, 4)), jnp.array([2])
+    with stand_ins():
+        np.testing.assert_array_equal(by_kernel(rows, jnp.ones((1, 4, 3)), sizes), 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "dtype", "found", "note"),
+    [
+        (CPU, MODEL, "float32", None, ""),
+        (HOPPER, MODELS["narrow"], "bfloat16", None, ""),  # a capacity: products are batched
+        (HOPPER, LlamaConfig(**SIZES), "bfloat16", None, ""),
+        (HOPPER, MODEL, "bfloat16", None, r"pip install 'jaxpipe\[experts\]'"),
+        (HOPPER, MODEL, "float32", "tokamax", "not train.compute_dtype=float32"),
+        (HOPPER, MODELS["qwen"], "bfloat16", "tokamax", "not model.d_model=16 and experts of 6"),
+        (BLACKWELL, MODEL, "bfloat16", "tokamax", "for Hopper GPUs, not B200"),
+        (HOPPER, MODEL, "bfloat16", "tokamax", "by tokamax's kernel"),
+    ],
+)
+def test_who_has_the_kernel(device, model, dtype, found, note, monkeypatch):
+    """Who has not is told what it costs and what to do."""
+    monkeypatch.setattr(products, "find_spec", lambda name: found)
+    got = grouped_on(device, model, jnp.dtype(dtype), tp=2)
+    assert (got.product is by_kernel) == note.startswith("by tokamax")
+    if not note:
+        assert not got.note
+    else:
+        assert re.search(note, got.note)

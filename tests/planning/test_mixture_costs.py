@@ -1,0 +1,108 @@
+"""Traced costs of layers with experts against closed forms: FLOPs, bytes sent. All exact."""
+
+from itertools import product
+from math import prod
+
+import jax
+import pytest
+from commands import SMALL
+from oracles.mixture import exchanged_bytes, sparse_layer_flops
+
+from jaxpipe import config as configs
+from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.pipeline import POLICIES
+from jaxpipe.plan import main
+from jaxpipe.planning import Hardware, analytic, configured, costs_of, estimate
+from jaxpipe.training.trainer import Trainer
+
+BATCH, LENGTH = 2, 16
+MODELS = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 1.25},
+    "shared": {"shared_experts": 2, "router_score": "sigmoid", "router_bias_rate": 0.1},
+}
+MESHES = [{}, {"ep": 2}, {"ep": 4, "factor": 1.5}, {"ep": 2, "tp": 2}]
+SPARSE = (
+    "model.n_experts=8", "model.experts_per_token=2", "model.d_expert=32",
+    "model.first_dense_layers=1", "train.grad_accum_steps=8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("name", "remat"), list(product(MODELS, POLICIES)))
+def test_flops_and_bytes_sent(name, remat, mesh):
+    model = LlamaConfig(
+        n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, vocab_size=64,
+        n_experts=8, experts_per_token=3, d_expert=12, **MODELS[name],
+    )  # fmt: skip
+    ep, factor = mesh.get("ep", 1), mesh.get("factor", 0.0)
+    if model.capacity_factor:
+        factor = 0.0
+    parallel = ParallelConfig(dp=ep, ep=ep, tp=mesh.get("tp", 1), ep_buffer_factor=factor)
+    train = TrainConfig(
+        steps=1, grad_accum_steps=1, microbatch_size=BATCH, seq_len=LENGTH,
+        compute_dtype="bfloat16", remat=remat,
+    )  # fmt: skip
+    layer = costs_of(Config(model=model, parallel=parallel, train=train)).kinds["sparse"]
+    sizes = {"batch": BATCH, "seq_len": LENGTH, "remat": remat, "ep": ep, "factor": factor}
+    work = sparse_layer_flops(model, **sizes, tp=parallel.tp)
+    assert (layer.F, layer.B, layer.W) == (work.F, work.B, work.W)
+    sent = exchanged_bytes(model, **sizes, itemsize=2)
+    assert layer.exchanged == {"F": sent.F, "B": sent.B, "W": sent.W}
+
+
+def estimate_of(*overrides, **hardware):
+    config = configs.load(
+        SMALL, [*SPARSE, "parallel.dp=4", "parallel.transfer_ticks=2", *overrides]
+    )
+    seconds = analytic(config, Hardware(**hardware))
+    return config, estimate(config, configured(config), seconds)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("ep", "zero"), [(1, 2), (2, 2), (4, 3), (4, 0)])
+def test_bytes_are_the_trainers(ep, zero, optimizer):
+    config, estimated = estimate_of(
+        "parallel.pp=2", f"parallel.ep={ep}", f"parallel.zero_stage={zero}",
+        f"optimizer.name={optimizer}",
+    )  # fmt: skip
+    trainer = Trainer(config)
+
+    def on_a_device(part):
+        shapes, shardings = (
+            jax.tree.leaves(getattr(trees, part))
+            for trees in (trainer.state_shapes, trainer.state_shardings)
+        )
+        held = zip(shapes, shardings)
+        # Counters and the coefficients of Muon's iteration are no moments.
+        return 4 * sum(prod(at.shard_shape(leaf.shape)) for leaf, at in held if leaf.size > 16)
+
+    assert estimated.bytes.parameters == on_a_device("params")
+    assert estimated.bytes.optimizer == on_a_device("optimizer")
+
+
+def test_all_to_alls_take_time_and_hide_in_pairs():
+    """Behind the other half's compute in cells of DualPipeV, behind nothing in 1F1B."""
+    on = ("parallel.ep=4", "model.n_layers=8")
+    config, alone = estimate_of(*on, "parallel.pp=1", network=1e8)
+    sent = sum(costs_of(config).kinds["sparse"].exchanged.values())
+    assert alone.exposed == pytest.approx(7 * 8 * sent / 1e8)  # of 7 layers and 8 microbatches
+    shares = []
+    for name in ("1f1b", "dualpipev"):
+        how = (*on, "parallel.pp=2", f"parallel.schedule={name}")
+        _, one = estimate_of(*how, network=1e13)
+        assert one.exposed > 0
+        _, free = estimate_of(*how, network=1e30)
+        assert one.seconds - one.exposed == pytest.approx(free.seconds)
+        shares.append(one.exposed / (one.seconds - one.exposed))
+    assert shares[1] < 0.6 * shares[0]
+
+
+def test_a_plan_says_what_goes_over_the_network(capsys):
+    words = [str(SMALL), *SPARSE, "parallel.pp=1", "parallel.dp=4", "parallel.ep=4"]
+    assert main([*words, "--network", "100GB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "for a token), pp=1 dp=4 ep=4" in text
+    assert "tokens/s exposed" in text
+    assert "all-to-alls over ep=4: MiB that a device sends for a layer and microbatch" in text
