@@ -23,6 +23,7 @@ def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule
     memory_limit = "2p" if target.memory_limit is None else target.memory_limit
     limit = limit_in_units(memory_limit, placement, target.memory)
     problem = Problem("zb_auto", placement, microbatches, limit, target)
+    problem.check_limit()
     known = [zb_h1(pp, microbatches), zb_h2(pp, microbatches)]
     known += _unsplit(pp, microbatches, target.lockstep, min(problem.room, microbatches))
     return replace(search(problem, effort=target.effort, known=known), name="zb_auto")
