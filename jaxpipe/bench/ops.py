@@ -171,7 +171,7 @@ def _loops(
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
         x, rings = state
         parts = tuple(plan.part(own, Op.F) for own in rings)
-        before = Made(x, parts, empty_side([kind]), jnp.float32(0))
+        before = Made(x, parts, empty_side([kind], _SLOTS), jnp.float32(0))
         made = chunk(given).forward(of_microbatch(given, row), before)
         after = (plan.after(own, Op.F, part) for own, part in zip(rings, made.rings))
         return made.y, tuple(after)

@@ -33,7 +33,6 @@ def _unsplit(pp: int, microbatches: int, lockstep: Lockstep, room: int) -> list[
     """1F1B as it is, and as the scan lays it out where so many microbatches may be in flight."""
     plain = one_f_one_b(pp, microbatches)
     packed = 2 * pp - (not lockstep.vocab_parallel)
-    numbers = {min(packed, room), room} if room > 0 else ()
-    ahead = [place(plain, replace(lockstep, in_flight=n)) for n in numbers]
+    ahead = [place(plain, replace(lockstep, in_flight=n)) for n in {min(packed, room), room}]
     orders = ([[cell for cell in cells if cell.actions] for cells in zip(*grid)] for grid in ahead)
     return [plain, *(replace(plain, ranks=tuple(map(tuple, ranks))) for ranks in orders)]
