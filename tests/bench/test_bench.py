@@ -107,7 +107,9 @@ def test_exported_values_are_the_trainers(tmp_path):
     assert values["inputs"].shape == (4, 1, 32)
 
 
-def test_predictions_come_from_the_ops_on_both_sides_of_a_step():
+def test_predictions_come_from_the_ops_on_both_sides_of_a_step(tmp_path):
+    costs = tmp_path / "costs.json"  # for the schedules that are searched
+    costs.write_bytes(msgspec.json.encode({"seconds": SECONDS}))
     config = small("model.n_layers=8")
     measured = step._Bench(SimpleNamespace(schedules=["gpipe"], torch=None), config, Path())
     entries = [step.Entry(f"jaxpipe {name}", "jaxpipe", {}) for name in ("data parallel", "gpipe")]
@@ -116,10 +118,10 @@ def test_predictions_come_from_the_ops_on_both_sides_of_a_step():
     before, after = ({**measured_ops, "update": each} for each in (1.0, 3.0))
     found = {"ops after jaxpipe data parallel": before, "ops after jaxpipe gpipe": after}
     alone = predicted(VARIANTS["gpipe"].config(config, 8), SECONDS)
-    said = measured._predicted(entries, found, 8, Path("costs.json"))
+    said = measured._predicted(entries, found, 8, costs)
     assert said == {"gpipe": pytest.approx(alone + 2)}
     del found["ops after jaxpipe gpipe"]
-    assert measured._predicted(entries, found, 8, Path("costs.json")) == {}
+    assert measured._predicted(entries, found, 8, costs) == {}
 
 
 def test_losses_of_another_model_stop_the_bench():
