@@ -31,7 +31,8 @@ from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, Row
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 _SLOTS = 2

@@ -24,7 +24,8 @@ from jaxpipe.config import from_builtins
 from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.training.feed import random_batch
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 

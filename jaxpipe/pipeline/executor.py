@@ -1,26 +1,19 @@
-"""The pipelined step: one `shard_map`, one scan over the ticks of a schedule's tables."""
+"""The pipelined step: a model, a schedule and a mesh that fit together, and their `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.contract import Context, Side, StageFunctions
-from jaxpipe.parallel import PP, REPLICAS, TP, Sharding, StageLayout, batch_spec
-from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
+from jaxpipe.contract import Side, StageFunctions
+from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec
 from jaxpipe.pipeline.execution import Execution
-from jaxpipe.pipeline.kind import RunKind
-from jaxpipe.pipeline.parameters import RankParameters
+from jaxpipe.pipeline.program import RankProgram
 from jaxpipe.pipeline.reference import StepOutput
-from jaxpipe.pipeline.stage import SharedPart
-from jaxpipe.pipeline.tick import RankWork
-from jaxpipe.pipeline.ticks import closing_tick, run_ticks
-from jaxpipe.schedule import Row, Schedule, Tables, forward_only, lower
+from jaxpipe.schedule import Schedule, Tables, forward_only, lower
 
 Tree = Any
 
@@ -143,7 +136,7 @@ class Pipeline:
         specs = jax.tree.map(lambda leaf: leaf.spec, stored)
         all_have, rows = PartitionSpec(), batch_spec()
         layout = self.layout(len(params["layers"]))
-        program = _RankProgram(self.functions, tables, self.execution, layout, stored)
+        program = RankProgram(self.functions, tables, self.execution, layout, stored)
         return jax.shard_map(
             program,
             mesh=self.mesh,
@@ -239,113 +232,3 @@ def loss_and_gradients(
     pipeline = Pipeline(functions, schedule, mesh, **options)
     losses, gradients = pipeline.losses_and_gradients(params, batch)
     return losses.sum(), gradients
-
-
-@dataclass(frozen=True)
-class _RankProgram:
-    """The whole step as one rank sees it: local shapes, the axes of the mesh bound."""
-
-    functions: StageFunctions
-    tables: Tables
-    execution: Execution
-    layout: StageLayout
-    stored: Tree
-
-    def __call__(
-        self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: Row
-    ) -> StepOutput:
-        variables, loss_scale = uncut
-        own = RankParameters.of(params, self.stored, self.execution)
-        rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
-        x = jax.eval_shape(self.functions.embed, own.shared, rows)
-        step = self._step_data(own, x, rows, batch, variables, loss_scale)
-        kinds = self._kinds(own, x, rows, variables)
-        mirrored = self.layout.placement.mirrored_from is not None
-        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
-        work = RankWork(step, self._ends(step, x, rows), chunks, kinds)
-        closing = closing_tick(self.tables, self.execution)
-        columns = jax.tree.map(lambda column: column[:, 0], columns)
-        carry = run_ticks(work, work.first_carry(x, own.totals(chunks)), columns, closing)
-        every = (PP, *REPLICAS)
-        losses = lax.psum(carry.losses, every)
-        side = Side(
-            None,
-            {name: lax.psum(value, every) for name, value in carry.side.sums.items()},
-            {name: lax.pmax(value, every) for name, value in carry.side.maxima.items()}
-            | {name: lax.pmax(value, (*every, TP)) for name, value in carry.observed.items()},
-            {name: lax.psum(value, PP) for name, value in carry.side.rows.items()},
-        )
-        outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
-        if not self.tables.trains:
-            return StepOutput(losses, None, side, outputs)
-        gradients = own.gradients(
-            carry.shared_gradients, carry.layer_gradients, reduced=closing is not None
-        )
-        if step.unscale is not None:
-            gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
-        return StepOutput(losses, gradients, side, outputs)
-
-    def _kinds(
-        self, own: RankParameters, x: Any, rows: Tree, variables: Tree
-    ) -> tuple[RunKind, ...]:
-        """The kind of every ring slot, traced at this device's shapes."""
-        context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, variables)
-        policy = self.execution.policy if self.tables.trains else None
-        slots, functions = self.layout.slot_kinds, self.functions.by_name
-        away = self.layout.first_rings(self.execution.offload_layers if policy else 0)
-
-        @cache
-        def traced(name: str) -> RunKind:
-            layer = own.one_layer(slots.index(name))
-            return RunKind.trace(name, functions[name], layer, x, context, policy)
-
-        @cache
-        def with_rings(name: str, on_host: bool) -> RunKind:
-            return traced(name).with_rings(self.tables, on_host=on_host)
-
-        return tuple(
-            with_rings(name, ring in away) for ring, name in enumerate(self.layout.ring_kinds)
-        )
-
-    def _step_data(
-        self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
-        loss_scale: jax.Array | None,
-    ) -> StepData:  # fmt: skip
-        terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
-        loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
-        names, outputs = self.functions.losses, self.functions.outputs
-        if loss.shape != (() if len(names) == 1 else (len(names),)):
-            raise ValueError(
-                f"the head returns losses of shape {loss.shape}, but `losses` names "
-                f"{', '.join(names)}: return a scalar for one name, else an array of as many."
-            )
-        share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
-        seed, unscale = share, None
-        if loss_scale is not None:
-            seed, unscale = share * loss_scale.astype(share.dtype), 1 / loss_scale
-        elif self.execution.divides_at_end:
-            seed, unscale = jnp.ones_like(share), share
-        return StepData(
-            tables=self.tables,
-            shared=own.shared,
-            batch=batch,
-            variables=variables,
-            loss=loss,
-            outputs=outputs and jax.eval_shape(outputs, own.shared, x, rows),
-            share=share,
-            seed=seed,
-            unscale=unscale,
-            poison=self.execution.poison_bubbles,
-        )
-
-    def _ends(self, step: StepData, x: Any, rows: Tree) -> Ends:
-        """Embedding and head, traced at the shapes of `x` and `rows`."""
-        functions, shared = self.functions, step.shared
-        head = SharedPart.trace(functions.head, shared, x, rows)
-        return (SharedEnds if self.tables.lockstep.vocab_parallel else OwnEnds)(
-            functions=functions,
-            embed=SharedPart.trace(functions.embed, shared, rows),
-            head=head,
-            split=head.split(shared, x, rows) if self.tables.trains else None,
-            step=step,
-        )

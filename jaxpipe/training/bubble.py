@@ -17,7 +17,8 @@ from jaxpipe.planning.candidates import variant_of
 from jaxpipe.schedule.lower import grid_of
 from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
 from jaxpipe.training.recording import recording
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 Step = Callable[[State, Tree], tuple[State, dict[str, Any]]]

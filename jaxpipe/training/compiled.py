@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxpipe.data.batches import Split
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 _KEPT = 32  # programs; of more lengths those used longest ago are compiled anew

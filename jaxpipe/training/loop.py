@@ -23,7 +23,8 @@ from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
 from jaxpipe.training.start import Seen, describe
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

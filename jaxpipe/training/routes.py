@@ -11,7 +11,8 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.sources import Split
 from jaxpipe.model.moe.balance import ROUTES
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 
 def record(trainer: Trainer, data: Split, state: State, samples: int, path: Path) -> None:

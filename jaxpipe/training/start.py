@@ -13,7 +13,8 @@ from jaxpipe.data.sources import Data
 from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
 from jaxpipe.training.guard import Guard
-from jaxpipe.training.trainer import State, Trainer
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Say = Callable[[str], None]
 

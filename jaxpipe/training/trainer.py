@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,28 +37,9 @@ from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.rates import Rates, step_metrics
+from jaxpipe.training.state import State
 
 Tree = Any
-
-
-class State(NamedTuple):
-    """Parameters and moments in stage form, and the number of steps made so far.
-
-    `variables` are the model's state that is no parameter; None: it has none. `guard` knows of the
-    steps that were not finite.
-    """
-
-    params: Tree
-    optimizer: Tree
-    step: jax.Array
-    variables: Tree
-    guard: Guard
-
-    def parts(self) -> dict[str, Tree]:
-        """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
-        parts = self._asdict()
-        del parts["guard"]
-        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.start import Seen
-from jaxpipe.training.trainer import State
+from jaxpipe.training.state import State
 
 SAMPLES = 8  # of a step of `SMALL`
 
