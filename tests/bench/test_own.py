@@ -33,7 +33,7 @@ def test_a_run_measures_before_its_first_step_and_goes_on_with_the_same(tmp_path
     assert train.main([*command, "train.steps=2"]) == 0
     said = capsys.readouterr().out
     assert "ops measured on this mesh, in ms of a layer: F " in said
-    assert "zbv, searched for these seconds; the longest span of a rank by the simulator: " in said
+    assert "zbv, searched for these seconds; a step by the simulator: " in said
     config = load(tmp_path)
     seconds = read_own(config)
     assert min(seconds.layer.F, seconds.layer.B, seconds.layer.W, seconds.transfer) > 0
@@ -62,7 +62,7 @@ def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
 
 def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     """Ops that are nothing like a data sheet's lead to another order, with a shorter span."""
-    config = load(tmp_path, "train.grad_accum_steps=6")
+    config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
     monkeypatch.setattr(own, "_measured", lambda trainer: SECONDS)
     first, second = own.measure(config).splitlines()
     assert first.startswith("ops measured on this mesh, in ms of a layer: F 1e+03, B 2e+03, W 250")
