@@ -97,7 +97,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
     """What one device makes of it by the twin."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = deal_batch(batch, slices=slices, cp=1, dp=1)
-    one_hot = lambda config, replicas: OneHot(config)  # noqa: E731
+    one_hot = lambda config, replicas, product: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,

@@ -52,7 +52,7 @@ def test_held_out_batches_drop_nothing():
 
 def masks(layer=3, samples=(7, 8), seed=1, begin=0):
     dropout = Dropout(0.25, 0.25, seed)
-    return Masks.of(dropout, jnp.array(samples), layer, begin, ONE_DEVICE)
+    return Masks.of(dropout, jnp.array(samples), layer, begin + jnp.arange(64), ONE_DEVICE)
 
 
 ONES = jnp.ones((2, 64, 96))
