@@ -50,9 +50,9 @@ def test_held_out_batches_drop_nothing():
     assert 0.2 < (dropped == 0).mean() < 0.4
 
 
-def masks(layer=3, samples=(7, 8), seed=1, begin=0):
+def masks(layer=3, samples=(7, 8), seed=1, begin=0, own=64):
     dropout = Dropout(0.25, 0.25, seed)
-    return Masks.of(dropout, jnp.array(samples), layer, begin + jnp.arange(64), ONE_DEVICE)
+    return Masks.of(dropout, jnp.array(samples), layer, begin + jnp.arange(own), ONE_DEVICE)
 
 
 ONES = jnp.ones((2, 64, 96))
@@ -84,7 +84,9 @@ def test_masks_differ_by_seed_sample_layer_and_site():
 
 def test_part_of_a_sequence_has_the_masks_of_the_whole():
     whole = masks().stream(ONES, "mlp")
-    np.testing.assert_array_equal(masks(begin=16).stream(ONES[:, 16:], "mlp"), whole[:, 16:])
+    np.testing.assert_array_equal(
+        masks(begin=16, own=48).stream(ONES[:, 16:], "mlp"), whole[:, 16:]
+    )
     shares = masks().shares(ONES[:, None])
     part = masks(begin=8).shares(ONES[:, None, 24:, 32:], query=16, key=32)
     np.testing.assert_array_equal(part, shares[:, :, 24:, 32:])
