@@ -133,8 +133,8 @@ def test_shares_are_dropped_within_documents():
     """Those of the row's own mask, of queries and keys at their places in the row."""
     with jax.enable_x64(True):
         (q, k, v), of = arguments(), documents()
-        masks = Masks.of(Dropout(0, 0.4), jnp.arange(len(ROWS)), 2, 0, ONE_DEVICE)
         place = jnp.arange(12)
+        masks = Masks.of(Dropout(0, 0.4), jnp.arange(len(ROWS)), 2, place, ONE_DEVICE)
         back = place[:, None] - place[None]
         seen = (of.segments[:, :, None] == of.segments[:, None]) & (back >= 0)[None]
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
