@@ -11,7 +11,7 @@ from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.rings import sharing
 from jaxpipe.pipeline.store import ring_lengths
-from jaxpipe.schedule import BUILDERS, lower
+from jaxpipe.schedule import BUILDERS, family_of, lower
 
 EXAMPLES = 256  # large enough that activations outweigh parameters and tables
 X = jax.ShapeDtypeStruct((EXAMPLES, LENGTH, WIDTH), "float32")
@@ -59,8 +59,10 @@ def test_memory_is_the_rings_and_one_tick(name, remat):
 
 @pytest.mark.parametrize("name", FLAT)
 def test_memory_is_flat_in_microbatches(name):
-    (small, _), (large, _) = (measured(name, 4, m, "full") for m in (8, 40))
-    assert (large - small) / 32 <= 0.02 * size(X)
+    """But for rings, which a search may make shorter where there are few microbatches."""
+    (small, fewer), (large, rings) = (measured(name, 4, m, "full") for m in (8, 40))
+    assert ((large - rings) - (small - fewer)) / 32 <= 0.02 * size(X)
+    assert fewer == rings or family_of(name).searched
 
 
 @pytest.mark.parametrize("name", sorted(GROWS))

@@ -80,8 +80,8 @@ def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():
     costs = analytic(config, Hardware()).costs((1,) * 8)
     how = {"costs": costs, "objective": "scan", "effort": QUICK}
     searched = {
-        ticks: build("zbv", pp=4, microbatches=8, lockstep=Lockstep(ticks), **how)
-        for ticks in (1, 2)
+        ticks: build("zbv", pp=4, microbatches=8, lockstep=Lockstep(ticks, meets=meets), **how)
+        for ticks, meets in ((1, True), (2, False))
     }
     assert searched[1] != searched[2]
     assert chosen(config, platform="cpu", effort=QUICK).schedule == searched[1]
@@ -148,7 +148,7 @@ def test_what_a_sequence_parallel_run_sends():
         choice = both.candidate.choice
         layout = layout_of(config, choice.schedule.placement, choice.layers)
         assert both.mirroring == pytest.approx(mirrored_bytes(config, layout) / 1e12)
-        plans[sequence] = seconds.transfer, one.sent, both.mirroring
+        plans[sequence] = seconds.transfer, one.sent / one.tables.ticks, both.mirroring
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
     assert cut[2] == whole[2] > 0

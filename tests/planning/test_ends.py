@@ -1,8 +1,8 @@
 """`parallel.vocab_parallel_pp = "auto"`: who decides it, by what, and where it stays out."""
 
 import json
+from dataclasses import make_dataclass
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 from commands import SMALL
@@ -54,7 +54,7 @@ def estimated(config):
 
 def test_who_asks_is_told_alike():
     config = large()
-    gpus = (SimpleNamespace(platform="gpu"),) * 2
+    gpus = (make_dataclass("Device", ["platform"], frozen=True)("gpu"),) * 2
     assert shares(config) is True
     assert chosen(config).lockstep.vocab_parallel
     trainer = Trainer(config, gpus)
