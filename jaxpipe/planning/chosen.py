@@ -38,7 +38,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.scan import paced, scan_time
 
-QUICK = 100_000  # effort of a search that takes less than a second
+QUICK = 50_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
 
 
@@ -90,7 +90,8 @@ def chosen(
       platform: of its devices; None: CPUs if the configuration has virtual ones, else GPUs.
       memory: bytes of a device, for `parallel.memory_limit = "auto"`; None: not known.
       seconds: costs of ops for a search, if not those above.
-      effort: of a search, as in `build`.
+      effort: of a search, as in `build`; `QUICK` is for comparing many, and paces none
+        (`schedule.scan.paced`).
 
     Raises `ScheduleError` where there is no such schedule, none within `parallel.memory_limit`, or
     a stage with fewer layers than are to be offloaded.
@@ -123,6 +124,8 @@ def chosen(
         with room.explaining():
             check_memory(schedule, room.memory, room.limit, lockstep)
     choice = Choice(schedule, layers, lockstep)
+    if effort == QUICK:
+        return choice
     costs = choice.costs(config, seconds or op_seconds(config))
     return replace(choice, lockstep=paced(schedule, costs, lockstep))
 
@@ -166,8 +169,7 @@ def _gains_by_sharing(config: Config) -> bool:
     seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
 
     def scanned(choice: Choice) -> float:
-        costs = choice.costs(config, seconds)
-        return scan_time(choice.schedule, costs, paced(choice.schedule, costs, choice.lockstep))
+        return scan_time(choice.schedule, choice.costs(config, seconds), choice.lockstep)
 
     try:
         own = chosen(config, platform="gpu", memory=memory, seconds=seconds, effort=QUICK)

@@ -106,7 +106,7 @@ Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
-@lru_cache(maxsize=2)  # a schedule is often simulated, lowered and drawn in turn
+@lru_cache(maxsize=8)  # a schedule is often timed, simulated, lowered and drawn in turn
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 

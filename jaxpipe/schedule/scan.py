@@ -13,6 +13,7 @@ neighbours. Where all ranks share the vocabulary they meet in every tick that ha
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,8 +33,7 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to no neighbour.
     """
-    grid = place(schedule, lockstep)
-    routes = routes_of(schedule, messages(schedule, grid, lockstep.transfer_ticks).values())
+    grid, routes = _laid_out(schedule, lockstep)
     times = np.array([[costs.of_cell(cell) for cell in row] for row in grid])
     meetings: Iterable[int] = range(len(grid)) if lockstep.meets else ()
     if lockstep.vocab_parallel and not lockstep.meets:
@@ -43,6 +43,12 @@ def scan_starts(
         )
     waits = waits_of(routes, schedule.pp)
     return grid, starts_of(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+
+
+@lru_cache(maxsize=8)  # a schedule is often timed for several costs in turn
+def _laid_out(schedule: Schedule, lockstep: Lockstep) -> tuple[Grid, Routes]:
+    grid = place(schedule, lockstep)
+    return grid, routes_of(schedule, messages(schedule, grid, lockstep.transfer_ticks).values())
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
