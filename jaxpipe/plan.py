@@ -9,10 +9,12 @@ not; 2 bad input, or no compiler for GPUs.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """Schedules are millions of tuples and no cycles: to search these takes a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
@@ -112,9 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     )
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
-        seconds = op_seconds(config, hardware)
-        found, refused = candidates(config, seconds, memory=memory)
-        estimates = [estimate(config, one, seconds) for one in found]
+        with _no_search_for_cycles():
+            seconds = op_seconds(config, hardware)
+            found, refused = candidates(config, seconds, memory=memory)
+            estimates = [estimate(config, one, seconds) for one in found]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not estimates:

@@ -38,7 +38,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.scan import paced, scan_time
 
-QUICK = 20_000  # effort of a search that takes less than a second
+QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
 
 

@@ -25,6 +25,8 @@ class Op(enum.Enum):
     W = "W"
     BW = "B"
 
+    __hash__ = object.__hash__  # there is one of each; enum's own is slow, and actions are keys
+
     @property
     def gives_dx(self) -> bool:
         """Whether it makes the gradient of a stage's input."""

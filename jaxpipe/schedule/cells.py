@@ -127,7 +127,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
-            if not lockstep.lets(action, schedule.stages, tick):
+            if lockstep.every > 1 and not lockstep.lets(action, schedule.stages, tick):
                 return False
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))

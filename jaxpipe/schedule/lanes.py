@@ -8,7 +8,8 @@ one of each where a cell makes both for the same neighbour (V-shaped and bidirec
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from jaxpipe.schedule.action import (
@@ -102,10 +103,20 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
     return tuple(lanes)
 
 
-def routes_of(schedule: Schedule, sent: Iterable[Message]) -> Routes:
-    """By hop the pairs of ranks between which some of the messages travel, in order."""
+@lru_cache(maxsize=8)  # a schedule is often laid out in several ways in turn
+def routes_of(schedule: Schedule) -> Routes:
+    """By hop the pairs of ranks between which some of its messages travel, in order.
+
+    Raises `ScheduleError` for a message to a rank that is not next on the ring.
+    """
+    stages, rank_of = schedule.stages, schedule.placement.rank
+    examples = {}  # one message of every kind and route
+    for receiver, action in schedule.actions():
+        if value := _input_of(action, stages):
+            sender = rank_of(value.stage, value.microbatch)
+            examples[value.kind, sender, receiver] = Message(value, sender, receiver, 0, None, 0)
     found: dict[int, set[Route]] = defaultdict(set)
-    for message in sent:
+    for message in examples.values():
         if message.sender != message.receiver:
             found[hop_of(message, schedule)].add((message.sender, message.receiver))
     return {hop: tuple(sorted(routes)) for hop, routes in found.items()}

@@ -137,7 +137,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     for leaf in _leaves(columns):
         leaf.setflags(write=False)
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
-    routes = routes_of(schedule, inputs.values())
+    routes = routes_of(schedule)
     return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
 
 

@@ -13,13 +13,13 @@ neighbours. Where all ranks share the vocabulary they meet in every tick that ha
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.action import Schedule, ScheduleError
+from jaxpipe.schedule.action import Cell, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs, Grid, place
-from jaxpipe.schedule.lanes import Routes, messages, routes_of
+from jaxpipe.schedule.lanes import Routes, routes_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 _PACES = (2, 3)
@@ -33,8 +33,8 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to no neighbour.
     """
-    grid, routes = _laid_out(schedule, lockstep)
-    times = np.array([[costs.of_cell(cell) for cell in row] for row in grid])
+    grid, routes = place(schedule, lockstep), routes_of(schedule)
+    times = _times(grid, costs)
     meetings: Iterable[int] = range(len(grid)) if lockstep.meets else ()
     if lockstep.vocab_parallel and not lockstep.meets:
         actions = ((t, a) for t, row in enumerate(grid) for cell in row for a in cell.actions)
@@ -45,10 +45,17 @@ def scan_starts(
     return grid, starts_of(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
 
 
-@lru_cache(maxsize=8)  # a schedule is often timed for several costs in turn
-def _laid_out(schedule: Schedule, lockstep: Lockstep) -> tuple[Grid, Routes]:
-    grid = place(schedule, lockstep)
-    return grid, routes_of(schedule, messages(schedule, grid, lockstep.transfer_ticks).values())
+def _times(grid: Grid, costs: Costs) -> np.ndarray:
+    """What every cell takes, `[T, P]`; it depends on its ops and stages alone."""
+    known: dict[Any, float] = {}
+
+    def of(cell: Cell) -> float:
+        key = tuple(action[:2] for action in cell.actions)
+        if key not in known:
+            known[key] = costs.of_cell(cell)
+        return known[key]
+
+    return np.array([[of(cell) for cell in row] for row in grid])
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
