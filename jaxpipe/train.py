@@ -119,7 +119,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
-        trainer = Trainer(_for_devices(config, said))
+        config = _for_devices(config, said)
+        trainer = Trainer(config)
     data = _data(config, directory)
     if config.train.eval_every:
         data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?

@@ -33,6 +33,7 @@ class Pipeline:
     `[M, B, ...]`, B cut over the replicas, and the model's variables, if it has any. They raise
     `ValueError` where these do not fit the rest. They are to be called within `jax.jit`:
 
+    >>> import jax.numpy as jnp
     >>> from jaxpipe.contract import LayerKind, LayerOutput
     >>> from jaxpipe.parallel import make_mesh
     >>> from jaxpipe.schedule import build
