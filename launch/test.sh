@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: what is worth a few minutes after every change; --all: everything;
+# Lint and test. ./launch/test.sh: what is worth running after every change; --all: everything;
 # --mutants: the faults planted by tests/mutants; or a part: ./launch/test.sh tests/schedule -k 1f1b
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
