@@ -118,6 +118,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         lines = [_InOrder(order) for order in schedule.ranks]
     else:
         lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
+    chosen = lockstep.every > 1 or lockstep.turns > 1  # not every tick will do
     made: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
     grid: list[tuple[Cell, ...]] = []
     idle = 0
@@ -127,7 +128,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
-            if lockstep.every > 1 and not lockstep.lets(action, schedule.stages, tick):
+            if chosen and not lockstep.lets(action, schedule.placement, tick):
                 return False
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
@@ -143,7 +144,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
                 if value := produced_by(action):
                     made[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks + lockstep.every:
+        if idle > transfer_ticks + lockstep.every * lockstep.turns:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on"
                 + (f" with in_flight={in_flight}: raise it." if in_flight else ".")

@@ -183,7 +183,7 @@ class Problem:
         return (
             ticks,
             times,
-            starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings),
+            starts_of(times, self.waits[None], transfer, lockstep.transfer_ticks, meetings),
         )
 
     def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
