@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import Action, Op, Placement, ScheduleError, link_of
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, ScheduleError, link_of
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,22 @@ class Lockstep:
         if op.gives_dx and stage == placement.stages - 1:
             return (tick - self.offset) % self.every == 0
         return True
+
+    def next_for(self, cell: Cell, placement: Placement, tick: int) -> int:
+        """The first tick from this one on in which all of a cell may stand.
+
+        Raises `ScheduleError` where there is none.
+        """
+        forward, gradient = cell
+        needs_loss = forward and gradient and gradient[1:] == forward[1:]
+        if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
+            raise ScheduleError(f"{cell}: with shared ends the loss comes a tick after its F.")
+        if self.every == self.turns == 1:
+            return tick
+        for later in range(tick, tick + self.every * self.turns):
+            if all(self.lets(action, placement, later) for action in cell.actions):
+                return later
+        raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.turns=}.")
 
 
 PLAIN = Lockstep()  # transfers end in their tick, and every rank keeps its order

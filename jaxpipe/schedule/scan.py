@@ -13,12 +13,11 @@ neighbours. Where all ranks share the vocabulary they meet in every tick that ha
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.action import Cell, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Grid, place
+from jaxpipe.schedule.action import Schedule, ScheduleError
+from jaxpipe.schedule.cells import Costs, Grid, place, timer
 from jaxpipe.schedule.lanes import Routes, routes_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
@@ -46,16 +45,9 @@ def scan_starts(
 
 
 def _times(grid: Grid, costs: Costs) -> np.ndarray:
-    """What every cell takes, `[T, P]`; it depends on its ops and stages alone."""
-    known: dict[Any, float] = {}
-
-    def of(cell: Cell) -> float:
-        key = tuple(action[:2] for action in cell.actions)
-        if key not in known:
-            known[key] = costs.of_cell(cell)
-        return known[key]
-
-    return np.array([[of(cell) for cell in row] for row in grid])
+    """What every cell takes, `[T, P]`."""
+    taking = timer(costs)
+    return np.array([[taking(cell) for cell in row] for row in grid])
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
