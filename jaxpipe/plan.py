@@ -240,13 +240,13 @@ def _print(
 ) -> None:
     console = Console(highlight=False, width=max(96, Console().width))
     parallel, train = config.parallel, config.train
-    ticks = estimates[0].candidate.choice.lockstep.transfer_ticks
+    ticks = sorted({str(one.candidate.choice.lockstep.transfer_ticks) for one in estimates})
     every, active = config.model.parameter_count(), config.model.active_parameter_count()
     of_token = f" ({active:,} for a token)" if active < every else ""
     console.print(
         f"{every:,} parameters{of_token}, {parallel.mesh}, "
         f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
-        f"{train.seq_len} tokens, remat {train.remat}, transfers take {ticks} ticks"
+        f"{train.seq_len} tokens, remat {train.remat}, transfers take {' or '.join(ticks)} ticks"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     offloads, exchanges = train.offload_layers > 0, any(one.exposed for one in estimates)

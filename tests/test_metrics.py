@@ -4,6 +4,7 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import SMALL
@@ -14,6 +15,7 @@ from jaxpipe.data.batches import Contents
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.boards import boards
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
@@ -53,6 +55,19 @@ def test_rates_of_a_step():
         "tflops_per_device": per_second / 8 * config.model.flops_per_token(32) / 1e12,
         "step_seconds": 0.5,
     }
+
+
+def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
+    """The rate is computed on the host's own processor, whatever jax's default device is."""
+    where = []
+
+    def rate(*_):
+        return lambda count: where.append(jnp.zeros(()).devices()) or 0.5
+
+    monkeypatch.setattr(optimizers, "learning_rate", rate)
+    with jax.default_device(jax.devices()[5]):
+        assert Trainer(load(SMALL)).rates(3, 1, seconds=0.5)["lr"] == 0.5
+    assert where == [{jax.local_devices(backend="cpu")[0]}]
 
 
 def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():

@@ -67,7 +67,8 @@ class ParallelConfig(_Section, kw_only=True):
     first_stage_layers: Count = 0  # pins the first stage's layers; 0: not pinned
     last_stage_layers: Count = 0  # pins the last stage's layers; 0: not pinned
     allow_underfilled: bool = False  # let 1f1b run with fewer microbatches than ranks
-    transfer_ticks: Literal[0, 1, 2] = 0  # ticks of a transfer; 0: 1 on CPU, 2 on GPU
+    # ticks of a transfer; 0: 1 on CPU; on GPU 2, or 1 by turns where the scan is then shorter
+    transfer_ticks: Literal[0, 1, 2] = 0
     defer_ends: bool = False  # gradients of embedding and head wait for W of their stages
     in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
 

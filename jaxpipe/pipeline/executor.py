@@ -91,7 +91,7 @@ class Pipeline:
         """The same of a forward-only pass, which keeps nothing that in_flight could limit."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0)
+        plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0, turns=1)
         return lower(forward, plain)
 
     def step(

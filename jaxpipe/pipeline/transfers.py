@@ -1,6 +1,7 @@
-"""The messages of a tick: what a rank sends, stores and keeps, by two permutes."""
+"""The messages of a tick: what a rank sends, stores and keeps, by two permutes, or by one."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.schedule import Row, Tables
+from jaxpipe.schedule.lanes import Route
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Transfers:
         """
         loads, sent = self._loads({"y": y, "dx": dx}, row), None
         if self.tables.lockstep.transfer_ticks == 1:
-            arriving, row = lax.optimization_barrier((self._send(loads), row))
+            arriving, row = lax.optimization_barrier((self._send(loads, row), row))
         for packed, lanes in zip(arriving, self._ways.values()):
             for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
                 inbox = buffers.write(inbox, message, row.arrive[lane])
@@ -49,38 +51,50 @@ class Transfers:
             inbox = buffers.write(inbox, dx, row.keep_dx)
         if self.tables.lockstep.transfer_ticks == 2:
             loads, inbox = lax.optimization_barrier((loads, inbox))
-            sent = self._send(loads)
+            sent = self._send(loads, row)
         return sent, inbox, row
 
     def _loads(self, made: dict[str, Any], row: Row) -> list[jax.Array]:
         """A message for each lane; nothing in particular where nobody waits for one.
 
         Messages in flight during the conds must not be the arrays that these write, or XLA copies
-        them every tick; so what two-tick transfers send is made of them by a select.
+        them every tick; so what two-tick transfers send is made of them by a select. By turns it
+        says which of two is sent.
         """
+        lockstep = self.tables.lockstep
+        selects = lockstep.transfer_ticks == 2 or lockstep.turns > 1
         loads = []
         for index, lane in enumerate(self.tables.lanes):
             load, *other = (made[kind] for kind in lane.kinds)
-            if other or self.tables.lockstep.transfer_ticks == 2:
+            if other or selects:
                 nothing = jnp.full_like(load, jnp.nan if self.poison else 0)
                 load = lax.select_n(row.send[index], nothing, load, *other)
             loads.append(load)
         return loads
 
-    def _send(self, loads: list[jax.Array]) -> tuple[jax.Array, ...]:
+    def _send(self, loads: list[jax.Array], row: Row) -> tuple[jax.Array, ...]:
         """What comes from the neighbours: one permute each way, lanes stacked.
 
-        XLA gives zeros to a rank to which there is no route.
+        By turns a rank has one neighbour to exchange with, which gets what there is for it; so a
+        permute brings both ways what is sent. All ranks are in the branch of the tick's turn.
         """
-        packed = []
-        for hop, lanes in self._ways.items():
-            routes = self.tables.routes[hop]
-            brought = lax.ppermute(_pack([loads[lane] for lane in lanes]), PP, routes)
-            if self.poison:
-                reached = jnp.isin(lax.axis_index(PP), jnp.array([to for _, to in routes]))
-                brought = jnp.where(reached, brought, jnp.nan)
-            packed.append(brought)
-        return tuple(packed)
+        packed = [_pack([loads[lane] for lane in lanes]) for lanes in self._ways.values()]
+        first, *others = self.tables.routes
+        if not others:
+            return tuple(map(self._permuted, packed, (first[hop] for hop in self._ways)))
+        up, down = packed
+        ways = [(*routes[+1], *routes[-1]) for routes in self.tables.routes]
+        exchanges = [partial(self._permuted, routes=of_turn) for of_turn in ways]
+        brought = lax.switch(row.turn, exchanges, jnp.where(row.send[0] > 0, up, down))
+        return brought, brought
+
+    def _permuted(self, message: jax.Array, routes: tuple[Route, ...]) -> jax.Array:
+        """What the routes bring; XLA gives zeros to a rank to which there is none."""
+        brought = lax.ppermute(message, PP, routes)
+        if self.poison:
+            reached = jnp.array([to for _, to in routes], jnp.int32)
+            brought = jnp.where(jnp.isin(lax.axis_index(PP), reached), brought, jnp.nan)
+        return brought
 
     @property
     def _ways(self) -> dict[int, list[int]]:

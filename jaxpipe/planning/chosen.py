@@ -127,7 +127,8 @@ def chosen(
     if effort == QUICK:
         return choice
     costs = choice.costs(config, seconds or op_seconds(config))
-    return replace(choice, lockstep=paced(schedule, costs, lockstep))
+    turns = not lockstep.meets and parallel.transfer_ticks != 2
+    return replace(choice, lockstep=paced(schedule, costs, lockstep, turns=turns))
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:

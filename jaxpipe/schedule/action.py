@@ -246,6 +246,28 @@ def produced_by(action: Action) -> Value | None:
             return None
 
 
+def hop_between(kind: str, sender: int, receiver: int, pp: int) -> int | None:
+    """+1 or -1, the way round the ring of a y or dx; None where the two are no neighbours.
+
+    Where both ways lead there (two ranks), y goes up and dx goes down.
+    """
+    ways = [hop for hop in (+1, -1) if (sender + hop) % pp == receiver]
+    if len(ways) == 2:
+        return +1 if kind == "y" else -1
+    return ways[0] if ways else None
+
+
+def link_of(action: Action, placement: Placement) -> int | None:
+    """The rank r if what an action makes travels between r and the next; None where it stays."""
+    value = produced_by(action)
+    to = action.stage + (1 if action.op is Op.F else -1)
+    if value is None or not 0 <= to < placement.stages:
+        return None
+    sender, receiver = (placement.rank(s, action.microbatch) for s in (action.stage, to))
+    hop = hop_between(value.kind, sender, receiver, placement.pp)
+    return None if sender == receiver else sender if hop == 1 else receiver
+
+
 def needed_by(action: Action, stages: int) -> list[Value]:
     """The values an action waits for.
 

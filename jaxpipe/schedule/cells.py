@@ -22,6 +22,7 @@ from jaxpipe.schedule.action import (
     produced_by,
 )
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.schedule.progress import in_line
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,19 @@ class Costs:
         return min(of_f, g) + min(of_g, f)
 
 
+def timer(costs: Costs) -> Callable[[Cell], float]:
+    """`costs.of_cell`, asked once for cells with the same ops of the same stages."""
+    known: dict[tuple[tuple[Op, int], ...], float] = {}
+
+    def taking(cell: Cell) -> float:
+        key = tuple((action.op, action.stage) for action in cell.actions)
+        if key not in known:
+            known[key] = costs.of_cell(cell)
+        return known[key]
+
+    return taking
+
+
 @dataclass(frozen=True)
 class Memory:
     """What the ops of one microbatch do to a rank's memory, in one unit: F takes, B and W free.
@@ -112,12 +126,31 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
 
     Raises `ScheduleError` for a deadlock.
     """
-    transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight
-    lines: list[_InOrder | _RunAhead]
-    if in_flight is None:
-        lines = [_InOrder(order) for order in schedule.ranks]
-    else:
-        lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
+    return (_in_order if lockstep.in_flight is None else _run_ahead)(schedule, lockstep)
+
+
+def _in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
+    """Each rank's cells strictly one after the other."""
+    ticks: list[int] = []
+    free = [0] * schedule.pp  # from which tick on a rank has nothing yet
+    line = in_line(schedule)
+    for rank, cell, before in line:
+        tick = free[rank]
+        for other in before:
+            tick = max(tick, ticks[other] + lockstep.transfer_ticks)
+        ticks.append(lockstep.next_for(cell, schedule.placement, tick))
+        free[rank] = ticks[-1] + 1
+    empty = Cell()
+    grid = [[empty] * schedule.pp for _ in range(max(free))]
+    for tick, (rank, cell, _) in zip(ticks, line):
+        grid[tick][rank] = cell
+    return tuple(map(tuple, grid))
+
+
+def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
+    """Forwards ahead of the order, within what may be in flight."""
+    transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight or 0
+    lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
     made: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
     grid: list[tuple[Cell, ...]] = []
     idle = 0
@@ -127,7 +160,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
-            if lockstep.every > 1 and not lockstep.lets(action, schedule.stages, tick):
+            if not lockstep.lets(action, schedule.placement, tick):
                 return False
             for value in needed_by(action, schedule.stages):
                 source, when = made.get(value, (rank, tick))
@@ -143,35 +176,13 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
                 if value := produced_by(action):
                     made[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks + lockstep.every:
+        if idle > transfer_ticks + lockstep.every * lockstep.turns:
             raise ScheduleError(
-                f"deadlock at tick {tick}: no rank of {schedule.name} can go on"
-                + (f" with in_flight={in_flight}: raise it." if in_flight else ".")
+                f"deadlock at tick {tick}: no rank of {schedule.name} can go on with "
+                f"in_flight={in_flight}: raise it."
             )
         grid.append(row)
     return tuple(grid)
-
-
-class _InOrder:
-    """One rank's cells, taken strictly one after the other."""
-
-    def __init__(self, cells: Sequence[Cell]):
-        self._cells, self._next = cells, 0
-
-    @property
-    def finished(self) -> bool:
-        return self._next == len(self._cells)
-
-    def take(self, ready: Ready) -> Cell:
-        """The next cell if all its inputs are there, else an empty one."""
-        if self.finished:
-            return Cell()
-        cell = self._cells[self._next]
-        in_cell = produced_by(cell.forward) if cell.forward else None
-        if not all(ready(action, in_cell) for action in cell.actions):
-            return Cell()
-        self._next += 1
-        return cell
 
 
 class _RunAhead:

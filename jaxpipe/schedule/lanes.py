@@ -15,9 +15,11 @@ from typing import NamedTuple
 from jaxpipe.schedule.action import (
     Action,
     Op,
+    Placement,
     Schedule,
     ScheduleError,
     Value,
+    hop_between,
     produced_by,
 )
 from jaxpipe.schedule.cells import Grid
@@ -104,11 +106,19 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
 
 
 @lru_cache(maxsize=8)  # a schedule is often laid out in several ways in turn
-def routes_of(schedule: Schedule) -> Routes:
-    """By hop the pairs of ranks between which some of its messages travel, in order.
+def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
+    """By turn and hop the pairs of ranks between which some of its messages travel, in order.
 
-    Raises `ScheduleError` for a message to a rank that is not next on the ring.
+    Those between ranks r and r + 1 are of turn r modulo `turns`.
+
+    Raises `ScheduleError` for a message to a rank that is not next on the ring, and for turns of
+    ranks that have several stages.
     """
+    if turns > 1 and schedule.placement != Placement.loop(schedule.pp):
+        raise ScheduleError(
+            f"turns={turns}: by turns a rank has one neighbour to exchange with, but ranks of "
+            f"{schedule.name} have several stages: only with one stage a rank."
+        )
     stages, rank_of = schedule.stages, schedule.placement.rank
     examples = {}  # one message of every kind and route
     for receiver, action in schedule.actions():
@@ -119,20 +129,27 @@ def routes_of(schedule: Schedule) -> Routes:
     for message in examples.values():
         if message.sender != message.receiver:
             found[hop_of(message, schedule)].add((message.sender, message.receiver))
-    return {hop: tuple(sorted(routes)) for hop, routes in found.items()}
+    return tuple(
+        {
+            hop: tuple(
+                (sender, receiver)
+                for sender, receiver in sorted(routes)
+                if (sender if hop == 1 else receiver) % turns == turn
+            )
+            for hop, routes in found.items()
+        }
+        for turn in range(turns)
+    )
 
 
 def hop_of(message: Message, schedule: Schedule) -> int:
-    """+1 or -1; where both lead there (two ranks), y goes up and dx goes down."""
-    pp = schedule.pp
-    ways = [hop for hop in (+1, -1) if (message.sender + hop) % pp == message.receiver]
-    if not ways:
-        kind, stage, m = message.value
+    """Its way round the ring, as of `hop_between`."""
+    kind, stage, m = message.value
+    hop = hop_between(kind, message.sender, message.receiver, schedule.pp)
+    if hop is None:
         raise ScheduleError(
             f"{schedule.name}: {kind} of stage {stage}, microbatch {m} goes from rank "
             f"{message.sender} to rank {message.receiver}: stages that follow each other must be "
             f"on the same or on neighbouring ranks; place them so."
         )
-    if len(ways) == 2:
-        return +1 if message.value.kind == "y" else -1
-    return ways[0]
+    return hop

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import Action, Op, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, ScheduleError, link_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class Lockstep:
         gradients at the input of the last stage `offset` ticks after such. So cells of neighbours
         can be kept in ticks in which one does not wait for the other; an idle tick takes no time
         by itself. `scan.paced` chooses them.
+      turns: ranks r and r + 1 exchange only in ticks that are r modulo `turns`, by a permute of
+        theirs in a branch, so in other ticks neither waits for the other. Cells stand only where
+        what they make can travel next. For transfers of one tick.
       meets: all ranks meet in every tick, whoever sends to whom, as they do in permutes on CPU.
       vocab_parallel: all ranks compute both ends of the model, each a part of the vocabulary. The
         loss is then made at the start of the tick after the last stage's F; so its gradient cannot
@@ -30,8 +33,9 @@ class Lockstep:
         of the program, so that XLA may run collectives of one during the compute of the other; else
         they are two branches in a row, and DualPipe compiles in two thirds of the time.
 
-    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight` or `every` below
-    1, an `offset` that is not below `every`, and for ends that are both shared and deferred.
+    Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight`, `every` or
+    `turns` below 1, an `offset` that is not below `every`, `turns` with transfers of two ticks, and
+    for ends that are both shared and deferred.
 
     >>> Lockstep(transfer_ticks=2).in_flight is None
     True
@@ -44,6 +48,7 @@ class Lockstep:
     pairs: bool = True
     every: int = 1
     offset: int = 0
+    turns: int = 1
     meets: bool = False
 
     def __post_init__(self) -> None:
@@ -60,20 +65,45 @@ class Lockstep:
                 f"every={self.every}, offset={self.offset}: the first must be at least 1, and the "
                 f"second at least 0 and less than it."
             )
+        if self.turns < 1 or (self.turns > 1 and self.transfer_ticks > 1):
+            raise ScheduleError(
+                f"turns={self.turns}, transfer_ticks={self.transfer_ticks}: the first must be at "
+                f"least 1, and more only with transfers of one tick."
+            )
         if self.vocab_parallel and self.defer_ends:
             raise ScheduleError(
                 "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even "
                 "out by waiting; use one of them."
             )
 
-    def lets(self, action: Action, stages: int, tick: int) -> bool:
+    def lets(self, action: Action, placement: Placement, tick: int) -> bool:
         """Whether an action may stand in a tick."""
         op, stage, _ = action
+        if self.turns > 1:
+            link = link_of(action, placement)
+            if link is not None and (tick + 1 - link) % self.turns:
+                return False
         if op is Op.F and stage == 0:
             return tick % self.every == 0
-        if op.gives_dx and stage == stages - 1:
+        if op.gives_dx and stage == placement.stages - 1:
             return (tick - self.offset) % self.every == 0
         return True
+
+    def next_for(self, cell: Cell, placement: Placement, tick: int) -> int:
+        """The first tick from this one on in which all of a cell may stand.
+
+        Raises `ScheduleError` where there is none.
+        """
+        forward, gradient = cell
+        needs_loss = forward and gradient and gradient[1:] == forward[1:]
+        if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
+            raise ScheduleError(f"{cell}: with shared ends the loss comes a tick after its F.")
+        if self.every == self.turns == 1:
+            return tick
+        for later in range(tick, tick + self.every * self.turns):
+            if all(self.lets(action, placement, later) for action in cell.actions):
+                return later
+        raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.turns=}.")
 
 
 PLAIN = Lockstep()  # transfers end in their tick, and every rank keeps its order

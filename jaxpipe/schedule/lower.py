@@ -41,7 +41,7 @@ class Tables:
       columns: what every rank does in every tick, arrays `[T, P]` that cannot be written.
       slots: the sizes of the buffers; `slots_of`: how many of them each rank uses.
       lanes: the messages that travel in every tick.
-      routes: by hop, between which ranks: a rank waits for those that it has a route with.
+      routes: by turn and hop, between which ranks: a rank waits for those that it has a route with.
       pairs: what the column `pair` counts.
       lockstep: how the schedule was laid out in ticks.
       first_ranks, last_ranks: the ranks that have a first or last stage: two if bidirectional.
@@ -51,7 +51,7 @@ class Tables:
     slots: Buffers[int]
     slots_of: tuple[Buffers[int], ...]
     lanes: tuple[Lane, ...]
-    routes: Routes
+    routes: tuple[Routes, ...]
     pairs: tuple[Pair, ...]
     lockstep: Lockstep
     first_ranks: tuple[int, ...]
@@ -122,6 +122,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
         ends = shared_end_columns(schedule, grid, slot_of, spare=slots.inbox)
     columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends)
     for tick, row in enumerate(grid):
+        columns.turn[tick] = tick % lockstep.turns
         for rank, cell in enumerate(row):
             at = tick, rank
             _fill_ops(columns, at, cell, schedule.placement, pairs)
@@ -137,7 +138,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     for leaf in _leaves(columns):
         leaf.setflags(write=False)
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
-    routes = routes_of(schedule)
+    routes = routes_of(schedule, lockstep.turns)
     return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
 
 

@@ -183,7 +183,7 @@ class Problem:
         return (
             ticks,
             times,
-            starts_of(times, self.waits, transfer, lockstep.transfer_ticks, meetings),
+            starts_of(times, self.waits[None], transfer, lockstep.transfer_ticks, meetings),
         )
 
     def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
@@ -243,13 +243,9 @@ class Problem:
         runnable += range(len(orders))
         while runnable:
             rank = runnable.pop()
-            for step in islice(orders[rank], len(replay.begins[rank]), None):
-                if not replay.add(rank, step):
-                    if replay.hopeless:
-                        return None
-                    replay.waits[step] = rank
-                    break
-                left -= 1
+            left -= replay.advance(rank, orders[rank])
+            if replay.hopeless:
+                return None
         return None if left else replay
 
     def critical(self, orders: Orders, begins: list[list[float]]) -> list[tuple[int, int]]:
@@ -307,30 +303,38 @@ class Replay:
         self.spare = [most * (1 + SLACK) - work for work in problem.work]
         self.hopeless = False
 
-    def add(self, rank: int, step: Step) -> bool:
-        """Begin it, unless its input is missing or the score is hopeless."""
-        op, stage, i = step
-        at, line = stage * self.m + i, self.begins[rank]
-        begin, clock = self.ready[op][at], self.clocks[rank]
-        if begin <= clock:
-            begin = clock
-        elif begin == NEVER:
-            return False
-        elif line or self.late_start_counts:
-            self.spare[rank] -= begin - clock
-            if self.spare[rank] < 0:
-                self.hopeless = True
-                return False
-        line.append(begin)
-        self.clocks[rank] = end = begin + self.times[op][stage]
-        if op == B:
-            self.ready[W][at] = end
-        if following := self.following[op][stage]:
-            op, stage, delay = following
-            self.ready[op][stage * self.m + i] = end + delay
-            if self.waits and (op, stage, i) in self.waits:
-                self.runnable.append(self.waits.pop((op, stage, i)))
-        return True
+    def advance(self, rank: int, order: Sequence[Step]) -> int:
+        """Begin what follows in its order until an input is missing, or the score is hopeless.
+
+        Returns how many steps it has begun.
+        """
+        line, clock, m = self.begins[rank], self.clocks[rank], self.m
+        ready, times, all_following, waits = self.ready, self.times, self.following, self.waits
+        first = len(line)
+        for step in islice(order, first, None):
+            op, stage, i = step
+            begin = ready[op][stage * m + i]
+            if begin <= clock:
+                begin = clock
+            elif begin == NEVER:
+                waits[step] = rank
+                break
+            elif line or self.late_start_counts:
+                self.spare[rank] -= begin - clock
+                if self.spare[rank] < 0:
+                    self.hopeless = True
+                    break
+            line.append(begin)
+            clock = begin + times[op][stage]
+            if op == B:
+                ready[W][stage * m + i] = clock
+            if following := all_following[op][stage]:
+                op, stage, delay = following
+                ready[op][stage * m + i] = clock + delay
+                if waits and (op, stage, i) in waits:
+                    self.runnable.append(waits.pop((op, stage, i)))
+        self.clocks[rank] = clock
+        return len(line) - first
 
     def score(self, orders: Orders) -> Score:
         """The objective, then what decides between equals."""

@@ -56,11 +56,12 @@ def ticks_of(
     grid: Sequence[Sequence[Cell]],
     ranks: Mapping[int, int],
     *,
+    turns: int = 1,
     stages: bool = False,
 ) -> Ranks:
     """The ticks of every recorded rank; `ranks` maps the devices that are wanted to theirs.
 
-    `stages`: the labels of ticks name them.
+    `turns` of the lockstep; `stages`: the labels of ticks name them.
 
     Raises `ProfileError` where the recording has no permute that runs once a tick.
     """
@@ -71,26 +72,29 @@ def ticks_of(
     found = {}
     for device, recorded in by_device.items():
         cells = [row[ranks[device]] for row in grid]
-        ticks = _of_device(recorded, cells)
+        ticks = _of_device(recorded, cells, turns)
         found[ranks[device]] = [replace(tick, stages=stages) for tick in ticks]
     if set(found) != set(ranks.values()):
         raise ProfileError("the recording lacks some of the devices: was it another run's?")
     return dict(sorted(found.items()))
 
 
-def _of_device(events: list[Event], cells: list[Cell]) -> list[Tick]:
+def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]:
     permutes = [event for event in events if event.name.startswith(_PERMUTES)]
     counts = Counter(event.name for event in permutes)
-    names = {name for name, count in counts.items() if count == len(cells)}
-    if not names:
+    shares = {len(cells[turn::turns]) for turn in range(turns)}
+    runs = [
+        sorted((e for e in permutes if e.name == name), key=lambda event: event.begin)
+        for name, count in counts.items()
+        if count in shares
+    ]
+    if turns > 1:  # a permute for each, and one of them a tick
+        runs = [sorted((e for run in runs for e in run), key=lambda event: event.begin)]
+    if not runs or len(runs[0]) != len(cells):
         raise ProfileError(
             f"the recording has no exchange that runs once in each of {len(cells)} ticks, but "
             f"{dict(counts)}: a pipeline of one rank has none."
         )
-    runs = [
-        sorted((e for e in permutes if e.name == name), key=lambda event: event.begin)
-        for name in names
-    ]
     begins = [min(each.begin for each in tick) for tick in zip(*runs)]
     works = [max(each.end for each in tick) for tick in zip(*runs)]
     # What runs in the last tick has run in others before; what comes after the loop has not.

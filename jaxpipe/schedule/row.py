@@ -78,6 +78,8 @@ class Row(NamedTuple, Generic[Leaf]):
     """Slot of the inbox for the y that this rank made last and reads itself."""
     keep_dx: Leaf
     """Slot of the inbox for the dx that this rank made last and reads itself."""
+    turn: Leaf
+    """Which of the tables' routes are those of this tick; the same value on every rank."""
     arrive: tuple[Leaf, ...]
     """By lane: slot of the inbox for what arrives."""
     send: tuple[Leaf, ...]
@@ -138,6 +140,7 @@ def unused_columns(
         embed=unused(), head=unused(), head_weight=unused(), embed_gradient=unused(),
         dy_of_head=unused(), first_slice=unused(), last_slice=unused(),
         x_read=unused(inbox), dy_read=unused(inbox), keep_y=unused(inbox), keep_dx=unused(inbox),
+        turn=unused(),
         arrive=tuple(unused(inbox) for _ in range(lanes)),
         send=tuple(unused() for _ in range(lanes)),
         for_b_write=unused(slots.for_b), for_b_read=unused(slots.for_b),

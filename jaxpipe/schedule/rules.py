@@ -77,8 +77,8 @@ def list_schedule(
         chosen = rank.choose(now, ranks) if now >= rank.free else None
         if chosen is None:
             continue
-        op, stage, i = step = rank.start(now, *chosen)
-        if not replay.add(at, step):
+        op, stage, i = rank.start(now, *chosen)
+        if not replay.advance(at, rank.order):
             return None
         left -= 1
         heapq.heappush(events, (rank.free, at))

@@ -13,12 +13,11 @@ neighbours. Where all ranks share the vocabulary they meet in every tick that ha
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.action import Cell, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Grid, place
+from jaxpipe.schedule.action import Schedule, ScheduleError
+from jaxpipe.schedule.cells import Costs, Grid, place, timer
 from jaxpipe.schedule.lanes import Routes, routes_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
@@ -33,7 +32,7 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to no neighbour.
     """
-    grid, routes = place(schedule, lockstep), routes_of(schedule)
+    routes, grid = routes_of(schedule, lockstep.turns), place(schedule, lockstep)
     times = _times(grid, costs)
     meetings: Iterable[int] = range(len(grid)) if lockstep.meets else ()
     if lockstep.vocab_parallel and not lockstep.meets:
@@ -41,21 +40,14 @@ def scan_starts(
         meetings = meetings_of(
             ((t, op.name, stage) for t, (op, stage, _) in actions), schedule.stages
         )
-    waits = waits_of(routes, schedule.pp)
+    waits = np.stack([waits_of(of_turn, schedule.pp) for of_turn in routes])
     return grid, starts_of(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
 
 
 def _times(grid: Grid, costs: Costs) -> np.ndarray:
-    """What every cell takes, `[T, P]`; it depends on its ops and stages alone."""
-    known: dict[Any, float] = {}
-
-    def of(cell: Cell) -> float:
-        key = tuple(action[:2] for action in cell.actions)
-        if key not in known:
-            known[key] = costs.of_cell(cell)
-        return known[key]
-
-    return np.array([[of(cell) for cell in row] for row in grid])
+    """What every cell takes, `[T, P]`."""
+    taking = timer(costs)
+    return np.array([[taking(cell) for cell in row] for row in grid])
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
@@ -64,13 +56,16 @@ def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> f
     return max(float(t) + costs.of_cell(cell) for t, cell in zip(starts[-1], grid[-1]))
 
 
-def paced(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> Lockstep:
-    """The lockstep with the `every` and `offset` that make the scan shortest.
+def paced(
+    schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN, *, turns: bool = False
+) -> Lockstep:
+    """The lockstep with the `every` and `offset` that make the scan shortest, or by turns.
 
-    Of those that take as long, to a thousandth, it is the one with the smallest numbers. With
-    one-tick transfers, where each waits for the other's whole cell, there is nothing to gain.
+    Of those that take as long, to a thousandth, it is the first; `turns`: two turns of one-tick
+    transfers are tried too. With one-tick transfers and no turns, where each waits for the other's
+    whole cell, there is nothing to gain.
 
-    Raises as `scan_starts`.
+    Raises as `scan_starts` where a schedule cannot be run as it is given.
 
     >>> from jaxpipe.schedule import build
     >>> schedule = build("interleaved_1f1b", pp=4, microbatches=16)
@@ -79,19 +74,19 @@ def paced(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> Locks
     >>> found.every, scan_time(schedule, costs, found) < scan_time(schedule, costs, Lockstep(2))
     (2, True)
     """
-    best = lockstep = replace(lockstep, every=1, offset=0)
-    if lockstep.transfer_ticks == 1:
-        return lockstep
-    least = scan_time(schedule, costs, lockstep)
-    for every in _PACES:
-        for offset in range(every):
-            tried = replace(lockstep, every=every, offset=offset)
-            try:
-                time = scan_time(schedule, costs, tried)
-            except ScheduleError:  # a cell has actions of both kinds
-                continue
-            if time < least * (1 - _GAIN):
-                best, least = tried, time
+    best = lockstep = replace(lockstep, every=1, offset=0, turns=1)
+    ways = [replace(lockstep, transfer_ticks=1, turns=2)] if turns else []
+    if lockstep.transfer_ticks == 2:
+        paces = ((every, offset) for every in _PACES for offset in range(every))
+        ways = [replace(lockstep, every=e, offset=o) for e, o in paces] + ways
+    least = scan_time(schedule, costs, lockstep) if ways else 0.0
+    for tried in ways:
+        try:
+            time = scan_time(schedule, costs, tried)
+        except ScheduleError:  # a cell has actions of both kinds, or a rank several stages
+            continue
+        if time < least * (1 - _GAIN):
+            best, least = tried, time
     return best
 
 
@@ -118,20 +113,20 @@ def starts_of(
 ) -> np.ndarray:
     """Start of every cell `[T, P]`, of cells that take so long.
 
-    `waits` as of `waits_of`; in `meetings`, ticks, all ranks begin together. The first exchange
-    carries nothing and is not counted.
+    `waits` `[turns, 3, P]`, of every turn as of `waits_of`; in `meetings`, ticks, all ranks begin
+    together. The first exchange carries nothing and is not counted.
     """
     ticks, pp = times.shape
     together = np.zeros(ticks, bool)
     together[[tick for tick in meetings if tick < ticks]] = True
-    sends = np.where((waits != waits[0]).any(axis=0), transfer, 0.0)
+    sends = np.where((waits != waits[:, :1]).any(axis=1), transfer, 0.0)
     starts = np.zeros((ticks, pp))
     for tick in range(1, ticks):
-        ends = starts[tick - 1] + times[tick - 1]
+        ends, turn = starts[tick - 1] + times[tick - 1], tick % len(waits)
         if transfer_ticks == 1:
-            now = ends[waits].max(axis=0) + sends
+            now = ends[waits[turn]].max(axis=0) + sends[turn]
         else:
-            now = np.maximum(ends, starts[tick - 1][waits].max(axis=0) + sends)
+            now = np.maximum(ends, starts[tick - 1][waits[turn]].max(axis=0) + sends[turn])
         starts[tick] = now.max() if together[tick] else now
     return starts
 

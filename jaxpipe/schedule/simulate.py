@@ -10,9 +10,10 @@ the same with each rank's own first start to last end, the longest one (Qi et al
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import Op, Schedule, ScheduleError, Value, external_needs, produced_by
-from jaxpipe.schedule.cells import Costs, Memory, place
+from jaxpipe.schedule.action import Op, Schedule
+from jaxpipe.schedule.cells import Costs, Memory, place, timer
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.schedule.progress import in_line
 from jaxpipe.schedule.scan import scan_time
 
 
@@ -49,7 +50,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep 
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
     scanned = scan_time(schedule, costs, lockstep)
-    work = sum(costs.of_cell(cell) for order in schedule.ranks for cell in order) / schedule.pp
+    taking = timer(costs)
+    work = sum(taking(cell) for order in schedule.ranks for cell in order) / schedule.pp
     return Report(
         makespan=makespan,
         max_span=max_span,
@@ -67,33 +69,15 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
-    made: dict[Value, tuple[int, float]] = {}
-    waits: dict[Value, int] = {}  # value not made yet -> the rank that stands still for it
+    line, ends = in_line(schedule), []
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
-    runnable = list(range(schedule.pp))
-    while runnable:
-        rank = runnable.pop()
-        line = times[rank]
-        now = line[-1][1] if line else 0.0
-        for cell in schedule.ranks[rank][len(line) :]:
-            begin = now
-            for value in external_needs(cell, schedule.stages):
-                if value not in made:
-                    waits[value] = rank
-                    break
-                source, time = made[value]
-                begin = max(begin, time if source == rank else time + costs.transfer)
-            else:
-                now = begin + costs.of_cell(cell)
-                line.append((begin, now))
-                for value in filter(None, map(produced_by, cell.actions)):
-                    made[value] = (rank, now)
-                    if value in waits:
-                        runnable.append(waits.pop(value))
-                continue
-            break
-    if left := sum(map(len, schedule.ranks)) - sum(map(len, times)):
-        raise ScheduleError(f"deadlock: {left} actions of {schedule.name} can never start.")
+    taking = timer(costs)
+    for rank, cell, before in line:
+        begin = times[rank][-1][1] if times[rank] else 0.0
+        for other in before:
+            begin = max(begin, ends[other] + costs.transfer)
+        ends.append(begin + taking(cell))
+        times[rank].append((begin, ends[-1]))
     return times
 
 

@@ -2,15 +2,8 @@
 
 from collections import Counter
 
-from jaxpipe.schedule.action import (
-    Action,
-    Op,
-    Schedule,
-    ScheduleError,
-    Value,
-    external_needs,
-    produced_by,
-)
+from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError
+from jaxpipe.schedule.progress import in_line
 
 
 def validate(schedule: Schedule) -> None:
@@ -24,7 +17,7 @@ def validate(schedule: Schedule) -> None:
     _check_placement(schedule)
     _check_complete(schedule)
     _check_slices(schedule)
-    _check_progress(schedule)
+    in_line(schedule)
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -88,29 +81,4 @@ def _check_slices(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"rank {rank}, {action}: it must follow {before} on its rank: slices of a sequence "
                 f"go forward in order, and back in reverse."
-            )
-
-
-def _check_progress(schedule: Schedule) -> None:
-    done: set[Value] = set()
-    position = [0] * schedule.pp
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.ranks):
-            while position[rank] < len(order):
-                cell = order[position[rank]]
-                if not done.issuperset(external_needs(cell, schedule.stages)):
-                    break
-                done.update(filter(None, map(produced_by, cell.actions)))
-                position[rank] += 1
-                moved = True
-    for rank, order in enumerate(schedule.ranks):
-        if position[rank] < len(order):
-            cell = order[position[rank]]
-            value = next(v for v in external_needs(cell, schedule.stages) if v not in done)
-            raise ScheduleError(
-                f"deadlock: rank {rank} waits at {cell} (position {position[rank]}) for "
-                f"{value.kind} of stage {value.stage}, microbatch {value.microbatch}, which never "
-                f"comes."
             )

@@ -86,6 +86,7 @@ def ticks(trainer: Trainer, events: Iterator[Event]) -> Ranks:
         events,
         grid_of(trainer.schedule, how.lockstep)[: closing_tick(trainer.pipeline.tables, how)],
         {device.id: rank for rank, device in first if device.process_index == own},
+        turns=how.lockstep.turns,
         stages=trainer.schedule.labels_stages,
     )
 

@@ -55,7 +55,7 @@ class Rates:
             documents = Counter(contents.documents.tolist())
             flops = of_device / tokens * self.config.model.flops_of_documents(documents)
         values = {
-            "lr": float(self._learning_rate(max(step - 1 - skipped, 0))),
+            "lr": self._learning_rate_of(max(step - 1 - skipped, 0)),
             "tokens_seen": tokens_seen,
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": of_device,
@@ -72,6 +72,18 @@ class Rates:
         if (memory := memory_peak()) is not None:
             values["peak_memory_bytes"] = memory
         return values
+
+    def _learning_rate_of(self, update: int) -> float:
+        """Computed on the host's own processor: a GPU would first end the step that it has begun.
+
+        Unless jax was told to leave that alone (`JAX_PLATFORMS`).
+        """
+        try:
+            host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:
+            host = None
+        with jax.default_device(host):
+            return float(self._learning_rate(update))
 
     @cached_property
     def _learning_rate(self) -> optax.Schedule:

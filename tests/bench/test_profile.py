@@ -1,12 +1,13 @@
 """A recorded step: ticks found between exchanges, bubbles, and the command on virtual devices."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxpipe import profile
-from jaxpipe.schedule import Op, build
+from jaxpipe.schedule import Lockstep, Op, build
 from jaxpipe.schedule.cells import place
 from jaxpipe.schedule.recorded import Event, ProfileError, bubbles, op_seconds, ticks_of
 
@@ -35,6 +36,20 @@ def test_ticks_are_what_lies_between_exchanges():
     assert {(tick.works - tick.begin, tick.end - tick.works) for tick in ranks[1]} == {(1.0, 2.0)}
     assert bubbles(ranks) == {rank: pytest.approx(1 - 4 * 2 / 18) for rank in (0, 1)}
     assert op_seconds(ranks) == {(op, s): 2.0 for op in (Op.F, Op.BW) for s in (0, 1)}
+
+
+def test_ticks_of_turns_begin_with_a_permute_each():
+    grid = place(build("1f1b", pp=3, microbatches=2), Lockstep(turns=2))
+    events, names = [], {0.0: "ppermute.3", 1.0: "ppermute.4"}
+    for event in recorded(len(grid)):
+        if not event.name.startswith("ppermute.2"):
+            name = names[event.begin / 3 % 2] if event.name == "ppermute.1" else event.name
+            events.append(replace(event, name=name))
+    ranks = ticks_of(events, grid, {7: 0, 5: 1}, turns=2)
+    assert [tick.label for tick in ranks[0]][:4] == ["idle", "F0", "idle", "F1"]
+    assert {tick.end - tick.begin for tick in ranks[1]} == {3.0}
+    with pytest.raises(ProfileError, match="no exchange that runs once"):
+        ticks_of(events, grid, {7: 0, 5: 1})
 
 
 def test_a_recording_without_ticks_is_refused():

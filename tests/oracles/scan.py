@@ -21,18 +21,24 @@ class _Scan:
     def __init__(self, schedule, costs, lockstep):
         self.schedule, self.costs, self.lockstep = schedule, costs, lockstep
         self.grid = place(schedule, lockstep)
-        self.partners = [set() for _ in range(schedule.pp)]
+        self.partners = [[set() for _ in range(schedule.pp)] for _ in range(lockstep.turns)]
         for m in range(schedule.microbatches):
             ranks = [schedule.placement.rank(stage, m) for stage in range(schedule.stages)]
             for one, other in pairwise(ranks):
                 if one != other:
-                    self.partners[one].add(other)
-                    self.partners[other].add(one)
+                    self._join(one, other)
         self.meetings = self._meetings() if lockstep.vocab_parallel else set()
         self.meetings |= set(range(len(self.grid))) if lockstep.meets else set()
         self.posted = defaultdict(dict)  # tick -> rank -> when
         self.met = defaultdict(dict)
         self.waiting = []  # (rank, since when, what has been posted, by whom it must be, travel)
+
+    def _join(self, one, other):
+        """Two ranks with stages that follow each other meet in every tick of their turn."""
+        link = one if (one + 1) % self.schedule.pp == other else other
+        of_turn = self.partners[link % self.lockstep.turns]
+        of_turn[one].add(other)
+        of_turn[other].add(one)
 
     def _meetings(self):
         last, found = self.schedule.stages - 1, set()
@@ -73,7 +79,7 @@ class _Scan:
                 self.posted[what][rank] = now
                 heapq.heappush(events, (now, rank))
             elif kind == "wait":
-                needed = {rank, *self.partners[rank]}
+                needed = {rank, *self.partners[what % self.lockstep.turns][rank]}
                 travels = self.costs.transfer if len(needed) > 1 else 0.0
                 self.waiting.append((rank, now, self.posted[what], needed, travels))
             elif kind == "meet":

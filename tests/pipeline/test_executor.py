@@ -168,6 +168,16 @@ def test_ticks_in_which_nothing_enters_change_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, kept, plain)
 
 
+@pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("zb_h1", 2)])
+def test_exchanges_by_turns_change_no_bit(name, pp):
+    """Of two ranks the second turn joins none."""
+    schedule = schedule_of(name, pp)
+    counts = uneven(schedule.stages)
+    plain, _ = run(schedule, counts)
+    by_turns, _ = run(schedule, counts, poison_bubbles=True, lockstep=Lockstep(turns=2))
+    jax.tree.map(np.testing.assert_array_equal, by_turns, plain)
+
+
 @pytest.mark.parametrize(("name", "transfer_ticks"), [("dualpipe", 1), ("dualpipev", 2)])
 def test_halves_of_a_cell_in_two_branches(name, transfer_ticks):
     schedule = schedule_of(name, 4)

@@ -137,11 +137,11 @@ def at(columns, tick, rank):
     return type(columns)(*values) if hasattr(columns, "_fields") else tuple(values)
 
 
-def brought_by(tables, sent, rank, lane):
+def brought_by(tables, turn, sent, rank, lane):
     """What a lane brings to a rank: nothing where there is no route."""
     hop = tables.lanes[lane].hop
     sender = (rank - hop) % len(sent)
-    return sent[sender][lane] if (sender, rank) in tables.routes[hop] else None
+    return sent[sender][lane] if (sender, rank) in tables.routes[turn][hop] else None
 
 
 def interpret(schedule, tables):
@@ -162,7 +162,7 @@ def interpret(schedule, tables):
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]
         brought = [
-            [brought_by(tables, sent, r, i) for i in range(len(tables.lanes))]
+            [brought_by(tables, now[r].turn, sent, r, i) for i in range(len(tables.lanes))]
             for r in range(schedule.pp)
         ]
         arrived, arriving = (

@@ -63,6 +63,30 @@ def test_tables_bring_every_value_where_it_is_read(
     assert bool(tables.pairs) == (pairs and name in PAIRED)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
+@given(
+    pp=st.integers(2, 8),
+    microbatches=st.integers(1, 20),
+    ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
+    turns=st.integers(2, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_by_turns_every_value_travels_in_the_turn_of_its_ranks(name, pp, microbatches, ends, turns):
+    schedule = from_least(name, pp, microbatches, 1)
+    tables = lower(schedule, Lockstep(turns=turns, **ends))
+    assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
+    joined = [way for routes in tables.routes for ways in routes.values() for way in ways]
+    assert len(joined) == len(set(joined)) == 2 * (pp - 1)
+    for routes in tables.routes:
+        senders = [sender for ways in routes.values() for sender, _ in ways]
+        assert len(senders) == len(set(senders))  # nobody has two to exchange with
+
+
+def test_turns_are_for_ranks_of_one_stage():
+    with pytest.raises(ScheduleError, match=r"turns=2: .* ranks of zbv have several stages"):
+        lower(build("zbv", pp=2, microbatches=4), Lockstep(turns=2))
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(
     pp=st.integers(1, 8),
@@ -238,7 +262,7 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
     ],
 )
 def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
-    routes = lower(near(name, pp, 6, 2)).routes
+    (routes,) = lower(near(name, pp, 6, 2)).routes
     assert list(routes[1]) == up
     assert list(routes[-1]) == sorted((to, sender) for sender, to in up)
 
@@ -249,6 +273,7 @@ def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
         ({"transfer_ticks": 3}, "transfer_ticks=3"),
         ({"in_flight": 0}, "in_flight=0: a rank must hold at least 1"),
         ({"every": 2, "offset": 2}, "every=2, offset=2: the first must be at least 1"),
+        ({"turns": 2, "transfer_ticks": 2}, "turns=2, transfer_ticks=2: .* more only with"),
         ({"vocab_parallel": True, "defer_ends": True}, "nothing to even out .* use one of them"),
     ],
 )
