@@ -56,7 +56,7 @@ _LEGEND = (
     "it would run."
 )
 
-_HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers)."
+_HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers, train.offload_moments)."
 _EXPOSED_LEGEND = " exposed: share of the step for which compute waits for all-to-alls over ep."
 
 
@@ -249,7 +249,8 @@ def _print(
         f"{train.seq_len} tokens, remat {train.remat}, transfers take {' or '.join(ticks)} ticks"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    offloads, exchanges = train.offload_layers > 0, any(one.exposed for one in estimates)
+    offloads = any(one.bytes.host for one in estimates)
+    exchanges = any(one.exposed for one in estimates)
     for name in _COLUMNS + ("host",) * offloads + ("exposed",) * exchanges:
         justify = "left" if name in ("schedule", "ends") else "right"
         table.add_column(name, justify=justify, no_wrap=True)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.handler import Unpadded
 from jaxpipe.parallel import Sharding, StageLayout, Stored, is_stage_form
+from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
 Part = Callable[[Any, Stored, int | None], Any]  # of a leaf, how it is stored, its layer's rank
@@ -157,7 +158,11 @@ class Keying:
             return leaf
         sharding = self._place(stored, rank)
         devices = sharding.device_set
-        rows = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
+        rows = [
+            to_device(shard.data)[0]  # moments may wait in its host's memory
+            for shard in leaf.addressable_shards
+            if shard.device in devices
+        ]
         return jax.make_array_from_single_device_arrays(
             leaf.shape[1:], sharding, rows, dtype=leaf.dtype
         )

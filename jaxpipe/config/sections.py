@@ -125,6 +125,7 @@ class TrainConfig(_Section, kw_only=True):
     fp8_history: Positive = 1024  # delayed: of so many steps
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     offload_layers: Count = 0  # of every stage the first: their residuals wait on the host
+    offload_moments: bool = False  # the optimizer's moments wait on the host between updates
     deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
     # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
     # With float16 the loss is then scaled by what has not overflowed

@@ -166,5 +166,5 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
-        host=analysis.host_temp_size_in_bytes,
+        host=analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
     )

@@ -133,11 +133,12 @@ def _actions(share: Share) -> str:
 
 def _host(report: Report) -> list[str]:
     hides = [one.hides for one in report.program.host_copies]
-    if not hides:
+    if not report.bytes.host:
         return []
     return [
-        f"host: {readable_bytes(report.bytes.host)} of its memory; {len(hides)} copies to and fro, "
-        f"{sum(map(bool, hides))} of them behind products, {hides.count(None)} synchronous"
+        f"host: {readable_bytes(report.bytes.host)} of its memory; {len(hides)} copies to and fro "
+        f"in the loop, {sum(map(bool, hides))} of them behind products, {hides.count(None)} "
+        f"synchronous"
     ]
 
 

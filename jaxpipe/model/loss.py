@@ -4,9 +4,11 @@ Shapes: B examples, L tokens, V vocabulary (this device's part of it, where devi
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.model.parts import own_entries
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
@@ -34,15 +36,37 @@ def cross_entropy_sum(
     own_BL, index_BL = own_entries(
         jnp.where(valid_BL, targets_BL, 0), logits_BLV.shape[-1], devices
     )
-    picked_BL = jnp.take_along_axis(logits_BLV, index_BL[..., None], axis=-1)[..., 0]
-    at_target_BL = devices.total(jnp.where(own_BL, picked_BL, 0))
-    most_BL = devices.largest(jax.lax.stop_gradient(logits_BLV.max(-1)))
+    at_target_BL = devices.total(jnp.where(own_BL, _picked(logits_BLV, index_BL), 0))
+    most_BL = devices.largest(lax.stop_gradient(logits_BLV.max(-1)))
     exponentials_BL = jnp.exp(logits_BLV - most_BL[..., None]).sum(-1)
     logsumexp_BL = jnp.log(devices.total(exponentials_BL)) + most_BL
     loss = jnp.sum(jnp.where(valid_BL, logsumexp_BL - at_target_BL, 0))
     if not z_loss:
         return loss
     return jnp.stack([loss, z_loss * jnp.sum(jnp.where(valid_BL, logsumexp_BL, 0) ** 2)])
+
+
+@jax.custom_vjp
+def _picked(logits_BLV: jax.Array, index_BL: jax.Array) -> jax.Array:
+    """The logits at an index: `[B, L]`.
+
+    The gradient compares indices. jax would scatter it, for which XLA on GPUs keeps the gradient of
+    all logits in float32; this is an elementwise part of it, of the same bits.
+    """
+    return jnp.take_along_axis(logits_BLV, index_BL[..., None], axis=-1)[..., 0]
+
+
+def _picked_forward(logits_BLV: jax.Array, index_BL: jax.Array) -> tuple[jax.Array, Any]:
+    return _picked(logits_BLV, index_BL), (jnp.zeros_like(logits_BLV), index_BL)
+
+
+def _picked_backward(kept: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None]:
+    zeros_BLV, index_BL = kept
+    entry_BLV = lax.broadcasted_iota(index_BL.dtype, zeros_BLV.shape, zeros_BLV.ndim - 1)
+    return jnp.where(entry_BLV == index_BL[..., None], gradient_BL[..., None], zeros_BLV), None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -66,7 +90,7 @@ def chunked_cross_entropy_sum(
         return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss), None
 
     parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
-    return jax.lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
+    return lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
 
 
 def _forward(
@@ -89,7 +113,7 @@ def _forward(
 
     zeros = _no_loss(x_BLD, z_loss), jnp.zeros(head_DV.shape, _wide(head_DV))
     parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
-    (total, dhead), dx = jax.lax.scan(one, zeros, parts)
+    (total, dhead), dx = lax.scan(one, zeros, parts)
     dx_BLD = jnp.moveaxis(dx, 0, 1).reshape(x_BLD.shape)
     return total, (dx_BLD, dhead.astype(head_DV.dtype))
 

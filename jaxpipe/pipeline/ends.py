@@ -1,11 +1,13 @@
 """The ends of the model in a tick: embedding and loss, by one rank alone or by all together."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpipe.contract import Context, StageFunctions
@@ -50,6 +52,17 @@ class StepData:
     def rows(self, m: jax.Array) -> Tree:
         """A microbatch's row data."""
         return buffers.read(self.batch, m)
+
+    def choose(
+        self, flag: Callable[[Row], Any], row: Row, yes: Callable[[], Tree], no: Callable[[], Tree]
+    ) -> Tree:
+        """One of two values by a flag of the row; the other alone where no row raises it.
+
+        A branch that is never taken has memory of its own all the same.
+        """
+        if not np.any(flag(self.tables.columns)):
+            return no()
+        return lax.cond(flag(row), yes, no)
 
     def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
         """Losses with a microbatch's share of this added: of a layer's to the head's first."""
@@ -126,7 +139,9 @@ class OwnEnds(Ends):
             return self.step.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
 
         passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head, carry.outputs
-        losses, y, gradients, ring, outputs = lax.cond(row.head, run, lambda: passed)
+        losses, y, gradients, ring, outputs = self.step.choose(
+            lambda row: row.head, row, run, lambda: passed
+        )
         return carry._replace(
             losses=losses, y=y, shared_gradients=gradients, for_head=ring, outputs=outputs
         )
@@ -157,7 +172,9 @@ class OwnEnds(Ends):
             used = self.split.backward_weight(params, context, for_w, stash)
             return self.head.add(carry.shared_gradients, used)
 
-        gradients = lax.cond(row.head_weight, run, lambda: carry.shared_gradients)
+        gradients = self.step.choose(
+            lambda row: row.head_weight, row, run, lambda: carry.shared_gradients
+        )
         return carry._replace(shared_gradients=gradients)
 
     def _gradient_of_embedding(self, carry: Carry, row: Row) -> Carry:
@@ -172,7 +189,9 @@ class OwnEnds(Ends):
             rows = self.step.rows(row.gradient_mb)
             return self._embed_gradient(dx, rows, carry.shared_gradients)
 
-        gradients = lax.cond(row.embed_gradient, run, lambda: carry.shared_gradients)
+        gradients = self.step.choose(
+            lambda row: row.embed_gradient, row, run, lambda: carry.shared_gradients
+        )
         return carry._replace(shared_gradients=gradients)
 
 
@@ -187,13 +206,12 @@ class SharedEnds(Ends):
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
         """The loss and the embedding's gradient of what was made last; the embedding for now."""
         tables = self.step.tables
-        columns = row.ends
-        for rank, which in zip(tables.last_ranks, columns.head):
-            carry = self._head_of(rank, carry, which, columns.dy_write)
+        for k, rank in enumerate(tables.last_ranks):
+            carry = self._head_of(rank, carry, row, k)
         for k, rank in enumerate(tables.first_ranks):
             if tables.trains:
-                carry = self._embed_gradient_of(rank, carry, columns.embed_gradient[k])
-            carry = self._embed_for(rank, carry, columns.embed[k], columns.embed_write)
+                carry = self._embed_gradient_of(rank, carry, row, k)
+            carry = self._embed_for(rank, carry, row, k)
         return carry
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
@@ -204,9 +222,9 @@ class SharedEnds(Ends):
         """After B, W or BW: nothing."""
         return carry
 
-    def _head_of(self, rank: int, carry: Carry, which: jax.Array, slot: jax.Array) -> Carry:
+    def _head_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
         """The loss of the y that a rank made, and the gradient at it for that rank's B."""
-        m = which - 1
+        m, slot = row.ends.head[k] - 1, row.ends.dy_write
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
@@ -217,29 +235,36 @@ class SharedEnds(Ends):
             return losses, self._stored(carry.inbox, dy, here, slot), gradients, outputs
 
         passed = carry.losses, carry.inbox, carry.shared_gradients, carry.outputs
-        losses, inbox, gradients, outputs = lax.cond(which > 0, run, lambda: passed)
+        losses, inbox, gradients, outputs = self.step.choose(
+            lambda row: row.ends.head[k] > 0, row, run, lambda: passed
+        )
         return carry._replace(
             losses=losses, inbox=inbox, shared_gradients=gradients, outputs=outputs
         )
 
-    def _embed_gradient_of(self, rank: int, carry: Carry, which: jax.Array) -> Carry:
+    def _embed_gradient_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
         """From the dx of stage 0 that a rank made."""
+        m = row.ends.embed_gradient[k] - 1
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
-            return self._embed_gradient(dx, self.step.rows(which - 1), carry.shared_gradients)
+            return self._embed_gradient(dx, self.step.rows(m), carry.shared_gradients)
 
-        gradients = lax.cond(which > 0, run, lambda: carry.shared_gradients)
+        gradients = self.step.choose(
+            lambda row: row.ends.embed_gradient[k] > 0, row, run, lambda: carry.shared_gradients
+        )
         return carry._replace(shared_gradients=gradients)
 
-    def _embed_for(self, rank: int, carry: Carry, which: jax.Array, slot: jax.Array) -> Carry:
+    def _embed_for(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
         """The embedding for an F of this tick, for the rank that runs it."""
+        m, slot = row.ends.embed[k] - 1, row.ends.embed_write
 
         def run() -> jax.Array:
-            x = self.functions.embed(self.step.shared, self.step.rows(which - 1))
+            x = self.functions.embed(self.step.shared, self.step.rows(m))
             return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
-        return carry._replace(inbox=lax.cond(which > 0, run, lambda: carry.inbox))
+        inbox = self.step.choose(lambda row: row.ends.embed[k] > 0, row, run, lambda: carry.inbox)
+        return carry._replace(inbox=inbox)
 
     def _stored(
         self, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array

@@ -5,7 +5,6 @@ tick it is written before it is read: so XLA updates all of them in place. Only 
 the embedding's gradient waits for) are stored outside a cond; idle ones go to a spare slot.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,8 +202,8 @@ class RankWork:
         before = self._before_gradient(carry, op, chunk)
         rows = self.step.rows(row.gradient_mb)
         if op is not Op.W:
-            dy = self._choose(
-                self.step.tables.columns.dy_of_head, row.dy_of_head,
+            dy = self.step.choose(
+                lambda row: row.dy_of_head, row,
                 lambda: carry.y, lambda: buffers.read(carry.inbox, row.dy_read),
             )  # fmt: skip
             before = before._replace(dx=dy)
@@ -214,18 +213,11 @@ class RankWork:
         """x of F, from the embedding or the inbox, and its microbatch."""
         rows = self.step.rows(row.forward_mb)
         embed, shared = self.ends.functions.embed, self.step.shared
-        x = self._choose(
-            self.step.tables.columns.embed, row.embed,
+        x = self.step.choose(
+            lambda row: row.embed, row,
             lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),
         )  # fmt: skip
         return x, rows
-
-    @staticmethod
-    def _choose(
-        column: Any, flag: jax.Array, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]
-    ) -> jax.Array:
-        """One of two values by a flag; the other is left out where its column never raises it."""
-        return lax.cond(flag, yes, no) if column.any() else no()
 
     def _with_forward(self, carry: Carry, made: Made, losses: jax.Array | None) -> Carry:
         losses = carry.losses if losses is None else losses

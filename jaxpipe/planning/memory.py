@@ -26,7 +26,8 @@ class RankBytes:
     gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B, W
     or the next slice, and the messages that wait. `head`: logits and their gradient in float32, of
     a chunk and with the gradient of the head's matrix if there are chunks, while the head runs.
-    `host`: residuals that wait in its host's memory, not on the device (`train.offload_layers`).
+    `host`: what waits in its host's memory, not on the device: residuals (`train.offload_layers`),
+    moments (`train.offload_moments`).
     """
 
     parameters: int
@@ -70,14 +71,15 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         rings = _rings(costs, layout, tables, train.offload_layers)
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
+    moments = _FLOAT32 * (held.moments + end.moments)
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part),
-        optimizer=_FLOAT32 * (held.moments + end.moments),
+        optimizer=0 if train.offload_moments else moments,
         gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
         copies=item * read,
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
-        host=host,
+        host=host + train.offload_moments * moments,
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning import rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate, timeline
+from jaxpipe.training.moments import HOST
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -99,8 +100,13 @@ def _stages_of(trainer: Trainer, rank: int) -> list[str]:
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:
+    """Those in the device's own memory."""
     local = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        lambda leaf, sharding: (
+            (sharding.memory_kind != HOST)
+            * math.prod(sharding.shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+        ),
         shapes,
         shardings,
     )

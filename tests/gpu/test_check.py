@@ -190,6 +190,22 @@ def test_residuals_wait_in_the_hosts_memory():
 
 
 @needs_compiler
+def test_moments_wait_in_the_hosts_memory():
+    """The step begins and ends without them; behind the loop they come and go."""
+    sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")
+    everything, away = report(*sizes), report(*sizes, "train.offload_moments=true")
+    _, out, _ = plan("--json", *sizes, "train.offload_moments=true")
+    planned = next(row["bytes"] for row in json.loads(out)["schedules"] if row["configured"])
+    assert away["bytes"]["host"] == planned["host"] > everything["bytes"]["host"] == 0
+    for size in ("arguments", "outputs", "aliased"):
+        assert everything["bytes"][size] - away["bytes"][size] == planned["host"]
+    assert everything["bytes"]["peak"] - away["bytes"]["peak"] > 0.9 * planned["host"]
+    assert away["host_copies"]["asynchronous"] + away["host_copies"]["synchronous"] == 0
+    assert away["permutes"]["hidden"]
+    assert away["graphs"]["whole"]
+
+
+@needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
     """XLA's limit of collectives in flight matters here, and not for small layers.

@@ -57,6 +57,15 @@ def find_scan(jaxpr):
     return None
 
 
+def step_of(jaxpr):
+    """What a rank does of a step: the program that the scan stands in."""
+    if any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns):
+        return jaxpr
+    bodies = (getattr(param, "jaxpr", param) for eqn in jaxpr.eqns for param in eqn.params.values())
+    found = (step_of(body) for body in bodies if hasattr(body, "eqns"))
+    return next(filter(None, found), None)
+
+
 def executed_flops(trace, tables, rank):
     """FLOPs of matrix products that one rank's conds really execute in one step."""
     body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr

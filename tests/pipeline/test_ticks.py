@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from compare import assert_same
 from meshes import run
+from programs import step_of, traced
 
 from jaxpipe.pipeline import Execution
 from jaxpipe.pipeline.ticks import closing_tick
@@ -30,6 +31,15 @@ def test_a_step_is_that_of_one_device(schedule, mesh, how):
     how = how | {"dtype": jnp.float64, "poison_bubbles": True, "overlap_sums": True}
     with jax.enable_x64(True):
         assert_same(*run("one_kv", schedule, *mesh, sequence=mesh[2] > 1, **how))
+
+
+@pytest.mark.parametrize(("lockstep", "branches"), [(Lockstep(), 1), (SHARED, 1)], ids=str)
+def test_a_tick_alone_has_only_the_branches_that_it_takes(lockstep, branches):
+    """Behind the scan the embedding's gradient; a head there would have logits of its own."""
+    trace, _ = traced("1f1b", 2, 4, lockstep=lockstep, overlap_sums=True)
+    body = step_of(trace.jaxpr.jaxpr)
+    conds = sum(eqn.primitive.name == "cond" for eqn in body.eqns)
+    assert conds == branches
 
 
 def test_where_it_is_not_one_gradient_all_ticks_are_scanned():

@@ -1,0 +1,75 @@
+"""Moments that wait in the host's memory: the same bits, there again after every step.
+
+On CPUs both memories are one, so where they are is what jax says of them.
+"""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from commands import SMALL, losses
+from routed import restored, run, trainer_of
+
+from jaxpipe import config as configs
+from jaxpipe.parallel import is_stage_form
+from jaxpipe.planning import chosen
+from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.training.trainer import Trainer
+
+SIZES = ["parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]
+AWAY = "train.offload_moments=true"
+
+
+def memories(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
+def test_a_step_leaves_moments_where_they_were(name):
+    """And what is no moment on the device, with the bits of a state that is all there."""
+    how = [*SIZES, f"optimizer.name={name}", "optimizer.decay=constant"]
+    batch = {key: np.ones((4, 1, 32), np.int32) for key in ("inputs", "targets")}
+    made = {}
+    for away in (False, True):
+        config = configs.load(SMALL, [*how, AWAY] if away else how)
+        trainer = Trainer(config, tuple(jax.devices()[:2]))
+        state = trainer.init()
+        for _ in range(2):
+            state, _ = trainer.train_step(state, trainer.put(batch))
+            assert trainer.train_step._cache_size() == 1
+        nodes = jax.tree.leaves(state.optimizer, is_leaf=is_stage_form)
+        moments = [node for node in nodes if is_stage_form(node)]
+        rest = [node for node in nodes if not is_stage_form(node)]
+        assert memories(moments) == {"pinned_host" if away else "device"}
+        assert memories([rest, state.params, state.step]) == {"device"}
+        made[away] = jax.tree.map(np.asarray, state), trainer.eval_step(state, trainer.put(batch))
+    jax.tree.map(np.testing.assert_array_equal, made[True], made[False])
+
+
+def test_a_run_goes_on_with_its_moments_elsewhere(tmp_path):
+    """From the device to the host and back, each time to the bit."""
+    how = ["parallel.pp=2", "train.steps=6", "checkpoint.every=3"]
+    everything, away = trainer_of(*how), trainer_of(*how, AWAY)
+    for name, trainer in (("all", everything), ("away", away)):
+        assert run(trainer, tmp_path / name) == 0
+    for name, other in (("all", away), ("away", everything)):
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-cut")
+        shutil.rmtree(tmp_path / f"{name}-cut" / "checkpoints" / "6")
+        assert run(other, tmp_path / f"{name}-cut") == 0
+    want, _ = restored(everything, tmp_path / "all")
+    for name in ("away", "all-cut", "away-cut"):
+        assert losses(tmp_path / name) == losses(tmp_path / "all")
+        jax.tree.map(np.testing.assert_array_equal, restored(away, tmp_path / name)[0], want)
+
+
+def test_a_plan_counts_them_on_the_host():
+    counted = []
+    for more in ([], [AWAY]):
+        config = configs.load(SMALL, [*SIZES, *more])
+        choice = chosen(config, platform="gpu")
+        layout = Trainer(config, tuple(jax.devices()[:2])).layout
+        counted.append(rank_bytes(config, layout, choice.tables))
+    everything, away = counted
+    assert (away.optimizer, away.host) == (0, everything.optimizer)
+    assert everything.total - away.total == everything.optimizer == 2 * everything.parameters
