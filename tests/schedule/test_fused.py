@@ -11,6 +11,8 @@ from oracles.scan import scan_time as by_events
 from jaxpipe.schedule import (
     BUILDERS,
     FAMILIES,
+    Action,
+    Cell,
     Costs,
     Lockstep,
     Memory,
@@ -27,6 +29,7 @@ from jaxpipe.schedule import (
     write,
 )
 from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.picture import picture
 from jaxpipe.schedule.scan import paced, scan_time
 
 ON_ONE_RANK = [name for name in BUILDERS if FAMILIES[name].placement != "both ways"]
@@ -99,6 +102,16 @@ def test_an_update_stands_with_the_last_gradient_of_its_stage():
                 whole = sum(each.op is Op.W for each in stage)
                 assert whole == 4 * (1 + cell.update.microbatch // 4)
     assert sum(cell.update is not None for order in several.ranks for cell in order) == 2 * 4
+
+
+def test_an_update_takes_its_time_and_is_drawn(tmp_path):
+    forward, gradient = Action(Op.F, 0, 3), Action(Op.BW, 1, 1)
+    both = Cell(forward, gradient, Action(Op.U, 1, 1))
+    assert Costs(U=(0.0, 0.5)).of_cell(both) == 3.5
+    assert Costs(pair=2.0, U=(0.0, 0.5)).of_cell(both) == 2.5
+    path = tmp_path / "steps.svg"
+    picture(fused(build("zb_h2", pp=2, microbatches=3), 2), path, lockstep=Lockstep())
+    assert "U (update)" in path.read_text()
 
 
 def test_forwards_that_run_ahead_wait_for_the_update():
