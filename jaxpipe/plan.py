@@ -38,10 +38,11 @@ from jaxpipe.planning import (
     costs_of,
     estimate,
     op_seconds,
+    overlapped,
 )
 from jaxpipe.planning.checks import check_sizes, filled, validate
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import FAMILIES, Costs, ScheduleError, timeline, write
+from jaxpipe.schedule import FAMILIES, ScheduleError, fused, timeline, write
 from jaxpipe.schedule.picture import picture
 
 _GIB = 2**30
@@ -57,6 +58,7 @@ _LEGEND = (
 )
 
 _HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers, train.offload_moments)."
+_SAVED_LEGEND = " saved: share of the scan's time if N steps overlapped, which no run does yet."
 _EXPOSED_LEGEND = " exposed: share of the step for which compute waits for all-to-alls over ep."
 
 
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
+    add("--fused-steps", type=int, choices=range(2, 17), metavar="N", help="if N steps overlapped")
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
@@ -136,6 +139,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.lengths:
         rows = expected(arguments.lengths, config.data, config.train.seq_len)
         estimates = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in estimates]
+    if steps := arguments.fused_steps:
+        estimates = [overlapped(config, one, seconds, steps) for one in estimates]
     advice = advise(config, estimates, seconds, memory=memory, bubble=arguments.bubble)
     if rows and advice.best:
         best = next(one for one in estimates if one.candidate.label == advice.best)
@@ -146,11 +151,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
     else:
         _print(config, estimates, refused, advice, memory)
+    choice = shown.candidate.choice
+    if steps and (arguments.timeline or arguments.picture):
+        choice = replace(choice, schedule=fused(choice.schedule, steps))
     if arguments.timeline:
-        drawn = timeline(shown.candidate.choice.schedule, shown.candidate.choice.lockstep)
+        drawn = timeline(choice.schedule, choice.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        _draw(shown, arguments.picture, shown.candidate.choice.costs(config, seconds))
+        costs = choice.costs(config, seconds)
+        picture(choice.schedule, arguments.picture, costs=costs, lockstep=choice.lockstep)
+        print(f"drew {shown.candidate.label} to {arguments.picture}", file=sys.stderr)
     if arguments.write:
         _write(config, shown, arguments.write)
     return 0
@@ -205,12 +215,6 @@ def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
     )
 
 
-def _draw(shown: Estimate, path: Path, costs: Costs) -> None:
-    choice = shown.candidate.choice
-    picture(choice.schedule, path, costs=costs, lockstep=choice.lockstep)
-    print(f"drew {shown.candidate.label} to {path}", file=sys.stderr)
-
-
 def _write(config: Config, shown: Estimate, path: Path) -> None:
     """Write the orders, and say what runs them as they are planned."""
     if path.suffix not in (".csv", ".json"):
@@ -251,7 +255,8 @@ def _print(
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     offloads = any(one.bytes.host for one in estimates)
     exchanges = any(one.exposed for one in estimates)
-    for name in _COLUMNS + ("host",) * offloads + ("exposed",) * exchanges:
+    overlaps = any(one.saved is not None for one in estimates)
+    for name in (*_COLUMNS, *["host"] * offloads, *["exposed"] * exchanges, *["saved"] * overlaps):
         justify = "left" if name in ("schedule", "ends") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
     for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
@@ -267,10 +272,12 @@ def _print(
             f"{one.tokens_per_second:,.0f}",
             *[f"{one.bytes.host / _GIB:.1f}"] * offloads,
             *[f"{one.exposed / one.seconds:.1%}"] * exchanges,
+            *["" if one.saved is None else f"{one.saved:z.1%}"] * overlaps,
             style="bold" if chosen else "" if fits else "dim",
         )  # fmt: skip
     console.print(table)
     legend = _LEGEND + _HOST_LEGEND * offloads + _EXPOSED_LEGEND * exchanges
+    legend += _SAVED_LEGEND * overlaps
     console.print(legend, style="dim", soft_wrap=True)
     for why in dict.fromkeys(refused.values()):
         labels = ", ".join(label for label, reason in refused.items() if reason == why)
@@ -326,6 +333,7 @@ def _as_json(
             "waiting_for_host": one.waiting,
             "waiting_for_replicas": one.exposed,
             "sent_bytes": one.sent,
+            "saved_by_overlap": one.saved,
             "layers": one.candidate.choice.layers,
         }
         for one in estimates

@@ -7,6 +7,8 @@ modules that sleep as long. A message takes what a tick of the same step takes i
 
   idle = share of the time of all ranks in which a step leaves them without F, B or W.
 
+With --fused-steps N each measured step is N that overlap, without an update between them.
+
 Processes take turns on the cores: on a machine with other work, give the command priority over it
 (`chrt -r 10`, as root).
 """
@@ -53,6 +55,7 @@ class Steps(msgspec.Struct):
     predicted: float
     measured: list[float]
     torch: list[float] = []
+    fused: int = 1  # so many that overlap, of so many microbatches each
 
     def idle(self, seconds: float) -> float:
         """The share of a step in which ranks have nothing to do."""
@@ -78,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", nargs=3, type=float, default=[0.02, 0.023, 0.017], metavar=("F", "B", "W"),
         help="of one microbatch on one rank (0.02 0.023 0.017)")  # fmt: skip
     add("--steps", type=int, default=3, help="measured of each (3)")
+    add(
+        "--fused-steps", type=int, default=1, metavar="N", help="that overlap, in each of these (1)"
+    )
     add("--torch", metavar="PYTHON", help="a Python with torch, to measure beside")
     add_out(parser)
 
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
             for name, group in groups.items():
                 called = "jax" if name == "jaxpipe" else name
                 found.versions[called] = group.versions[0]["ready"]
-            for variant in _variants(arguments.schedules, ranks):
+            for variant in _variants(arguments, ranks):
                 steps = _measured(variant, ranks, arguments, groups)
                 found.steps.append(steps)
                 print(_line(steps), flush=True)
@@ -111,6 +117,7 @@ def _measured(
     variant: Variant, ranks: int, arguments: argparse.Namespace, groups: dict[str, Group]
 ) -> Steps:
     work = work_of(variant, ranks, ranks * arguments.rounds, arguments.seconds)
+    work = replace(work, steps=arguments.fused_steps)
     ours, name = groups["jaxpipe"], variant.label
     ours.ask("build", name=name, work=work.as_words())
 
@@ -121,6 +128,7 @@ def _measured(
     costs = replace(work.costs, transfer=transfer)
     predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
     found = Steps(name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours))
+    found.fused = work.steps
     if "torch" in groups and variant.family in _PEERS and not variant.in_flight:
         peer = _PEERS[variant.family]
         groups["torch"].ask("build", name=name, schedule=peer, work=work.as_words())
@@ -139,7 +147,8 @@ def table(found: Result) -> str:
     header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
     rows = [
         (
-            str(one.ranks), str(one.microbatches), f"`{one.schedule}`",
+            str(one.ranks), f"{one.fused} x " * (one.fused > 1) + str(one.microbatches),
+            f"`{one.schedule}`",
             f"{median(one.measured) / one.predicted:.3f}",
             f"{one.idle(median(one.measured)):.3f}",
             f"{one.idle(one.predicted):.3f}",
@@ -158,13 +167,16 @@ def _line(steps: Steps) -> str:
     )
 
 
-def _variants(names: Sequence[str], ranks: int) -> Iterator[Variant]:
-    """One of each family, and 1F1B also with as many in flight as fill every tick."""
-    for name in names:
+def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Variant]:
+    """One of each family, and 1F1B also with as many in flight as fill every tick.
+
+    Not so of steps that overlap: without an update nothing keeps forwards from running ahead.
+    """
+    for name in arguments.schedules:
         family = family_of(name)
         in_chunks = family.in_rounds and family.placement == "loop"
         yield Variant(family.name, virtual_stages=2 if in_chunks else None)
-        if family.name == "1f1b":
+        if family.name == "1f1b" and arguments.fused_steps == 1:
             yield Variant(family.name, in_flight=2 * ranks - 1)
 
 
@@ -173,16 +185,27 @@ def _command(arguments: argparse.Namespace) -> str:
     words = ["python -m jaxpipe.bench clockwork --schedules", *a.schedules]
     words += ["--ranks", *map(str, a.ranks), "--rounds", str(a.rounds)]
     words += ["--seconds", *(f"{each:g}" for each in a.seconds), "--steps", str(a.steps)]
+    words += [f"--fused-steps {a.fused_steps}"] * (a.fused_steps > 1)
     return " ".join([*words, *(["--torch PYTHON"] if a.torch else [])])
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise what says why the request cannot be met."""
-    at_least_one(rounds=arguments.rounds, steps=arguments.steps)
+    several = arguments.fused_steps > 1
+    at_least_one(rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps)
     check_out(arguments.out)
     for name in arguments.schedules:
         if family_of(name).placement == "file":
             raise ConfigError(f"--schedules {name}: its orders are in a file; name another.")
+        if several and family_of(name).placement == "both ways":
+            raise ConfigError(
+                f"--schedules {name} with --fused-steps {arguments.fused_steps}: every stage is on "
+                f"two ranks, and its steps do not overlap; leave one of them out."
+            )
+    if several and arguments.torch:
+        raise ConfigError(
+            "--fused-steps with --torch: PyTorch's steps do not overlap; leave one out."
+        )
     if min(arguments.ranks) < 2:
         raise ConfigError(f"--ranks {min(arguments.ranks)} must be at least 2.")
     if min(arguments.seconds) <= 0:

@@ -34,7 +34,7 @@ def at_least_one(**counts: int) -> None:
     """Raise `ConfigError` for the first option that is below 1."""
     for name, count in counts.items():
         if count < 1:
-            raise ConfigError(f"--{name} {count} must be at least 1.")
+            raise ConfigError(f"--{name.replace('_', '-')} {count} must be at least 1.")
 
 
 def load_for_devices(arguments: argparse.Namespace) -> Config:

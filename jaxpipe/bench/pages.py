@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import ConfigError
-from jaxpipe.schedule import Lockstep, build, timeline
+from jaxpipe.schedule import Lockstep, build, fused, timeline
 from jaxpipe.schedule.picture import picture
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ def marked_timeline(words: str) -> str:
     name, *rest = words.split()
     numbered = "ticks" in rest
     options = {key: int(value) for key, value in (w.split("=") for w in rest if w != "ticks")}
+    steps = options.pop("fused_steps", 0)
     lockstep = {key: options.pop(key) for key in _LOCKSTEP if key in options}
-    drawn = timeline(build(name, **options), Lockstep(**lockstep))
+    one = build(name, **options)
+    drawn = timeline(fused(one, steps) if steps else one, Lockstep(**lockstep))
     return f"{_numbers(drawn)}\n{drawn}" if numbered else drawn
 
 

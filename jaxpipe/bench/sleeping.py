@@ -18,7 +18,7 @@ from jaxpipe.bench.worker import serve
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Costs, Lockstep, Schedule, build, family_of
+from jaxpipe.schedule import Costs, Lockstep, Schedule, build, family_of, fused
 
 Tree = Any
 
@@ -27,7 +27,8 @@ Tree = Any
 class Work:
     """A step: a schedule, and seconds of F, B and W of one microbatch on one rank.
 
-    A rank with several stages has a part of them in each.
+    A rank with several stages has a part of them in each. Of several `steps` each begins while the
+    one before it ends, as `fused` says, but no update is made.
     """
 
     family: str
@@ -38,11 +39,12 @@ class Work:
     W: float
     in_flight: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 1
 
     @property
     def seconds(self) -> float:
-        """What a rank does in a step."""
-        return self.microbatches * (self.F + self.B + self.W)
+        """What a rank does in all steps."""
+        return self.steps * self.microbatches * (self.F + self.B + self.W)
 
     @property
     def lockstep(self) -> Lockstep:
@@ -57,7 +59,8 @@ class Work:
         how: dict[str, Any] = {}
         if family_of(self.family).searched:
             how = {"costs": ops, "lockstep": replace(self.lockstep, in_flight=None)}
-        return build(self.family, **sizes, **how, **self.options)
+        one = build(self.family, **sizes, **how, **self.options)
+        return one if self.steps == 1 else fused(one, self.steps, updates=False)
 
     @property
     def costs(self) -> Costs:
@@ -88,7 +91,7 @@ class Worker:
         layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
         stacked = pipeline.layout(0).stack(layers)
         params = {"shared": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
-        batch = {"inputs": np.ones((todo.microbatches, 1, 1), np.float32)}
+        batch = {"inputs": np.ones((todo.schedule.microbatches, 1, 1), np.float32)}
         params = jax.tree.map(_placed, params, pipeline.sharding.shardings(params))
         batch = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, batch_spec())), batch)
         self.steps[name] = jax.jit(pipeline.step).lower(params, batch).compile(), params, batch

@@ -4,7 +4,7 @@ from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
 from jaxpipe.planning.chosen import Choice, chosen, decided, layers_of, lockstep_of, op_seconds
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.estimate import Estimate, estimate
+from jaxpipe.planning.estimate import Estimate, estimate, overlapped
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
     Hardware,
@@ -40,6 +40,7 @@ __all__ = [
     "layout_of",
     "lockstep_of",
     "op_seconds",
+    "overlapped",
     "own_costs",
     "rank_bytes",
     "read_own",

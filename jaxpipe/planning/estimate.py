@@ -1,5 +1,6 @@
 """What one candidate costs: time, bubbles, bytes and messages."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from jaxpipe.planning.candidates import Candidate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
-from jaxpipe.schedule import Report, Tables, simulate
+from jaxpipe.schedule import Report, Tables, simulate, time_saved
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Estimate:
     waiting: float  # seconds for which compute waits for copies with the host
     exposed: float  # seconds for which it waits for all-to-alls over ep
     tokens: int  # of a step
+    saved: float | None = None  # share of the time that steps would save which overlap, if known
 
     @property
     def held(self) -> int:
@@ -74,3 +76,16 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
         more_than_with(exchange=NO_EXCHANGE),
         config.tokens_per_step,
     )
+
+
+def overlapped(config: Config, one: Estimate, seconds: OpSeconds, steps: int) -> Estimate:
+    """An estimate with what so many steps that overlap would save.
+
+    That is of the pipeline's time: updates take none, as in the rest.
+    """
+    choice = one.candidate.choice
+    if choice.schedule.placement.mirrored_from is not None:
+        return one
+    costs = choice.costs(choice.settled(config), seconds)
+    saved = time_saved(choice.schedule, steps, costs, choice.lockstep)
+    return dataclasses.replace(one, saved=saved)

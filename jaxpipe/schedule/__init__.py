@@ -18,6 +18,7 @@ from jaxpipe.schedule.families import (
     Variant,
     family_of,
 )
+from jaxpipe.schedule.fused import fused, time_saved
 from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import Pair, Tables, lower
@@ -53,11 +54,13 @@ __all__ = [
     "check_memory",
     "family_of",
     "forward_only",
+    "fused",
     "label",
     "lower",
     "peak_memory",
     "read",
     "simulate",
+    "time_saved",
     "timeline",
     "validate",
     "write",

@@ -3,7 +3,7 @@
 Letters. This package writes B for the gradient of a stage's *input*, W for the gradient of its
 *weights* and BW for both in one action (Qi et al., "Zero Bubble Pipeline Parallelism", section 2).
 People read labels, such as `BW3@1`: op, microbatch and stage. Files have PyTorch's notation, `1B3`,
-where `I` is our B, `W` our W and `B` our BW.
+where `I` is our B, `W` our W and `B` our BW; it has no letter for U, the update of a stage.
 """
 
 import enum
@@ -24,6 +24,7 @@ class Op(enum.Enum):
     B = "I"
     W = "W"
     BW = "B"
+    U = "U"
 
     __hash__ = object.__hash__  # there is one of each; enum's own is slow, and actions are keys
 
@@ -39,7 +40,7 @@ class Op(enum.Enum):
 
 
 class Action(NamedTuple):
-    """One op of one stage on one microbatch.
+    """One op of one stage on one microbatch; of U it is the last of the step that it ends.
 
     >>> action = Action(Op.BW, stage=2, microbatch=5)
     >>> str(action), action.notation
@@ -70,6 +71,8 @@ class Value(NamedTuple):
 class Cell(NamedTuple):
     """An F, a gradient action (B, W or BW), or both at once; what one rank does in one tick.
 
+    `update` is the U of the stage whose gradients this cell's makes whole.
+
     >>> cell = Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2))
     >>> str(cell), cell.notation
     ('F7@0+BW2@3', '(0F7;3B2)OVERLAP_F_B')
@@ -77,6 +80,7 @@ class Cell(NamedTuple):
 
     forward: Action | None = None
     gradient: Action | None = None
+    update: Action | None = None
 
     @classmethod
     def of(cls, action: Action) -> "Cell":
@@ -86,7 +90,9 @@ class Cell(NamedTuple):
     @property
     def actions(self) -> tuple[Action, ...]:
         """The actions present, F first."""
-        forward, gradient = self
+        forward, gradient, update = self
+        if update is not None:
+            return tuple(action for action in self if action is not None)
         if forward is None:
             return () if gradient is None else (gradient,)
         return (forward,) if gradient is None else (forward, gradient)
@@ -184,6 +190,9 @@ class Schedule:
 
     Where sequences are cut into `slices` in time, every slice counts as a microbatch, and so many
     in a row are one sequence. Each stage runs their F in this order, their gradients in reverse.
+
+    With `updates` the microbatches are those of so many steps in turn, and every stage has a U
+    after each; 0: one step, whose update stands outside.
     """
 
     name: str
@@ -191,6 +200,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Cell, ...], ...]
     slices: int = 1
+    updates: int = 0
 
     @classmethod
     def of(
@@ -236,13 +246,13 @@ class Schedule:
 
 
 def produced_by(action: Action) -> Value | None:
-    """The value another action may wait for; W leaves none."""
+    """The value another action may wait for; W and U leave none."""
     match action.op:
         case Op.F:
             return Value("y", action.stage, action.microbatch)
         case Op.B | Op.BW:
             return Value("dx", action.stage, action.microbatch)
-        case Op.W:
+        case Op.W | Op.U:
             return None
 
 
@@ -272,7 +282,8 @@ def needed_by(action: Action, stages: int) -> list[Value]:
     """The values an action waits for.
 
     F waits for the stage before; B and BW for their own F and for the stage after (the last
-    stage's output gradient comes with its own F); W for its own B.
+    stage's output gradient comes with its own F); W for its own B; U for nothing, since it stands
+    behind all gradients of its stage.
     """
     _, stage, microbatch = action
     match action.op:
@@ -284,6 +295,8 @@ def needed_by(action: Action, stages: int) -> list[Value]:
             return own if last else [*own, Value("dx", stage + 1, microbatch)]
         case Op.W:
             return [Value("dx", stage, microbatch)]
+        case Op.U:
+            return []
 
 
 def external_needs(cell: Cell, stages: int) -> list[Value]:

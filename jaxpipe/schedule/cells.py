@@ -10,6 +10,7 @@ F runs first.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 
 from jaxpipe.schedule.action import (
     Action,
@@ -32,8 +33,8 @@ class Costs:
     `transfer` is the time of one message between ranks. `pair` is the time of an F with an unsplit
     BW in one cell where they overlap; None: their sum. `exchange` is how much of the ops' times
     passes in exchanges with devices that are not along the ring: in a cell of two stages those of
-    one half hide behind what the other computes. The default is the usual account of a transformer
-    layer: backward twice the forward, in two equal halves.
+    one half hide behind what the other computes. `U` is the time of an update. The default is the
+    usual account of a transformer layer: backward twice the forward, in two equal halves.
     """
 
     F: float | Sequence[float] = 1.0
@@ -42,6 +43,7 @@ class Costs:
     transfer: float = 0.0
     pair: float | None = None
     exchange: "Costs | None" = None
+    U: float | Sequence[float] = 0.0
 
     def of(self, action: Action) -> float:
         """Time of one action."""
@@ -58,12 +60,14 @@ class Costs:
                 return pick(self.W)
             case Op.BW:
                 return pick(self.B) + pick(self.W)
+            case Op.U:
+                return pick(self.U)
 
     def of_cell(self, cell: Cell) -> float:
         """Time of what a cell holds."""
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
         if self.pair is not None and overlaps:
-            return self.pair
+            return self.pair + (self.of(cell.update) if cell.update else 0.0)
         return sum(map(self.of, cell.actions)) - self._hidden(cell)
 
     def _hidden(self, cell: Cell) -> float:
@@ -74,7 +78,7 @@ class Costs:
         >>> [costs.of_cell(Cell(forward, Action(Op.BW, stage, 1))) for stage in (1, 0)]
         [4.5, 6.0]
         """
-        forward, gradient, exchange = cell.forward, cell.gradient, self.exchange
+        (forward, gradient, _), exchange = cell, self.exchange
         if not (exchange and forward and gradient) or forward.stage == gradient.stage:
             return 0.0
         (of_f, f), (of_g, g) = (
@@ -186,11 +190,14 @@ def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
 
 
 class _RunAhead:
-    """One rank's forwards and gradients as two queues; forwards wait only for room."""
+    """One rank's forwards and gradients as two queues; forwards wait only for room and updates."""
 
     def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
         self._forwards = [cell.forward for cell in cells if cell.forward]
-        self._gradients = [cell.gradient for cell in cells if cell.gradient]
+        self._gradients = [cell[1:] for cell in cells if cell.gradient]  # with their updates
+        counts = accumulate((cell.update is not None for cell in cells), initial=0)
+        self._updates_before = [count for cell, count in zip(cells, counts) if cell.forward]
+        self._updates = 0
         self._room, self._pairs = in_flight, pairs
         self._f = self._g = 0
 
@@ -200,16 +207,19 @@ class _RunAhead:
 
     def take(self, ready: Ready) -> Cell:
         """A gradient if one is ready, else a forward if there is room; both where cells pair."""
-        forward = gradient = None
-        if self._f < len(self._forwards) and self._room > 0 and ready(self._forwards[self._f]):
-            forward = self._forwards[self._f]
+        forward = gradient = update = None
+        if self._f < len(self._forwards) and self._room > 0:
+            updated = self._updates >= self._updates_before[self._f]
+            if updated and ready(self._forwards[self._f]):
+                forward = self._forwards[self._f]
         in_cell = produced_by(forward) if forward and self._pairs else None
-        if self._g < len(self._gradients) and ready(self._gradients[self._g], in_cell):
-            gradient = self._gradients[self._g]
+        if self._g < len(self._gradients) and ready(self._gradients[self._g][0], in_cell):
+            gradient, update = self._gradients[self._g]
         if gradient and not self._pairs:
             forward = None
         self._f += forward is not None
         self._g += gradient is not None
         frees = gradient is not None and gradient.op is not Op.B
         self._room += frees - (forward is not None)
-        return Cell(forward, gradient)
+        self._updates += update is not None
+        return Cell(forward, gradient, update)

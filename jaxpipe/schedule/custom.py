@@ -73,7 +73,14 @@ def custom(
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as `.csv` or `.json`; `read` gives the same one back."""
+    """Write a schedule as `.csv` or `.json`; `read` gives the same one back.
+
+    Raises `ScheduleError` for one with updates: the notation has no letter for them.
+    """
+    if schedule.updates:
+        raise ScheduleError(
+            f"{path}: the notation of files has no updates: write the schedule of one step."
+        )
     path, rows = Path(path), schedule.orders()
     if path.suffix == ".json":
         path.write_text(json.dumps(rows))

@@ -94,7 +94,7 @@ class Lockstep:
 
         Raises `ScheduleError` where there is none.
         """
-        forward, gradient = cell
+        forward, gradient, _ = cell
         needs_loss = forward and gradient and gradient[1:] == forward[1:]
         if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
             raise ScheduleError(f"{cell}: with shared ends the loss comes a tick after its F.")

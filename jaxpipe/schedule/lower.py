@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.schedule.ends import ranks_of, shared_end_columns
 from jaxpipe.schedule.lanes import Lane, Message, Routes, assign_lanes, hop_of, messages, routes_of
@@ -100,13 +100,19 @@ def grid_of(schedule: Schedule, lockstep: Lockstep) -> Grid:
 def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
-    Raises `ScheduleError` for other placements, and what `place` raises.
+    Raises `ScheduleError` for other placements, for updates, which no program makes, and what
+    `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> columns = lower(build("1f1b", pp=2, microbatches=2)).columns
     >>> columns.forward_mb.T.tolist(), columns.BW.T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
+    if schedule.updates:
+        raise ScheduleError(
+            f"{schedule.name} has updates={schedule.updates}, and no program makes them: "
+            f"lower the schedule of one step."
+        )
     grid = grid_of(schedule, lockstep)
     inputs = messages(schedule, grid, lockstep.transfer_ticks)
     alive = lifetimes(schedule, grid, inputs, lockstep)

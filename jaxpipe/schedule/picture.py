@@ -28,6 +28,7 @@ _LOOKS = {  # Okabe and Ito's colours, W lightened: colour-blind readers and pri
     Op.B: ("B (input gradient)", (0.0, 0.62, 0.45)),
     Op.W: ("W (weight gradient)", (0.94, 0.75, 0.29)),
     Op.BW: ("BW (full backward)", (0.84, 0.37, 0.0)),
+    Op.U: ("U (update)", (0.8, 0.47, 0.65)),
 }
 _IDLE = {"facecolor": "#FAFAFA", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0}
 _STYLE = {"font.size": 8, "hatch.linewidth": 0.4, "savefig.dpi": 200, "svg.hashsalt": "jaxpipe"}
@@ -128,7 +129,7 @@ def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> 
 def _memory(line: list[Box], held: tuple[float, float]) -> list[tuple[float, float]]:
     change = {Op.B: held[1] - held[0], Op.W: -held[1], Op.BW: -held[0]}
     amounts, now = {0.0: 0.0}, 0.0
-    for start, end, (forward, gradient) in line:
+    for start, end, (forward, gradient, _) in line:
         if forward:
             amounts[start] = now = now + held[0]
         if gradient:

@@ -86,7 +86,7 @@ def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) 
 
     With `in_flight` a rank does not keep its order of cells.
     """
-    change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W}
+    change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W, Op.U: 0.0}
     slices = schedule.slices
     orders = schedule.ranks if lockstep.in_flight is None else zip(*place(schedule, lockstep))
     peaks = []
@@ -94,7 +94,7 @@ def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) 
         held = peak = 0.0
         for op, _, m in (action for cell in order for action in cell.actions):
             enters = m % slices == (0 if op is Op.F else slices - 1)
-            held += change[op] + memory.state * (enters and op is not Op.W)
+            held += change[op] + memory.state * (enters and (op is Op.F or op.gives_dx))
             peak = max(peak, held)
             if op.gives_dx and m % slices == 0:
                 held -= 2 * memory.state

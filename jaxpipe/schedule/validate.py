@@ -11,11 +11,13 @@ def validate(schedule: Schedule) -> None:
 
     Rules: each action on the rank that owns its stage; each (stage, microbatch) exactly one F, and
     either no gradient at all (forward only), or one BW, or one B and one W; slices of a sequence on
-    one rank, in order, and their gradients in reverse; every action can start once those before it
-    have run (no deadlock).
+    one rank, in order, and their gradients in reverse; with `updates` one U of each stage in every
+    step, behind its gradients and before its forwards of the next; every action can start once
+    those before it have run (no deadlock).
     """
     _check_placement(schedule)
     _check_complete(schedule)
+    _check_updates(schedule)
     _check_slices(schedule)
     in_line(schedule)
 
@@ -45,7 +47,7 @@ def _check_complete(schedule: Schedule) -> None:
     trained = any(action.op is not Op.F for action in seen)
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
-            ops = {op for op in Op if Action(op, stage, m) in seen}
+            ops = {op for op in Op if op is not Op.U and Action(op, stage, m) in seen}
             legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
             if ops not in legal:
                 have = " ".join(str(Action(op, stage, m)) for op in Op if op in ops) or "nothing"
@@ -53,6 +55,32 @@ def _check_complete(schedule: Schedule) -> None:
                     f"stage {stage}, microbatch {m} has {have}: it needs F and then BW, "
                     f"or F, B and W{'' if trained else ', or F alone in every stage'}."
                 )
+
+
+def _check_updates(schedule: Schedule) -> None:
+    """Every stage's actions of a step stand between its updates of the steps before and after."""
+    steps = schedule.updates or 1
+    if schedule.microbatches % steps:
+        raise ScheduleError(
+            f"{schedule.microbatches} microbatches are not {steps} steps of as many each: use a "
+            f"multiple."
+        )
+    length = schedule.microbatches // steps
+    updated = [0] * schedule.stages
+    for rank, action in schedule.actions():
+        step, done = action.microbatch // length, updated[action.stage]
+        if step != done:
+            raise ScheduleError(
+                f"rank {rank}, {action}: it is of step {step}, and must stand after so many "
+                f"updates of its stage, but stands after {done}."
+            )
+        updated[action.stage] += action.op is Op.U
+    for stage, times in enumerate(updated):
+        if times != schedule.updates:
+            raise ScheduleError(
+                f"stage {stage} has {times} updates: it needs one after each of "
+                f"{schedule.updates} steps."
+            )
 
 
 def _check_slices(schedule: Schedule) -> None:

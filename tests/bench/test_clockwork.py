@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import msgspec
@@ -12,7 +13,7 @@ from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import show, sleeping
 from jaxpipe.bench.clockwork import Result, Steps, table, work_of
 from jaxpipe.parallel import make_mesh
-from jaxpipe.schedule import Variant
+from jaxpipe.schedule import Variant, simulate
 
 F, B, W = 0.004, 0.002, 0.001
 MARKED = "<!-- clockwork clockwork -->\n<!-- end -->\n"
@@ -52,6 +53,21 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, monkeypatch, caps
     assert found["versions"] == {"jax": jax.__version__}
 
 
+def test_steps_that_overlap_are_run_as_one(monkeypatch):
+    monkeypatch.setattr(
+        sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
+    )
+    one, slept = work_of(Variant("zb_h2"), 2, 4, (F, B, W)), []
+    work = replace(one, steps=3)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    sleeping.Worker().build("steps", work.as_words())
+    assert Counter(slept) == dict.fromkeys((F, B, W), 3 * 4 * 2)
+    assert work.seconds == pytest.approx(3 * one.seconds)
+    assert simulate(work.schedule).makespan < 3 * simulate(one.schedule).makespan
+    steps = Steps("zb_h2", 2, 4, work.seconds, 0.0, 1.0, [1.0], fused=3)
+    assert "| 2 | 3 x 4 | `zb_h2` | 1.000 |" in table(Result("", "", {}, "", [steps]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -60,6 +76,15 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, monkeypatch, caps
         (["--seconds", "0.1", "0", "0.1"], "--seconds 0 must be above 0"),
         (["--schedules", "custom"], "--schedules custom: its orders are in a file"),
         (["--schedules", "magic"], "unknown schedule 'magic'"),
+        (["--fused-steps", "0"], "--fused-steps 0 must be at least 1"),
+        (
+            ["--fused-steps", "4"],
+            "--schedules dualpipe with --fused-steps 4: every stage is on two",
+        ),
+        (
+            ["--fused-steps", "4", "--schedules", "zb_h2", "--torch", "python"],
+            "--fused-steps with --torch",
+        ),
         (["--out", "nowhere/found.json"], "its folder is missing"),
     ],
 )

@@ -245,6 +245,24 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
+def test_it_says_what_overlapping_steps_would_save(capsys):
+    small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4",
+             "parallel.transfer_ticks=1", "parallel.vocab_parallel_pp=false"]  # fmt: skip
+    several = [*small, "--fused-steps", "3"]
+    assert main([*several, "--json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)["schedules"]}
+    assert 0 < rows["zb_h2"]["saved_by_overlap"] < 0.2
+    assert rows["dualpipe"]["saved_by_overlap"] is None
+    assert main([*several, "--show", "zb_h2", "--timeline"]) == 0
+    out = capsys.readouterr().out
+    assert "saved: share of the scan's time" in out
+    assert "W11+U11" in out
+    assert main([*several, "--show", "dualpipe", "--timeline"]) == 2
+    assert "dualpipe has every stage on two ranks" in capsys.readouterr().err
+    assert main([*small, "--show", "dualpipe"]) == 0
+    assert "saved" not in capsys.readouterr().out
+
+
 def test_replicas_fill_the_devices_that_are_planned_for(capsys):
     tokens = []
     for arguments in (["parallel.dp=3"], ["parallel.dp=-1", "--devices", "12"]):

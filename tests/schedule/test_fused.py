@@ -1,0 +1,167 @@
+"""Steps that overlap: what stands in them, how long they take, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from legal import near
+from oracles.scan import scan_time as by_events
+
+from jaxpipe.schedule import (
+    BUILDERS,
+    FAMILIES,
+    Action,
+    Cell,
+    Costs,
+    Lockstep,
+    Memory,
+    Op,
+    ScheduleError,
+    build,
+    fused,
+    lower,
+    peak_memory,
+    simulate,
+    time_saved,
+    timeline,
+    validate,
+    write,
+)
+from jaxpipe.schedule.cells import place
+from jaxpipe.schedule.picture import picture
+from jaxpipe.schedule.scan import paced, scan_time
+
+ON_ONE_RANK = [name for name in BUILDERS if FAMILIES[name].placement != "both ways"]
+ALIKE = Costs(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+@given(
+    pp=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    steps=st.integers(1, 3),
+    lockstep=st.builds(
+        Lockstep, st.integers(1, 2), st.sampled_from([None, 24]), meets=st.booleans()
+    ),
+)
+@settings(max_examples=8, deadline=None)
+def test_steps_in_turn_are_valid_and_the_scan_keeps_them_so(
+    name, pp, microbatches, steps, lockstep
+):
+    one = near(name, pp, microbatches, 2)
+    several = fused(one, steps)
+    validate(several)
+    validate(replace(several, ranks=tuple(_busy(line) for line in zip(*place(several, lockstep)))))
+    assert peak_memory(several, Memory()) == peak_memory(one, Memory())
+    costs = Costs(1.0, 1.3, 0.8, transfer=0.1, U=0.7)
+    assert scan_time(several, costs, lockstep) == pytest.approx(by_events(several, costs, lockstep))
+    report = simulate(several, costs, lockstep)
+    assert report.makespan <= steps * simulate(fused(one, 1), costs, lockstep).makespan + 1e-9
+
+
+def _busy(line):
+    return tuple(cell for cell in line if cell.actions)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_what_a_parallelogram_gains(pp, steps):
+    """In ZB-H2 the last rank begins and ends P - 1 forwards after the first."""
+    m, update = 4 * pp, 0.5
+    one, costs = build("zb_h2", pp=pp, microbatches=m), replace(ALIKE, U=update)
+    wait, work = pp - 1, 3 * m
+    assert simulate(one, costs).makespan == work + wait
+    assert simulate(fused(one, steps), costs).makespan == steps * (work + update) + wait
+    saved = 1 - (steps * work + wait) / (steps * (work + wait))
+    assert time_saved(one, steps, ALIKE) == pytest.approx(saved, rel=1e-12)
+
+
+def test_what_has_no_parallelogram_gains_nothing():
+    one = build("zb_h1", pp=8, microbatches=32)
+    assert time_saved(one, 4, ALIKE) == 0
+    assert simulate(fused(one, 4)).makespan == 4 * simulate(one).makespan
+
+
+def test_transfers_of_two_ticks_leave_little_of_it():
+    one, costs = build("zb_h2", pp=8, microbatches=32), Costs(1, 1.15, 0.85, transfer=0.05)
+    assert time_saved(one, 4, costs, Lockstep(1)) > 0.04
+    ticks = paced(one, costs, Lockstep(2))
+    assert ticks.every > 1
+    assert 0 < time_saved(one, 4, costs, ticks) < 0.01
+
+
+def test_an_update_stands_with_the_last_gradient_of_its_stage():
+    several = fused(build("zbv", pp=2, microbatches=4, effort=20_000), 2)
+    for order in several.ranks:
+        for at, cell in enumerate(order):
+            if cell.update:
+                assert cell.gradient.stage == cell.update.stage
+                before = (each.gradient for each in order[: at + 1])
+                stage = [each for each in before if each and each.stage == cell.update.stage]
+                whole = sum(each.op is Op.W for each in stage)
+                assert whole == 4 * (1 + cell.update.microbatch // 4)
+    assert sum(cell.update is not None for order in several.ranks for cell in order) == 2 * 4
+
+
+def test_an_update_takes_its_time_and_is_drawn(tmp_path):
+    forward, gradient = Action(Op.F, 0, 3), Action(Op.BW, 1, 1)
+    both = Cell(forward, gradient, Action(Op.U, 1, 1))
+    assert Costs(U=(0.0, 0.5)).of_cell(both) == 3.5
+    assert Costs(pair=2.0, U=(0.0, 0.5)).of_cell(both) == 2.5
+    path = tmp_path / "steps.svg"
+    picture(fused(build("zb_h2", pp=2, microbatches=3), 2), path, lockstep=Lockstep())
+    assert "U (update)" in path.read_text()
+
+
+def test_forwards_that_run_ahead_wait_for_the_update():
+    several = fused(build("1f1b", pp=2, microbatches=3), 2)
+    assert timeline(several, Lockstep(in_flight=6)).splitlines() == [
+        "rank 0 | F0 F1     F2+BW0 BW1       BW2+U2 F3 F4     F5+BW3 BW4       BW5+U5",
+        "rank 1 | .  F0+BW0 F1+BW1 F2+BW2+U2 .      .  F3+BW3 F4+BW4 F5+BW5+U5 .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: replace(s, updates=0), "rank 0, F2@0: it is of step 0"),
+        (lambda s: replace(s, updates=3), "4 microbatches are not 3 steps"),
+        (lambda s: replace(s, ranks=(s.ranks[0], _never(s.ranks[1]))), "stage 1 has 1 updates"),
+        (lambda s: replace(s, ranks=(_swapped(s.ranks[0]), s.ranks[1])), "F2@0: it is of step 1"),
+    ],
+)
+def test_validate_names_what_breaks_the_steps(edit, message):
+    several = fused(build("1f1b", pp=2, microbatches=2), 2)
+    with pytest.raises(ScheduleError, match=message):
+        validate(edit(several))
+
+
+def _never(order):
+    """With no update at its end."""
+    return (*order[:-1], order[-1]._replace(update=None))
+
+
+def _swapped(order):
+    """With the first forward after an update before it."""
+    at = next(at for at, cell in enumerate(order) if cell.update)
+    return (*order[:at], order[at + 1], order[at], *order[at + 2 :])
+
+
+def test_what_is_refused(tmp_path):
+    one = build("zb_h1", pp=2, microbatches=2)
+    with pytest.raises(ScheduleError, match="steps=0 must be at least 1"):
+        fused(one, 0)
+    with pytest.raises(ScheduleError, match="dualpipe has every stage on two ranks"):
+        fused(build("dualpipe", pp=2, microbatches=4), 2)
+    with pytest.raises(ScheduleError, match="has updates=2, and no program makes them"):
+        lower(fused(one, 2))
+    with pytest.raises(ScheduleError, match="the notation of files has no updates"):
+        write(fused(one, 2), tmp_path / "orders.csv")
+
+
+def test_without_updates_the_scan_can_run_them():
+    one = build("zb_h2", pp=4, microbatches=8)
+    tables = lower(fused(one, 3, updates=False))
+    assert tables.slots == lower(one).slots
+    assert tables.ticks < 3 * lower(one).ticks
