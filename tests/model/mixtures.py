@@ -1,5 +1,6 @@
 """Small mixtures of experts on whole meshes, and what the one-hot twin makes of the same."""
 
+import math
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
@@ -15,10 +16,10 @@ from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
+    REPLICAS,
     ContextParallel,
     ExpertParallel,
     Factors,
-    StageLayout,
     TensorParallel,
     deal_batch,
     make_mesh,
@@ -155,20 +156,14 @@ def unpadded(model):
     return StepOutput(loss, gradients, Side(None, sums))
 
 
-@jax.enable_x64(True)
-def run(
-    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, cp=1, room=0.0, crowded=False,
-    routed=False, slices=1, product=lax.ragged_dot, padding="", **execution,
+def pipeline_of(
+    model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1, room=0.0,
+    slices=1, product=lax.ragged_dot, documents=0, **execution,
 ):  # fmt: skip
-    """`(got, want)` of a step on a mesh and of the twin, gradients in stage form.
-
-    With `padding` rows end in it, which "packed" ones tell, or "real"; the twin's have none.
-    """
-    _, shared, layers, batch, variables = problem(model, crowded, routed)
-    schedule = build(name, pp=pp, microbatches=MICROBATCHES, slices=slices)
-    counts = (len(layers) // schedule.stages,) * schedule.stages
+    """The pipeline on a mesh, of as many layers a stage in all of them."""
     config = MODELS[model]
-    layout = StageLayout(counts, schedule.placement, config.layer_kinds)
+    schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
+    counts = (config.n_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=Factors(ep=ep))
     decoder = Decoder(
         config,
@@ -177,12 +172,24 @@ def run(
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
-        documents=padding == "packed",
+        documents=documents,
     )
-    pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
+    return Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
+
+
+@jax.enable_x64(True)
+def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, **how):
+    """`(got, want)` of a step on a mesh and of the twin, gradients in stage form.
+
+    With `padding` rows end in it, which "packed" ones tell, or "real"; the twin's have none.
+    """
+    _, shared, layers, batch, variables = problem(model, crowded, routed)
+    pipeline = pipeline_of(model, *mesh, slices=slices, cp=cp, documents=padding == "packed", **how)
+    layout = pipeline.layout(len(layers))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
     if padding:
         batch = padded(batch, padding == "packed")
+    dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICAS)
     batch = deal_batch(batch, slices=slices, cp=cp, dp=dp)
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = unpadded(model) if padding else wanted(model, crowded, routed, slices)

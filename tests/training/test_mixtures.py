@@ -108,6 +108,15 @@ def test_rows_of_any_length_leave_the_same_loads():
         (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
         (["parallel.dp=4", "parallel.ep=2", "parallel.cp=2"], "parallel.ep=2 with parallel.cp"),
         (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
+        (
+            [
+                "parallel.dp=4",
+                "parallel.ep=2",
+                "parallel.ep_buffer_factor=2",
+                "model.capacity_factor=1",
+            ],
+            "parallel.ep_buffer_factor=2.0 with model.capacity_factor=1.0",
+        ),
         (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
         (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),
     ],
