@@ -58,7 +58,7 @@ def sorted_places(group_R: jax.Array) -> Places:
 
 
 def equal_places(
-    group_R: jax.Array, groups: int, room: int, most_G: jax.Array | int | None = None
+    group_R: jax.Array, groups: int, room: int, most_G: jax.Array | None = None
 ) -> Places:
     """`room` slots for each of the groups: their first rows in order; others are dropped.
 
