@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_same
 from kernels import TOKAMAX
-from mixtures import EXAMPLES, LENGTH, MICROBATCHES, problem, run
+from mixtures import EXAMPLES, LENGTH, MICROBATCHES, held, problem, run
 
 from jaxpipe.contract import Context
 from jaxpipe.model.moe.products import by_kernel
@@ -47,6 +47,26 @@ def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
     assert (counts.sum(1) > 0).all()
     dropped = np.asarray(got.side.sums["expert_rows_dropped"])
     assert (dropped > 0).all() == (model in ("switch", "narrow"))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "mesh", "how"),
+    [
+        ("deepseek", "zb_h1", (2, 2, 1, 2), {"padding": "real", "remat": "full"}),
+        ("narrow", "1f1b", (2, 2, 1, 2), {"padding": "packed"}),
+        ("switch", "dualpipe", (2, 4, 1, 2), {"padding": "real", "lockstep": PAIRED}),
+        ("qwen", "interleaved_1f1b", (2, 2, 2, 2), {"padding": "packed", "sequence": True}),
+        ("qwen", "1f1b", (2, 2), {"padding": "real", "cp": 2, "remat": "selective"}),
+        ("one", "1f1b", (2, 2, 1, 2), {"padding": "real", "slices": 2}),
+    ],
+)
+def test_experts_take_no_padding(model, name, mesh, how):
+    """Loss, gradients, counts and drops are those of the rows alone, by their lengths."""
+    got, want = run(model, name, *mesh, poison_bubbles=True, **how)
+    assert_same(got, want)
+    config = problem(model)[0].config
+    tokens = got.side.sums["expert_counts"].sum(1) / config.experts_per_token
+    assert (tokens == held().sum()).all()
 
 
 def test_the_kernel_of_gpus_agrees_with_the_twin(monkeypatch):

@@ -250,6 +250,16 @@ class Config(_Section, Generic[Model], kw_only=True):
         """Whether rows have documents of their own lengths, so that they may end in padding."""
         return self.train.variable_length or self.data.packing != "none"
 
+    @property
+    def marks_padding(self) -> bool:
+        """Whether a leaf of the batch tells rows from their padding, which experts must not take.
+
+        Documents of packed rows do so by themselves.
+        """
+        return (
+            self.train.variable_length and not self.data.documents and self.model.routed_experts > 0
+        )
+
     def length_of(self, longest: int) -> int:
         """Tokens of the rows of a step whose longest has so many."""
         train = self.train

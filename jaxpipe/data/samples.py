@@ -19,7 +19,7 @@ from jaxpipe.model.loss import IGNORE
 
 Sample = dict[str, np.ndarray]  # `inputs` and `targets`, int32 [L], and what else layers are given
 # What rows end in that are longer than what they hold.
-PADDING = {"inputs": 0, "targets": IGNORE, "segments": -1, "positions": 0}
+PADDING = {"inputs": 0, "targets": IGNORE, "segments": -1, "positions": 0, "real": 0}
 
 
 class Samples(Protocol):
@@ -108,8 +108,9 @@ class PackedSamples:
     """Rows of whole documents, or of pieces of longer ones, up to L of their tokens.
 
     In `shared` rows `segments` says which document a token belongs to, 0.., and `positions` where
-    in it, from 0 on; a piece is a document of its own. What a document ends with (such as the id
-    that marks its end) is its last target, and the input of nothing.
+    in it, from 0 on; a piece is a document of its own. Rows that are not have `real`, 1 of each
+    token, as it is 0 of padding. What a document ends with (such as the id that marks its end) is
+    its last target, and the input of nothing.
     """
 
     documents: Documents
@@ -127,6 +128,8 @@ class PackedSamples:
             if self.shared:
                 part["segments"] = np.full(slots, len(parts), np.int32)
                 part["positions"] = np.arange(slots, dtype=np.int32)
+            else:
+                part["real"] = np.ones(slots, np.int32)
             parts.append(part)
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

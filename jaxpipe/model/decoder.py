@@ -44,6 +44,7 @@ class CausalDecoder:
     and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
     `replicas` have these in parts, `product` multiplies groups of rows with them, and the choice
     may be `recorded`: layers then give it back as `routes`, of the form in which it is replayed.
+    Rows that are one text and end in padding then have `real [B, L]`, 1 at tokens and 0 there.
     `precision` is that of products with the weights of layers.
     """
 

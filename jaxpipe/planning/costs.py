@@ -121,6 +121,7 @@ def essentials(config: Config) -> Config:
             fp8=train.fp8,
             remat=train.remat,
             loss_chunks=train.loss_chunks,
+            variable_length=config.marks_padding,
         ),
     )
 

@@ -24,6 +24,12 @@ def check_experts(config: Config) -> None:
             f"model.n_experts={experts} must be a multiple of parallel.ep={ep}: so many replicas "
             f"have equal parts of the experts; change one of them."
         )
+    if parallel.ep_buffer_factor and config.model.capacity_factor:
+        raise ConfigError(
+            f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with model.capacity_factor="
+            f"{config.model.capacity_factor}: the slots of a capacity are the buffers; leave one "
+            f"of them out."
+        )
     if parallel.dp % (groups * ep):
         raise ConfigError(
             f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="

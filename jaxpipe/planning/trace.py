@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model.fused import flops_of_kernel, stand_ins
+from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP
 from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
@@ -173,6 +174,8 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     reads = functions.reads or ()
     if "samples" in reads:
         rows["samples"] = ids
+    if config.marks_padding:
+        rows[REAL] = ids
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
     if functions.sliced:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, deal_batch
 
 
@@ -32,7 +33,8 @@ class Feed:
     def leaves(self) -> tuple[str, ...]:
         """Names of what a model is given to train on tokens."""
         packed = ("segments", "positions") if self.config.data.documents else ()
-        return ("inputs", "targets", *packed, *(("samples",) if self.numbered else ()))
+        real = (REAL,) if self.config.marks_padding else ()
+        return ("inputs", "targets", *packed, *real, *(("samples",) if self.numbered else ()))
 
     def rows(self, process: int | None = None) -> slice:
         """The examples of each microbatch that devices of a process (None: this one) take.
@@ -67,10 +69,12 @@ class Feed:
         """A host batch on the devices: the whole one, or this process's rows of it.
 
         One to train on begins with the sample of that number in the run, which a model that drops
-        values is told: in others nothing is dropped. Raises `ConfigError` where rows are to be
-        packed and these are not, or not as the model needs it.
+        values is told: in others nothing is dropped. Which tokens are real is told to experts
+        alone. Raises `ConfigError` where rows are to be packed and these are not, or not as the
+        model needs it, or where experts could not tell padding.
         """
         _check_documents(batch, self.config.data.documents)
+        batch = self._with_known_padding(batch)
         microbatches, own, length = batch["inputs"].shape
         size = self.config.batch_shape["batch_size"]
         first = 0 if own == size else self.rows().start
@@ -79,6 +83,15 @@ class Feed:
             numbers = (numbers % 2**31).astype(np.int32)[..., None]
             batch = batch | {"samples": np.broadcast_to(numbers, (microbatches, own, length))}
         return {name: self._placed(leaf, own, first) for name, leaf in self.deal(batch).items()}
+
+    def _with_known_padding(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with `real` where it takes that to know padding, and else without."""
+        if REAL in self.leaves and REAL not in batch:
+            raise ConfigError(
+                f"rows of train.variable_length may end in padding, which no expert takes, but the "
+                f"batch has only {', '.join(batch)}: give `real`, 1 at tokens and 0 at padding."
+            )
+        return {name: leaf for name, leaf in batch.items() if name != REAL or name in self.leaves}
 
     def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
@@ -112,6 +125,8 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
     shape = (*sizes, length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+    if config.marks_padding:
+        batch[REAL] = np.ones_like(batch["inputs"])
     if not config.data.documents:
         return batch
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (*sizes, length))

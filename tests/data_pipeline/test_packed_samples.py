@@ -84,13 +84,15 @@ def test_rows_are_padded_to_the_longest_of_the_whole_step() -> None:
     whole = batch_of(samples, length_of=length_of)
     parts = [batch_of(samples, rows=slice(i, i + 1), length_of=length_of) for i in range(2)]
     assert asked == [11, 11, 11]
-    assert whole.keys() == {"inputs", "targets"}
+    assert whole.keys() == {"inputs", "targets", "real"}
     for name, leaf in whole.items():
         assert leaf.shape == (2, 2, 12)
         np.testing.assert_array_equal(np.concatenate([p[name] for p in parts], axis=1), leaf)
     for row, length in zip(whole["targets"].reshape(4, -1), held):
         assert (row[length:] == -100).all()
         assert row[length - 1] % 100 == length
+    real = np.arange(12) < np.array(held)[:, None]
+    np.testing.assert_array_equal(whole["real"].reshape(4, 12), real)
 
 
 def test_padding_is_no_document() -> None:
@@ -159,7 +161,7 @@ def test_heldout_documents_are_packed_in_their_order(shard: Path, tmp_path: Path
 
 def test_rows_of_one_document_have_no_segments(shard: Path, tmp_path: Path) -> None:
     data = opened(shard, tmp_path, variable_length=True)
-    assert data.train.samples[0].keys() == {"inputs", "targets"}
+    assert data.train.samples[0].keys() == {"inputs", "targets", "real"}
     assert all(len(data.train.samples.documents_of(i)) == 1 for i in range(len(data.train.samples)))
 
 

@@ -1,22 +1,25 @@
 """Small mixtures of experts on whole meshes, and what the one-hot twin makes of the same."""
 
+import math
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxpipe.contract import Side
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
+    REPLICAS,
     ContextParallel,
     ExpertParallel,
     Factors,
-    StageLayout,
     TensorParallel,
     deal_batch,
     make_mesh,
@@ -25,6 +28,7 @@ from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.experts import ALL_EXPERTS
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
+from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.schedule import build
 
 SIZES = {
@@ -49,6 +53,7 @@ MODELS = {
     ),
 }  # fmt: skip
 MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
+HELD = (8, 3, 0, 5, 3, 8, 5)  # tokens of rows that end in padding, by turns
 
 
 def routes_of(config):
@@ -91,13 +96,17 @@ def problem(model, crowded=False, routed=False):
     return decoder, cast(decoder.init_ends(key)), layers, batch, variables
 
 
+def one_hot(config, replicas, product):
+    """The twin in the place of a dispatch."""
+    return OneHot(config)
+
+
 @cache
 @jax.enable_x64(True)
 def wanted(model, crowded=False, routed=False, slices=1):
     """What one device makes of it by the twin."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = deal_batch(batch, slices=slices, cp=1, dp=1)
-    one_hot = lambda config, replicas, product: OneHot(config)  # noqa: E731
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,
@@ -109,17 +118,52 @@ def wanted(model, crowded=False, routed=False, slices=1):
         )
 
 
+def held():
+    """Tokens of every row, `[M, B]`."""
+    return np.resize(HELD, (MICROBATCHES, EXAMPLES))
+
+
+def padded(batch, packed):
+    """Rows of which only the first tokens are text; in `packed` ones that is a document."""
+    real = np.arange(LENGTH) < held()[..., None]
+    padding = np.arange(LENGTH) % 3  # some token, of which nothing may be seen
+    ours = {"inputs": np.where(real, batch["inputs"], padding)}
+    ours["targets"] = np.where(real, batch["targets"], IGNORE)
+    if not packed:
+        return ours | {"real": real.astype(np.int32)}
+    positions = np.broadcast_to(np.arange(LENGTH), real.shape)
+    return ours | {"segments": np.where(real, 0, -1), "positions": positions}
+
+
+@cache
 @jax.enable_x64(True)
-def run(
-    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, cp=1, room=0.0, crowded=False,
-    routed=False, slices=1, product=lax.ragged_dot, **execution,
+def unpadded(model):
+    """What one device makes of the same rows without padding, by the twin; one loss of them all.
+
+    Rows of a length are a batch. Everything is a sum over tokens, but divided by those that count.
+    """
+    decoder, shared, layers, batch, variables = problem(model)
+    parts, terms = [], []
+    for length in sorted({*HELD} - {0}):
+        own = {name: leaf[held() == length][None, :, :length] for name, leaf in batch.items()}
+        with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
+            made = step_ref(decoder.functions, shared, layers, own, variables=variables)
+        terms.append(jnp.sum(own["targets"] != IGNORE))
+        of_step = made.losses, made.gradients
+        parts.append((jax.tree.map(lambda leaf: leaf * terms[-1], of_step), made.side.sums))
+    (loss, gradients), sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+    loss, gradients = jax.tree.map(lambda leaf: leaf / sum(terms), (loss, gradients))
+    return StepOutput(loss, gradients, Side(None, sums))
+
+
+def pipeline_of(
+    model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1, room=0.0,
+    slices=1, product=lax.ragged_dot, documents=0, **execution,
 ):  # fmt: skip
-    """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
-    _, shared, layers, batch, variables = problem(model, crowded, routed)
-    schedule = build(name, pp=pp, microbatches=MICROBATCHES, slices=slices)
-    counts = (len(layers) // schedule.stages,) * schedule.stages
+    """The pipeline on a mesh, of as many layers a stage in all of them."""
     config = MODELS[model]
-    layout = StageLayout(counts, schedule.placement, config.layer_kinds)
+    schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
+    counts = (config.n_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=Factors(ep=ep))
     decoder = Decoder(
         config,
@@ -128,11 +172,28 @@ def run(
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
+        documents=documents,
     )
-    pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
+    return Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
+
+
+@jax.enable_x64(True)
+def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, **how):
+    """`(got, want)` of a step on a mesh and of the twin, gradients in stage form.
+
+    With `padding` rows end in it, which "packed" ones tell, or "real"; the twin's have none.
+    """
+    _, shared, layers, batch, variables = problem(model, crowded, routed)
+    pipeline = pipeline_of(model, *mesh, slices=slices, cp=cp, documents=padding == "packed", **how)
+    layout = pipeline.layout(len(layers))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+    if padding:
+        batch = padded(batch, padding == "packed")
+    dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICAS)
     batch = deal_batch(batch, slices=slices, cp=cp, dp=dp)
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = wanted(model, crowded, routed, slices)
+    want = unpadded(model) if padding else wanted(model, crowded, routed, slices)
+    if padding:
+        got = got._replace(losses=got.losses.sum(keepdims=True))
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=pipeline.sharding.padded(staged))

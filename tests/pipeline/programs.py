@@ -37,6 +37,8 @@ def dot_flops(jaxpr, count_cond):
             (contract, _), _ = eqn.params["dimension_numbers"]
             left = eqn.invars[0].aval.shape
             total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+        elif eqn.primitive.name == "ragged_dot_general":
+            total += 2 * prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
         elif eqn.primitive.name == "cond":
             total += count_cond(eqn)
         else:

@@ -142,6 +142,18 @@ def test_documents_that_are_right_are_not_refused():
     packed_feed().put(packed_rows([-1] * 8, [3] * 8))
 
 
+@pytest.mark.parametrize("experts", [True, False])
+def test_experts_alone_are_told_what_is_padding(experts):
+    how = ["model.n_experts=4"] * experts
+    varying = feed("train.variable_length=true", *how, numbered=False)[0]
+    batch = random_batch(varying.config) | {"real": np.ones((4, 8, 32), np.int32)}
+    assert ("real" in varying.put(batch)) == ("real" in varying.shapes(32)) == experts
+    del batch["real"]
+    if experts:
+        with pytest.raises(ConfigError, match="has only inputs, targets: give `real`, 1 at tok"):
+            varying.put(batch)
+
+
 def test_rows_that_are_to_be_packed_must_tell_their_documents():
     batch = random_batch(packed_feed().config)
     del batch["positions"]

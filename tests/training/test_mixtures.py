@@ -10,6 +10,7 @@ from routed import restored, run
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
+from jaxpipe.data.samples import PADDING
 from jaxpipe.planning.checks import validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.train import train
@@ -77,6 +78,29 @@ def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
     np.testing.assert_array_equal(state.variables["router_bias"], variables["router_bias"])
 
 
+def test_rows_of_any_length_leave_the_same_loads():
+    """The same texts in rows twice as long: counts, the bias after the step, the losses."""
+    trainer = trainer_of("ep", "train.variable_length=true", "train.pad_to_multiple_of=16")
+    batch = {name: leaf[..., :16] for name, leaf in next(batches(0, 4, 4)).items()}
+    batch["real"] = np.broadcast_to(np.int32(np.arange(16) < 13), batch["inputs"].shape)
+    batch["targets"] = np.where(batch["real"], batch["targets"], -100)
+    found = []
+    for length in (16, 32):
+        wide = {
+            name: np.pad(leaf, [(0, 0)] * 2 + [(0, length - 16)], constant_values=PADDING[name])
+            for name, leaf in batch.items()
+        }
+        state, metrics = trainer.train_step(trainer.init(), trainer.put(wide))
+        found.append(jax.device_get((state.variables["router_bias"], metrics)))
+    (bias, short), (again, long) = found
+    np.testing.assert_array_equal(bias, again)
+    assert short["expert_load_mean"].tolist() == [4 * 4 * 13 * 2 / 4] * 3
+    for name in ("loss", "grad_norm", "router_entropy", "router_loss"):
+        np.testing.assert_allclose(long[name], short[name], rtol=1e-6)
+    for name in ("expert_load_max", "expert_load_mean", "expert_dropped_share"):
+        np.testing.assert_array_equal(long[name], short[name])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -84,6 +108,15 @@ def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
         (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
         (["parallel.dp=4", "parallel.ep=2", "parallel.cp=2"], "parallel.ep=2 with parallel.cp"),
         (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
+        (
+            [
+                "parallel.dp=4",
+                "parallel.ep=2",
+                "parallel.ep_buffer_factor=2",
+                "model.capacity_factor=1",
+            ],
+            "parallel.ep_buffer_factor=2.0 with model.capacity_factor=1.0",
+        ),
         (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
         (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),
     ],

@@ -13,7 +13,7 @@ from jaxpipe.model.attention import Attend
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
-from jaxpipe.model.moe.balance import ROUTES, Balance
+from jaxpipe.model.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.experts import in_rounds
 from jaxpipe.model.moe.layer import KEEP
@@ -76,7 +76,8 @@ class Decoder(CausalDecoder):
         if not self.config.n_experts:
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
-        functions = replace(functions, report=balance.report, reads=(*functions.reads, ROUTES))
+        reads = (*functions.reads, ROUTES, *(() if self.documents else (REAL,)))
+        functions = replace(functions, report=balance.report, reads=reads)
         if balance.variables is None:
             return functions
         return functions.with_variables(balance.variables, balance.next_variables)

@@ -21,6 +21,7 @@ from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.sequence import WholeSequence
 
 ROUTES = "routes"  # the leaf of a batch that has a choice from outside
+REAL = "real"  # of one whose rows may end in padding, 1 at tokens, where no documents tell it
 LOADS = "loads"  # the name of what replicas that share a sequence tell each other, which F keeps
 
 
@@ -70,8 +71,9 @@ class Balance:
         def of_layer(value: jax.Array) -> jax.Array:
             return value[None] * here_S.reshape(-1, *(1,) * value.ndim).astype(value.dtype)
 
-        shares_BLE, counts_BE = routes.shares_BLE, self._counts(routes.choice_BLK)
-        loss, entropy = self._loss(routes, counts_BE), jax.scipy.special.entr(shares_BLE).sum()
+        shares_BLE, counts_BE = routes.of_real(routes.shares_BLE), self._counts(routes.taken_BLK)
+        loss = self._loss(shares_BLE, counts_BE, routes)
+        entropy = jax.scipy.special.entr(shares_BLE).sum()
         sums = {
             "expert_counts": counts_BE.sum(0, dtype=jnp.int32),
             "expert_rows_dropped": dropped,
@@ -88,44 +90,55 @@ class Balance:
     def report(self, side: Side) -> Mapping[str, jax.Array]:
         """What is logged of a step: loads by layer, the share dropped, entropy and loss a token."""
         counts = side.sums["expert_counts"]
-        tokens = counts.sum(1) / self.config.experts_per_token
+        rows = jnp.maximum(counts.sum(1), 1)  # a step may be of nothing but padding
+        tokens = rows / self.config.experts_per_token
         means = [name for name in ("router_entropy", "router_loss") if name in side.sums]
         return {
             "expert_load_max": counts.max(1),
             "expert_load_mean": counts.mean(1),
-            "expert_dropped_share": side.sums["expert_rows_dropped"].sum() / counts.sum(),
+            "expert_dropped_share": side.sums["expert_rows_dropped"].sum() / rows.sum(),
         } | {name: side.sums[name] / tokens for name in means}
 
     def _counts(self, choice_BLK: jax.Array) -> jax.Array:
-        """Of every example, how many of its tokens chose an expert: `[B, E]`."""
+        """Of every example, how many of its real tokens chose an expert: `[B, E]`."""
         experts = jnp.arange(self.config.n_experts)
         chosen = choice_BLK[..., None] == experts[None, None, None]
         return chosen.sum((1, 2), dtype=jnp.int32)
 
-    def _loss(self, routes: Routes, counts_BE: jax.Array) -> jax.Array | None:
+    def _loss(
+        self, shares_BLE: jax.Array, counts_BE: jax.Array, routes: Routes
+    ) -> jax.Array | None:
         """A sum over tokens, which every device along tp has, and each its part of the gradient.
 
-        Of each sequence E times the sum over experts of f P, which is 1 where loads are even: f is
-        the share of its tokens' choices that an expert has, P the mean share of its scores
-        (DeepSeek-AI 2024, equations 17-20; Fedus et al. 2021, equation 4). So it is the same
-        however sequences are divided into microbatches and among replicas.
+        Of the real ones: the shares of others are zeros.
         """
-        config, tokens, loss = self.config, routes.choice_BLK.shape[1], 0.0
+        config, loss = self.config, 0.0
         if config.router_aux_loss:
-            shares_BE = routes.shares_BLE.sum(1)
-            own_B1X = jnp.concatenate([counts_BE.astype(shares_BE.dtype), shares_BE], -1)[:, None]
-            every_BX = self.sequence.gather(own_B1X).sum(1)
-            if self.sequence.size > 1:
-                every_BX = checkpoint_name(every_BX, LOADS)
-            count_BE, share_BE = jnp.split(every_BX, 2, axis=-1)
-            length = tokens * self.sequence.size
-            f_BE = lax.stop_gradient(count_BE) / (length * config.experts_per_token)
-            even_B = config.n_experts * jnp.sum(f_BE * share_BE / length, -1)
-            loss += config.router_aux_loss * tokens * jnp.sum(even_B)
+            loss += config.router_aux_loss * self._unevenness(shares_BLE, counts_BE)
         if config.router_z_loss:
-            z_BL = jax.nn.logsumexp(routes.logits_BLE, axis=-1)
-            loss += config.router_z_loss * jnp.sum(z_BL * z_BL)
+            z_BL1 = jax.nn.logsumexp(routes.logits_BLE, axis=-1, keepdims=True)
+            loss += config.router_z_loss * jnp.sum(routes.of_real(z_BL1 * z_BL1))
         if isinstance(loss, float):
             return None
         part = loss / self.devices.size
         return part + lax.stop_gradient(loss - part)
+
+    def _unevenness(self, shares_BLE: jax.Array, counts_BE: jax.Array) -> jax.Array:
+        """A sum over tokens: 1 of each where loads are even.
+
+        Of each sequence E times the sum over experts of f P: f is the share of its tokens' choices
+        that an expert has, P the mean share of its scores (DeepSeek-AI 2024, equations 17-20; Fedus
+        et al. 2021, equation 4). So it is the same however sequences are divided into microbatches
+        and among replicas, and padded.
+        """
+        shares_BE = shares_BLE.sum(1)
+        own_B1X = jnp.concatenate([counts_BE.astype(shares_BE.dtype), shares_BE], -1)[:, None]
+        every_BX = self.sequence.gather(own_B1X).sum(1)
+        if self.sequence.size > 1:
+            every_BX = checkpoint_name(every_BX, LOADS)
+        count_BE, share_BE = jnp.split(every_BX, 2, axis=-1)
+        copies, count_BE = self.config.experts_per_token, lax.stop_gradient(count_BE)
+        choices_B1 = jnp.maximum(count_BE.sum(-1, keepdims=True), 1)
+        f_BE, tokens_B1 = count_BE / choices_B1, choices_B1 / copies
+        even_B = self.config.n_experts * jnp.sum(f_BE * share_BE / tokens_B1, -1)
+        return jnp.sum(counts_BE.sum(-1) / copies * even_B)

@@ -57,21 +57,34 @@ def sorted_places(group_R: jax.Array) -> Places:
     return Places(order_R, jnp.argsort(order_R))
 
 
-def equal_places(group_R: jax.Array, groups: int, room: int) -> Places:
+def equal_places(
+    group_R: jax.Array, groups: int, room: int, most_G: jax.Array | None = None
+) -> Places:
     """`room` slots for each of the groups: their first rows in order; others are dropped.
 
-    >>> equal_places(jnp.array([1, 1, 1, 0]), groups=2, room=2)
-    Places(source_S=Array([3, 4, 0, 1], dtype=int32), target_R=Array([2, 3, 4, 0], dtype=int32))
+    Of a group no more than `most_G` of them are filled. Rows of a number past the last group's are
+    of none, and have no slot.
+
+    >>> equal_places(jnp.array([1, 1, 1, 0, 2]), groups=2, room=2)
+    Places(source_S=Array([3, 5, 0, 1], dtype=int32), target_R=Array([2, 3, 4, 0, 4], dtype=int32))
     """
     rows, (order_R, rank_R) = group_R.size, sorted_places(group_R)
     count_G = counts_of(group_R, groups)
     begin_G = jnp.cumsum(count_G) - count_G
+    filled_G = jnp.minimum(count_G, room if most_G is None else most_G)
     place_R = rank_R - begin_G[group_R]
-    target_R = jnp.where(place_R < room, group_R * room + place_R, groups * room)
+    fits_R = place_R < filled_G.at[group_R].get(mode="fill", fill_value=0)
+    target_R = jnp.where(fits_R, group_R * room + place_R, groups * room)
     slots = jnp.arange(room)
     sorted_GC = jnp.minimum(begin_G[:, None] + slots[None], rows - 1)
-    source_GC = jnp.where(slots[None] < count_G[:, None], order_R[sorted_GC], rows)
+    source_GC = jnp.where(slots[None] < filled_G[:, None], order_R[sorted_GC], rows)
     return Places(source_GC.reshape(-1), target_R)
+
+
+def dropped_of(places: Places, group_R: jax.Array, groups: int) -> jax.Array:
+    """How many rows of the groups have no slot: an int32 scalar."""
+    none_R = places.target_R == places.source_S.size
+    return jnp.sum(none_R & (group_R < groups), dtype=jnp.int32)
 
 
 def counts_of(group: jax.Array, groups: int) -> jax.Array:

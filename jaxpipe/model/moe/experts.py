@@ -19,6 +19,7 @@ from jaxpipe.contract import Names, Rounds, point
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     counts_of,
+    dropped_of,
     equal_places,
     from_slots,
     into_slots,
@@ -57,7 +58,11 @@ class Dispatch(Protocol):
     def __call__(
         self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
     ) -> Made:
-        """`[B, L, D]`: the weighted sum of what a token's experts make; how many rows dropped."""
+        """`[B, L, D]`: the weighted sum of what a token's experts make; how many rows dropped.
+
+        A token whose choice is no expert's number, but past the last one, is padding: it goes
+        nowhere, takes no one's place, and is not counted.
+        """
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Dropless:
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
         made_SD = self._grouped(x_SD, weights_S1, expert_S, experts)
         y_SD = _exchanged(self.replicas, made_SD, "tokens")
-        dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
+        dropped = dropped_of(places, expert_R // own, self.replicas.size)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, tokens: int, copies: int) -> int:
@@ -125,7 +130,8 @@ class Capacity:
     """Every expert has the same number of slots for each sequence; rows that find none are dropped.
 
     The slots are `factor` times the mean of what a sequence's tokens choose, and its first tokens
-    come first. Products are batched, of one shape (Fedus et al. 2021, "Switch Transformers").
+    come first. Products are batched, of one shape (Fedus et al. 2021, "Switch Transformers"): that
+    of a row without padding, of which a shorter sequence fills no more than would be its own.
     """
 
     count: int
@@ -139,7 +145,10 @@ class Capacity:
         (examples, length, copies), size = choice_BLK.shape, self.replicas.size
         room, d = self.room(length, copies), x_BLD.shape[-1]
         group_BLK = choice_BLK * examples + jnp.arange(examples)[:, None, None]
-        places = equal_places(group_BLK.reshape(-1), self.count * examples, room)
+        group_R, groups = group_BLK.reshape(-1), self.count * examples
+        rooms = jnp.array([self.room(n, copies) for n in range(length + 1)], jnp.int32)
+        most_B = rooms[jnp.sum(choice_BLK[..., 0] < self.count, axis=1)]
+        places = equal_places(group_R, groups, room, jnp.tile(most_B, self.count))
         x_SD = into_slots(x_BLD.reshape(-1, d), places, copies)
         weights_S1 = into_slots(weights_BLK.reshape(-1, 1), places, 1)
         sent = jnp.concatenate([x_SD, weights_S1], axis=-1)
@@ -149,7 +158,7 @@ class Capacity:
         made = experts(of_expert[..., :d], of_expert[..., d:], jnp.matmul)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
         y_SD = _exchanged(self.replicas, made.reshape(-1, d), "tokens")
-        dropped = jnp.sum(places.target_R == places.source_S.size, dtype=jnp.int32)
+        dropped = dropped_of(places, group_R, groups)
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, length: int, copies: int) -> int:

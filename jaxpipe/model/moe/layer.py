@@ -1,11 +1,13 @@
 """A mixture of experts in the place of an MLP."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Context, Side
-from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance
+from jaxpipe.model.moe.balance import LOADS, REAL, ROUTES, Balance
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.experts import Experts, dispatch_of
 from jaxpipe.model.moe.router import CHOICE, Router
@@ -31,8 +33,9 @@ class Mixture(nnx.Module):
         x_BLD = self.parts.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
+        routes = routes._replace(real_BL=real_tokens(context.rows))
         weights_BLK = routes.weights_BLK.astype(x_BLD.dtype)
-        y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.choice_BLK, self.experts)
+        y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.taken_BLK, self.experts)
         if self.balance.config.shared_experts:
             y_BLD += self.shared.of_whole(x_BLD, dot)
         side = self.balance.side(routes, dropped, context.index)
@@ -53,3 +56,13 @@ class Mixture(nnx.Module):
             )
         place = jnp.argmax(jnp.asarray(config.sparse_layers) == context.index)
         return jnp.take(routes, place, axis=2)
+
+
+def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Which tokens of a microbatch are no padding, `[B, L]`; None: all.
+
+    Packed rows tell it by their `segments`, others that may end in padding by `real`.
+    """
+    if "segments" in rows:
+        return rows["segments"] >= 0
+    return rows[REAL] > 0 if REAL in rows else None

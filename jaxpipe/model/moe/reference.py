@@ -22,15 +22,18 @@ class OneHot:
         count, factor = self.config.n_experts, self.config.capacity_factor
         examples, length, copies = choice_BLK.shape
         chosen_BLKE = jax.nn.one_hot(choice_BLK, count, dtype=x_BLD.dtype)
+        chosen = chosen_BLKE.sum()
         if factor:
             rows = chosen_BLKE.reshape(examples, length * copies, count)
             before = (jnp.cumsum(rows, axis=1) - rows).reshape(chosen_BLKE.shape)
-            chosen_BLKE *= before < factor * length * copies / count
+            tokens_B = rows.sum((1, 2)) / copies
+            room_B = factor * tokens_B * copies / count
+            chosen_BLKE *= before < room_B[:, None, None, None]
         weights_BLE = jnp.einsum("BLKE,BLK->BLE", chosen_BLKE, weights_BLK)
         x_END = jnp.broadcast_to(x_BLD.reshape(1, -1, x_BLD.shape[-1]), (count, *_tokens(x_BLD)))
         one = jnp.ones((1, 1, 1), x_BLD.dtype)
         made = experts(x_END, one, jnp.matmul).reshape(count, *x_BLD.shape)
-        dropped = choice_BLK.size - chosen_BLKE.sum().astype(jnp.int32)
+        dropped = (chosen - chosen_BLKE.sum()).astype(jnp.int32)
         return jnp.einsum("EBLD,BLE->BLD", made, weights_BLE), dropped
 
 

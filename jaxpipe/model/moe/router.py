@@ -22,13 +22,26 @@ class Routes(NamedTuple):
     """Where tokens go.
 
     `choice_BLK` are indices of different experts and `weights_BLK` what each counts;
-    `logits_BLE` and `shares_BLE`, scores that add up to 1, are what the losses read.
+    `logits_BLE` and `shares_BLE`, scores that add up to 1, are what the losses read. `real_BL` are
+    the tokens that are no padding; None: all.
     """
 
     choice_BLK: jax.Array
     weights_BLK: jax.Array
     logits_BLE: jax.Array
     shares_BLE: jax.Array
+    real_BL: jax.Array | None = None
+
+    @property
+    def taken_BLK(self) -> jax.Array:
+        """The choice of real tokens; that of padding is E, which is no expert."""
+        return self.of_real(self.choice_BLK, self.shares_BLE.shape[-1])
+
+    def of_real(self, values_BLX: jax.Array, otherwise: int = 0) -> jax.Array:
+        """Values of real tokens, and `otherwise` at padding."""
+        if self.real_BL is None:
+            return values_BLX
+        return jnp.where(self.real_BL[..., None], values_BLX, otherwise)
 
 
 class Router(nnx.Module):

@@ -1,0 +1,95 @@
+"""What the step of a mixture of experts executes, stores and needs, against closed forms."""
+
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from commands import SMALL
+from mixtures import EXAMPLES, LENGTH, MODELS, pipeline_of, problem
+from oracles.decoder import head_flops
+from oracles.mixture import expert_rows, sparse_layer_flops
+from programs import executed_flops, find_scan
+
+from jaxpipe import config as configs
+from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.training.trainer import Trainer
+
+SPARSE = ["model.n_experts=8", "model.experts_per_token=2", "model.d_expert=32",
+          "model.first_dense_layers=1", "train.grad_accum_steps=8"]  # fmt: skip
+
+
+def shapes_of(pipeline, model, examples=EXAMPLES, length=LENGTH):
+    """What a step is given, in float32 and without values."""
+    _, shared, layers, _, variables = problem(model)
+    layout = pipeline.layout(len(layers))
+    params = jax.eval_shape(lambda: {"shared": shared, "layers": layout.stack(layers)})
+    params, variables = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), (params, variables)
+    )
+    ids = jax.ShapeDtypeStruct((pipeline.schedule.microbatches, examples, length), np.int32)
+    return params, {"inputs": ids, "targets": ids}, variables
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "mesh", "remat"),
+    [
+        ("qwen", "1f1b", (2, 1, 1, 1), "none"),
+        ("qwen", "zb_h1", (2, 1, 1, 1), "full"),
+        ("narrow", "zb_h1", (2, 2, 1, 2), "full"),
+        ("narrow", "1f1b", (2, 2, 1, 2), "selective"),
+        ("narrow", "dualpipev", (2, 4, 1, 4), "none"),
+    ],
+)
+def test_a_step_executes_active_experts_alone(model, name, mesh, remat):
+    """With the slots of a capacity, full or not; as many in B and W as in both at once."""
+    pipeline, config = pipeline_of(model, name, *mesh, remat=remat), MODELS[model]
+    trace = jax.jit(pipeline.step).trace(*shapes_of(pipeline, model))
+    ranks, replicas, _, ep = mesh
+    got = sum(executed_flops(trace, pipeline.tables, rank) for rank in range(ranks))
+    sizes = {"batch": EXAMPLES // replicas, "seq_len": LENGTH}
+    layer = sparse_layer_flops(config, **sizes, remat=remat, ep=ep)
+    work = sum([layer] * config.n_layers, head_flops(config, **sizes))
+    assert got == pipeline.schedule.microbatches * (work.F + work.B + work.W)
+    active = EXAMPLES // replicas * LENGTH * config.experts_per_token
+    assert expert_rows(config, **sizes, ep=ep) == active * (config.capacity_factor or 1)
+
+
+@pytest.mark.parametrize(("model", "remat"), [("qwen", "selective"), ("narrow", "full")])
+def test_memory_is_flat_in_microbatches(model, remat):
+    """Of dropless experts and of slots, both in parts on two replicas; rows as long as to count."""
+    length, config = 16 * LENGTH, MODELS[model]
+    stream = 4 * EXAMPLES // 2 * length * config.d_model  # bytes on a device
+
+    def temporaries(microbatches):
+        pipeline = pipeline_of(model, "1f1b", 2, 2, 1, 2, microbatches=microbatches, remat=remat)
+        given = shapes_of(pipeline, model, length=length)
+        compiled = jax.jit(pipeline.step).lower(*given).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert (temporaries(24) - temporaries(8)) / 16 <= 0.02 * stream
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.dp=1", "train.remat=none"],
+        ["parallel.dp=4", "parallel.ep=4", "model.capacity_factor=1.25", "train.remat=full"],
+        ["parallel.dp=4", "parallel.ep=2", "parallel.schedule=zb_h1", "train.remat=selective",
+         "train.compute_dtype=bfloat16"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_ticks_hand_on_is_what_a_plan_counts(overrides):
+    """Rings, messages and sums, by what the scan carries; beside them losses and counts."""
+    config = configs.load(SMALL, [*SPARSE, "parallel.pp=2", *overrides])
+    parallel = config.parallel
+    trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]))
+    batch = trainer.feed.shapes(config.train.seq_len)
+    trace = trainer.train_step.trace(trainer.state_shapes, batch)
+    carried = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].out_avals
+    got = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in carried)
+    planned = rank_bytes(config, trainer.layout, trainer.pipeline.tables)
+    layers, experts = len(config.model.sparse_layers), config.model.n_experts
+    counted = 4 * (config.train.grad_accum_steps + layers * (experts + 2))
+    assert got == planned.activations + planned.gradients + counted
