@@ -20,16 +20,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.blocks import (
     KEPT,
+    Blocks,
     Gradients,
     Keys,
     Made,
     Op,
     Queries,
     Sight,
-    attended,
-    causal,
-    causal_gradients,
-    gradients,
     in_backward,
     of_seen,
 )
@@ -38,27 +35,24 @@ from jaxpipe.partition.sequence import WholeSequence
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring_attention(
-    sequence: WholeSequence, depth: int, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
-    sight: Sight,
+    sequence: WholeSequence, blocks: Blocks, q_BLHK: jax.Array, k_BLGK: jax.Array,
+    v_BLGK: jax.Array, sight: Sight,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to those that it sees of the whole sequence, `[B, L, H, K]`.
-
-    The device's own tokens are cut in two `depth` times, as `causal` says.
-    """
-    return _forward(sequence, depth, q_BLHK, k_BLGK, v_BLGK, sight)[0]
+    """Attention of every token to those that it sees of the whole sequence, `[B, L, H, K]`."""
+    return _forward(sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)[0]
 
 
 def _forward(
-    sequence: WholeSequence, depth: int, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
-    sight: Sight,
+    sequence: WholeSequence, blocks: Blocks, q_BLHK: jax.Array, k_BLGK: jax.Array,
+    v_BLGK: jax.Array, sight: Sight,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     queries, keys = Queries(q_BLHK, sight), Keys(k_BLGK, v_BLGK, sight.own_BL)
     made = None
     for turn, there in _turns(sequence, keys):
         if not turn:
-            made = causal(queries, there, depth)
+            made = blocks.causal(queries, there)
             continue
-        late, which = _late_and_chosen(sequence, turn, attended, queries, there)
+        late, which = _late_and_chosen(sequence, turn, blocks.attended, queries, there)
         early_made, late_made = _halves(made)
         late_made = late_made.with_more(late)
         chosen = _chosen(sequence, turn, early_made, late_made).with_more(which)
@@ -69,17 +63,17 @@ def _forward(
 
 
 def _backward(
-    sequence: WholeSequence, depth: int, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
+    sequence: WholeSequence, blocks: Blocks, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
     q_BLHK, k_BLGK, v_BLGK, sight, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
     at_keys = None  # gradients at the keys that are here, of the devices that they came by
     for turn, there in _turns(sequence, Keys(k_BLGK, v_BLGK, sight.own_BL)):
         if not turn:
-            dq, *at_keys = causal_gradients(queries, there, depth)
+            dq, *at_keys = blocks.causal_gradients(queries, there)
             continue
         arrived = sequence.turned(at_keys)
-        late, which = _late_and_chosen(sequence, turn, gradients, queries, there)
+        late, which = _late_and_chosen(sequence, turn, blocks.gradients, queries, there)
         early_dq, late_dq = _halves(dq)
         late_dq = late_dq + late.dq_BLHK
         chosen = _chosen(sequence, turn, early_dq, late_dq) + which.dq_BLHK

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
-from jaxpipe.model.fused import flops_of_kernel, stand_ins
+from jaxpipe.model import cudnn
+from jaxpipe.model.fused import stand_ins
 from jaxpipe.parallel import DP, EP, PP, RP, TP
 from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
@@ -127,7 +128,7 @@ def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
         return 0 if fp8 else _ragged_flops(eqn)
-    kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
+    kernel = cudnn.flops(name, tuple(var.aval.shape for var in eqn.invars), eqn.params)
     return 0 if fp8 and kernel is not None else kernel
 
 

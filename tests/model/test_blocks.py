@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from compare import assert_same
 from jax.sharding import PartitionSpec
+from oracles import fused
 
-from jaxpipe.model.blocks import Keys, Queries, Sight, attention_ref
+from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
+from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.ring import ring_attention
 from jaxpipe.model.sliced import sliced_attention
 from jaxpipe.parallel import ContextParallel, make_mesh
@@ -37,12 +39,12 @@ def twin(q, k, v, window, positions):
 def alone(depth):
     def attention(q, k, v, window, positions):
         sight = Sight.of(np.arange(L), B, window, positions)
-        return sliced_attention(L, depth, q, k, v, sight, jnp.int32(0))
+        return sliced_attention(L, Products(depth), q, k, v, sight, jnp.int32(0))
 
     return attention
 
 
-def around(size):
+def around(size, blocks=Products(1)):
     """Of devices that share the sequence, put together again."""
     sequence, axes = ContextParallel(size, "ring"), PartitionSpec(("rp", "dp", "ep"))
     mesh = make_mesh(1, size, devices=jax.devices()[:size])
@@ -51,7 +53,7 @@ def around(size):
     def attention(q, k, v, window, positions):
         def on_device(q, k, v, *own):
             sight = Sight.of(sequence.places(L // size), B, window, own[0] if own else None)
-            return ring_attention(sequence, 1, q, k, v, sight)
+            return ring_attention(sequence, blocks, q, k, v, sight)
 
         whole = (q, k, v) if positions is None else (q, k, v, positions)
         dealt = [sequence.deal(x[None], size)[0] for x in whole]
@@ -73,6 +75,16 @@ def test_blocks_make_what_all_scores_make(way, sight):
         given = operands(jnp.float64)
         got = jax.jit(lambda *given: made(WAYS[way], given, *SIGHTS[sight]))(*given)
         assert_same(got, made(twin, given, *SIGHTS[sight]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_fused_kernel_makes_blocks_too(size, monkeypatch):
+    """All but cuDNN itself: what it is asked for, and how its blocks are put together."""
+    fused.stands_in(monkeypatch)
+    with jax.enable_x64(True):
+        given, way = operands(jnp.float64), around(size, FusedBlocks())
+        got = jax.jit(lambda *given: made(way, given, 0, None))(*given)
+        assert_same(got, made(twin, given, 0, None))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
