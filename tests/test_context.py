@@ -39,7 +39,8 @@ def test_on_whole_meshes(model, schedule, mesh, how):
         ("zb_h1", (2, 2, 2), RING | {"sequence": True, "remat": "selective"}),
         ("interleaved_1f1b", (2, 4, 1), RING | {"cp": 4, "zero_stage": 3, "remat": "full"}),
         ("dualpipe", (2, 4, 1), RING | {"zero_stage": 2}),
-        ("1f1b", (2, 4, 1), ULYSSES | {"remat": "full"}),
+        ("1f1b", (2, 4, 1), ULYSSES | {"remat": "full", "slices": 2}),
+        ("zb_h1", (2, 1, 1), {"slices": 4, "remat": "selective"}),
     ],
     ids=str,
 )

@@ -92,7 +92,7 @@ class ParallelConfig(_Section, kw_only=True):
     @property
     def least_devices(self) -> int:
         """Devices of the fewest replicas that there can be."""
-        return self.pp * self.tp * self.cp * self.ep
+        return self.pp * self.tp * math.lcm(self.cp, self.ep)
 
     @property
     def reshards(self) -> bool:

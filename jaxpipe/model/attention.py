@@ -87,7 +87,7 @@ class Attend:
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, begin, self.window), past
         position_BL = None if documents is None else documents.positions
         place_L = begin + jnp.arange(length)
-        if self.kernel == "xla" and (past is not None or self.in_blocks) and not _drops(masks):
+        if self._makes_blocks(tokens, length, past) and not _drops(masks):
             sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
             slice_begin = jnp.asarray(0 if past is None else past.begin, jnp.int32)
             return sliced_attention(
@@ -114,6 +114,16 @@ class Attend:
         sight = Sight.of(self.sequence.places(length), batch, self.window, position_BL)
         blocks = self._blocks(length)
         return ring_attention(self.sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)
+
+    def _makes_blocks(self, tokens: int, length: int, past: Past | None) -> bool:
+        """Whether attention is made block by block: of slices, or of a device's heads of a sequence.
+
+        cuDNN's kernel, which masks no block, makes those of slices that a device has whole; all
+        tokens of a sequence it makes at once.
+        """
+        if self.kernel == "cudnn":
+            return past is not None and tokens == length and not self.window
+        return past is not None or self.in_blocks
 
     def _blocks(self, length: int) -> Blocks:
         """What makes blocks of so many queries."""

@@ -10,12 +10,13 @@ over all keys.
 Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens, half of them of each stretch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.blocks import (
@@ -47,16 +48,17 @@ def _forward(
     v_BLGK: jax.Array, sight: Sight,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     queries, keys = Queries(q_BLHK, sight), Keys(k_BLGK, v_BLGK, sight.own_BL)
-    made = None
-    for turn, there in _turns(sequence, keys):
+
+    def with_turn(turn: int, there: Keys, made: Made | None) -> Made:
         if not turn:
-            made = blocks.causal(queries, there)
-            continue
+            return blocks.causal(queries, there)
         late, which = _late_and_chosen(sequence, turn, blocks.attended, queries, there)
         early_made, late_made = _halves(made)
         late_made = late_made.with_more(late)
         chosen = _chosen(sequence, turn, early_made, late_made).with_more(which)
-        made = _put_back(sequence, turn, (early_made, late_made), chosen)
+        return _put_back(sequence, turn, (early_made, late_made), chosen)
+
+    made = _around(sequence, keys, with_turn)
     made = Made(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
     made = jax.tree.map(lambda x: checkpoint_name(x, KEPT), made)
     return made.mixed_BLHK, (q_BLHK, k_BLGK, v_BLGK, sight, made)
@@ -67,11 +69,12 @@ def _backward(
 ) -> tuple[Any, ...]:
     q_BLHK, k_BLGK, v_BLGK, sight, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
-    at_keys = None  # gradients at the keys that are here, of the devices that they came by
-    for turn, there in _turns(sequence, Keys(k_BLGK, v_BLGK, sight.own_BL)):
+
+    def with_turn(turn: int, there: Keys, found: Gradients | None) -> Gradients:
+        """Beside those at queries, those at the keys that are here, of the devices before."""
         if not turn:
-            dq, *at_keys = blocks.causal_gradients(queries, there)
-            continue
+            return blocks.causal_gradients(queries, there)
+        dq, *at_keys = found
         arrived = sequence.turned(at_keys)
         late, which = _late_and_chosen(sequence, turn, blocks.gradients, queries, there)
         early_dq, late_dq = _halves(dq)
@@ -82,6 +85,10 @@ def _backward(
             behind + _at_halves(sequence, turn, of_late, of_chosen)
             for behind, of_late, of_chosen in zip(arrived, late[1:], which[1:])
         ]
+        return Gradients(dq, *at_keys)
+
+    keys = Keys(k_BLGK, v_BLGK, sight.own_BL)
+    dq, *at_keys = _around(sequence, keys, with_turn)
     dk, dv = sequence.turned(at_keys)
     found = Gradients(dq, dk, dv)
     return *(d.astype(x.dtype) for d, x in zip(found, (q_BLHK, k_BLGK, v_BLGK))), None
@@ -90,12 +97,19 @@ def _backward(
 ring_attention.defvjp(_forward, _backward)
 
 
-def _turns(sequence: WholeSequence, keys: Keys) -> Iterator[tuple[int, Keys]]:
-    """Own keys, then those of the device so many turns before; the next are on their way."""
-    for turn in range(sequence.size):
-        coming = sequence.turned(keys) if turn + 1 < sequence.size else keys
-        yield turn, keys
-        keys = coming
+def _around(
+    sequence: WholeSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any]
+) -> Any:
+    """What is made of own keys, and of those of the device so many turns before, one by one.
+
+    The next keys are on their way meanwhile, and no others: those after them set out when a turn's
+    blocks are made, or else a scheduler could have all of them come at once, behind nothing.
+    """
+    made = None
+    for turn in range(sequence.size - 1):
+        coming = sequence.turned(keys)
+        made, keys = lax.optimization_barrier((with_turn(turn, keys, made), coming))
+    return with_turn(sequence.size - 1, keys, made)
 
 
 def _late_and_chosen(

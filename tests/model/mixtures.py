@@ -111,8 +111,8 @@ def wanted(model, crowded=False, routed=False, slices=1):
 
 @jax.enable_x64(True)
 def run(
-    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, cp=1, room=0.0, crowded=False,
-    routed=False, slices=1, product=lax.ragged_dot, **execution,
+    model, name, pp, dp=1, tp=1, ep=1, *, sequence=False, cp=1, method="gather", room=0.0,
+    crowded=False, routed=False, slices=1, product=lax.ragged_dot, **execution,
 ):  # fmt: skip
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form."""
     _, shared, layers, batch, variables = problem(model, crowded, routed)
@@ -124,14 +124,14 @@ def run(
     decoder = Decoder(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
-        sequence=ContextParallel(cp) if cp > 1 else WHOLE_SEQUENCE,
+        sequence=ContextParallel(cp, method) if cp > 1 else WHOLE_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
     )
     pipeline = Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
-    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp)
+    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, method=method)
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = wanted(model, crowded, routed, slices)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
