@@ -57,7 +57,9 @@ _LEGEND = (
 )
 
 _HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers)."
-_EXPOSED_LEGEND = " exposed: share of the step for which compute waits for other replicas, over ep or cp."
+_EXPOSED_LEGEND = (
+    " exposed: share of the step for which compute waits for other replicas, over ep or cp."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,7 +116,7 @@ class Attend:
         return ring_attention(self.sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)
 
     def _makes_blocks(self, tokens: int, length: int, past: Past | None) -> bool:
-        """Whether attention is made block by block: of slices, or of a device's heads of a sequence.
+        """Whether blocks are made one by one: of slices, or of a device's heads of a sequence.
 
         cuDNN's kernel, which masks no block, makes those of slices that a device has whole; all
         tokens of a sequence it makes at once.

@@ -183,7 +183,7 @@ def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tu
 
 
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
-    """The call on queries `[B, S, H, K]`; raises `ValueError` where cuDNN has no kernel for them."""
+    """The call on queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
     for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
         raise ValueError(sentence)
     return cudnn.call(name, q.shape[-1], "PADDING_CAUSAL", window)

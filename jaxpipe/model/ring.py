@@ -97,9 +97,7 @@ def _backward(
 ring_attention.defvjp(_forward, _backward)
 
 
-def _around(
-    sequence: WholeSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any]
-) -> Any:
+def _around(sequence: WholeSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any]) -> Any:
     """What is made of own keys, and of those of the device so many turns before, one by one.
 
     The next keys are on their way meanwhile, and no others: those after them set out when a turn's

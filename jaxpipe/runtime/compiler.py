@@ -83,10 +83,10 @@ DETERMINISTIC = (
     ),
 )
 
-# With `parallel.cp_method="ring"`. At the first call of a collective XLA lets the threads of all its
-# devices in a process wait for each other (openxla/xla#38932), and to a permute belong all devices
-# of the program. A ring's permutes stand in branches, which ranks of a pipeline take at different
-# ticks: a rank would wait for one that waits for its message.
+# With `parallel.cp_method="ring"`. At the first call of a collective XLA lets the threads of all
+# its devices in a process wait for each other (openxla/xla#38932), and to a permute belong all
+# devices of the program. A ring's permutes stand in branches, which ranks of a pipeline take at
+# different ticks: a rank would wait for one that waits for its message.
 RING = (
     Option(
         "xla_gpu_collective_permute_connected_components",

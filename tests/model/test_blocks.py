@@ -16,6 +16,7 @@ from jaxpipe.parallel import ContextParallel, make_mesh
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
+HALVES = Products(1)
 SIGHTS = {"all": (0, None), "windows and documents": (6, POSITIONS)}
 
 
@@ -44,7 +45,7 @@ def alone(depth):
     return attention
 
 
-def around(size, blocks=Products(1)):
+def around(size, blocks):
     """Of devices that share the sequence, put together again."""
     sequence, axes = ContextParallel(size, "ring"), PartitionSpec(("rp", "dp", "ep"))
     mesh = make_mesh(1, size, devices=jax.devices()[:size])
@@ -65,7 +66,12 @@ def around(size, blocks=Products(1)):
     return attention
 
 
-WAYS = {"one block": alone(0), "halvings": alone(3), "ring of 2": around(2), "ring of 4": around(4)}
+WAYS = {
+    "one block": alone(0),
+    "halvings": alone(3),
+    "ring of 2": around(2, HALVES),
+    "ring of 4": around(4, HALVES),
+}
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
