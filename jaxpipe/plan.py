@@ -90,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
     add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
     add(
-        "--network", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to replicas (ep)"
+        "--network",
+        type=parse_bytes,
+        default=50e9,
+        metavar="50GB",
+        help="bytes/s to replicas (ep, cp)",
     )
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
