@@ -23,8 +23,8 @@ def test_compute_waits_for_all_that_nothing_hides(method):
     if method == "ring":  # of causal attention, two products, the half that is not of own keys
         model, tokens = config.model, config.train.microbatch_size * 256 / 2
         behind = 2 * model.n_heads * model.head_size * 256 * tokens / slow.flops / 2
-    assert found.F == pytest.approx(sent["F"] / 1e6 - behind)
-    assert found.B == pytest.approx(sent["B"] / 1e6 - 2.5 * behind)
+    assert pytest.approx(sent["F"] / 1e6 - behind) == found.F
+    assert pytest.approx(sent["B"] / 1e6 - 2.5 * behind) == found.B
     assert found.W == 0
     free = sharing_of(config, Hardware(network=1e15, efficiency=1e-3))
     assert (free.F == 0) == (method == "ring")
