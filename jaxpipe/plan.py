@@ -59,7 +59,9 @@ _LEGEND = (
 
 _HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers, train.offload_moments)."
 _SAVED_LEGEND = " saved: share of the scan's time if N steps overlapped, which no run does yet."
-_EXPOSED_LEGEND = " exposed: share of the step for which compute waits for all-to-alls over ep."
+_EXPOSED_LEGEND = (
+    " exposed: share of the step for which compute waits for other replicas, over ep or cp."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
     add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
     add(
-        "--network", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to replicas (ep)"
+        "--network",
+        type=parse_bytes,
+        default=50e9,
+        metavar="50GB",
+        help="bytes/s to replicas (ep, cp)",
     )
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
     add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
@@ -294,19 +300,22 @@ def _print(
 
 
 def _traffic(config: Config) -> Iterator[str]:
-    """What the all-to-alls of experts bring over the network."""
-    costs = costs_of(config)
+    """What experts, and sequences that replicas share, bring over the network."""
+    costs, parallel = costs_of(config), config.parallel
     for name, kind in costs.kinds.items():
-        if not any(kind.exchanged.values()):
-            continue
-        ops = ", ".join(f"{sent / 2**20:,.1f} in {op}" for op, sent in kind.exchanged.items())
-        layers = costs.order.count(name) / config.parallel.pp
-        turns = config.train.grad_accum_steps * config.parallel.slices
-        step = sum(kind.exchanged.values()) * layers * turns
-        yield (
-            f"all-to-alls over ep={config.parallel.ep}: MiB that a device sends for a layer and "
-            f"microbatch: {ops}; {step / _GIB:,.1f} GiB in a step."
-        )
+        of_experts = f"all-to-alls over ep={parallel.ep}", kind.exchanged
+        of_sequences = f"{parallel.cp_method} over cp={parallel.cp}", kind.shared
+        for what, sent in (of_experts, of_sequences):
+            if not any(sent.values()):
+                continue
+            ops = ", ".join(f"{size / 2**20:,.1f} in {op}" for op, size in sent.items())
+            layers = costs.order.count(name) / parallel.pp
+            turns = config.train.grad_accum_steps * parallel.slices
+            step = sum(sent.values()) * layers * turns
+            yield (
+                f"{what}: MiB that a device sends for a layer and microbatch: {ops}; "
+                f"{step / _GIB:,.1f} GiB in a step."
+            )
 
 
 def _ends(one: Estimate) -> str:

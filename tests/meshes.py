@@ -42,6 +42,7 @@ MODELS = {
     "packed": LlamaConfig(**SIZES, n_kv_heads=2),
     "packed_deep": LlamaConfig(**SIZES | {"n_layers": 8}, n_kv_heads=2),
     "packed_windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
+    "fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_gpt2": GPT2Config(**SIZES, max_seq_len=11),
 }

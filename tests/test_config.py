@@ -11,6 +11,9 @@ from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import compute_capability
 
 SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
+FUSED_RING = (
+    "parallel.cp_method=ring", "model.attention=cudnn", "train.compute_dtype=bfloat16",
+)  # fmt: skip
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
 
@@ -191,7 +194,15 @@ def test_load_rejects(path, overrides, message):
         ),
         (
             [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
-            "'ring' with model.attention='cudnn': .* set model.attention=xla",
+            "takes bfloat16 or float16, .* but these are float32 of width 16: .* attention=xla",
+        ),
+        (
+            [*SHARED, *FUSED_RING, "data.packing=sequential"],
+            "'ring' and model.attention='cudnn' with data.packing: .* parallel.cp_method=ulysses",
+        ),
+        (
+            [*SHARED, *FUSED_RING, "model.sliding_window=4"],
+            "'cudnn' with a window of 4 tokens: .* set model.attention=xla",
         ),
         (
             [*SHARED, "parallel.cp_method=ring", "model.attention_dropout=0.1"],

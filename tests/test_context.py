@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from compare import assert_same
 from meshes import run
+from oracles import fused
 
 RING, ULYSSES = {"cp": 2, "method": "ring"}, {"cp": 2, "method": "ulysses"}
 
@@ -30,3 +31,21 @@ RING, ULYSSES = {"cp": 2, "method": "ring"}, {"cp": 2, "method": "ulysses"}
 def test_on_whole_meshes(model, schedule, mesh, how):
     with jax.enable_x64(True):
         assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "how"),
+    [
+        ("zb_h1", (2, 2, 2), RING | {"sequence": True, "remat": "selective"}),
+        ("interleaved_1f1b", (2, 4, 1), RING | {"cp": 4, "zero_stage": 3, "remat": "full"}),
+        ("dualpipe", (2, 4, 1), RING | {"zero_stage": 2}),
+        ("1f1b", (2, 4, 1), ULYSSES | {"remat": "full", "slices": 2}),
+        ("zb_h1", (2, 1, 1), {"slices": 4, "remat": "selective"}),
+    ],
+    ids=str,
+)
+def test_the_fused_kernel_on_whole_meshes(schedule, mesh, how, monkeypatch):
+    """All but cuDNN itself, whose part plain products play."""
+    fused.stands_in(monkeypatch)
+    with jax.enable_x64(True):
+        assert_same(*run("fused", schedule, *mesh, dtype=jnp.float64, **how))

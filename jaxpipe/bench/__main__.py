@@ -4,6 +4,8 @@
   train CONFIG   training steps on the present devices
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
+  context CONFIG sequences that two CPU cores share, beside one
+  zigzag         packed documents in a ring, dealt in two ways
   clockwork      the executor over layers that sleep, beside the simulator and PyTorch
   scale CONFIG   weak and strong scaling by simulation
   text INPUT...  text to shards of token ids, beside the tokenizer alone
@@ -18,7 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import clockwork, costs, opening, pages, show, step, text, train
+from jaxpipe.bench import clockwork, context, costs, opening, pages, show, step, text, train, zigzag
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -29,6 +31,8 @@ _COMMANDS = {
     "train": train,
     "step": step,
     "torch": step,
+    "context": context,
+    "zigzag": zigzag,
     "clockwork": clockwork,
     "scale": scale,
     "text": text,

@@ -81,15 +81,19 @@ class ParallelConfig(_Section, kw_only=True):
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
+    def rings(self) -> bool:
+        """Whether keys and values go round the replicas that share a sequence."""
+        return self.cp > 1 and self.cp_method == "ring"
+
+    @property
     def stretches(self) -> int:
         """Equal parts that a sequence is cut into, in time and over devices, two each in a ring."""
-        halves = 2 if self.cp > 1 and self.cp_method == "ring" else 1
-        return self.slices * self.cp * halves * (self.tp if self.sequence_parallel else 1)
+        return self.slices * self.cp * (1 + self.rings) * (self.tp if self.sequence_parallel else 1)
 
     @property
     def least_devices(self) -> int:
         """Devices of the fewest replicas that there can be."""
-        return self.pp * self.tp * self.cp * self.ep
+        return self.pp * self.tp * math.lcm(self.cp, self.ep)
 
     @property
     def reshards(self) -> bool:

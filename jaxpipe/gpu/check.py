@@ -94,7 +94,10 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     trainer = Trainer(config, _devices(card, usable, topology), memory)
     train = config.train
     own = compiler.wanted(
-        "gpu", deterministic=train.deterministic, offloads=bool(train.offload_layers)
+        "gpu",
+        deterministic=train.deterministic,
+        offloads=bool(train.offload_layers),
+        rings=parallel.rings,
     )
     options, _ = compiler.accepted(_DEVICELESS)
     with tempfile.TemporaryDirectory() as folder:

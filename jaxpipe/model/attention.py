@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import LayerOutput, Side
-from jaxpipe.model.blocks import Sight, halvings
+from jaxpipe.model.blocks import Blocks, Products, Sight, halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
-from jaxpipe.model.fused import fused_attention
+from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
 from jaxpipe.model.ring import ring_attention
 from jaxpipe.model.sliced import sliced_attention
@@ -87,11 +87,11 @@ class Attend:
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, begin, self.window), past
         position_BL = None if documents is None else documents.positions
         place_L = begin + jnp.arange(length)
-        if self.kernel == "xla" and (past is not None or self.in_blocks) and not _drops(masks):
+        if self._makes_blocks(tokens, length, past) and not _drops(masks):
             sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
             slice_begin = jnp.asarray(0 if past is None else past.begin, jnp.int32)
             return sliced_attention(
-                tokens, halvings(length), q_BLHK, k_BSGK, v_BSGK, sight, slice_begin
+                tokens, self._blocks(length), q_BLHK, k_BSGK, v_BSGK, sight, slice_begin
             ), past
         mask_B1LS = None
         if self.sequence.size > 1 or past is not None:
@@ -112,8 +112,22 @@ class Attend:
         batch, length = q_BLHK.shape[:2]
         position_BL = None if documents is None else documents.positions
         sight = Sight.of(self.sequence.places(length), batch, self.window, position_BL)
-        depth = halvings(length)
-        return ring_attention(self.sequence, depth, q_BLHK, k_BLGK, v_BLGK, sight)
+        blocks = self._blocks(length)
+        return ring_attention(self.sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)
+
+    def _makes_blocks(self, tokens: int, length: int, past: Past | None) -> bool:
+        """Whether blocks are made one by one: of slices, or of a device's heads of a sequence.
+
+        cuDNN's kernel, which masks no block, makes those of slices that a device has whole; all
+        tokens of a sequence it makes at once.
+        """
+        if self.kernel == "cudnn":
+            return past is not None and tokens == length and not self.window
+        return past is not None or self.in_blocks
+
+    def _blocks(self, length: int) -> Blocks:
+        """What makes blocks of so many queries."""
+        return FusedBlocks() if self.kernel == "cudnn" else Products(halvings(length))
 
     def _by_heads(
         self, own: tuple[jax.Array, ...], past: Past | None, documents: Documents | None

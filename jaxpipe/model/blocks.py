@@ -10,7 +10,8 @@ rows, the queries of all heads that read the same keys. Sums are float32, or wid
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,18 @@ class Gradients(NamedTuple):
 Op = Callable[[Queries, Keys, jax.Array | None], Any]
 
 
+class Blocks(Protocol):
+    """What makes blocks: a kernel. Of queries and keys of the same tokens it makes `causal` ones.
+
+    Another takes no mask where queries see all of its keys.
+    """
+
+    attended: Callable[[Queries, Keys, jax.Array | None], Made]
+    gradients: Callable[[Queries, Keys, jax.Array | None], Gradients]
+    causal: Callable[[Queries, Keys], Made]
+    causal_gradients: Callable[[Queries, Keys], Gradients]
+
+
 def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Made:
     """What queries mix of a block's values, where the mask is true; None: everywhere."""
     score_BGMS, (_, _, v_BGSK) = _scores(queries, keys, mask_B1LS)
@@ -163,33 +176,41 @@ def halvings(length: int) -> int:
     return count
 
 
-def causal(queries: Queries, keys: Keys, depth: int) -> Made:
-    """What queries mix of their own tokens, cut in two `depth` times.
+@dataclass(frozen=True)
+class Products:
+    """Blocks in plain products.
 
-    Of each half the later queries see all earlier keys; the last parts are masked. Parts of one
-    depth are one block with more examples.
+    Queries and keys of the same tokens are cut in two `depth` times: of each half the later queries
+    see all earlier keys, and the last parts are masked. Parts of one depth are one block with more
+    examples.
     """
-    own, batch = _parts((queries, keys), 2**depth), queries.q_BLHK.shape[0]
-    made = _whole(attended(*own, own[0].sight.mask(own[1].place_BS)), batch)
-    for level in reversed(range(depth)):
-        (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
-        before, after = _halves(made, 2**level)
-        after = after.with_more(of_seen(attended, later, earlier))
-        made = _joined(before, after, batch)
-    return made
 
+    depth: int
+    attended = staticmethod(attended)
+    gradients = staticmethod(gradients)
 
-def causal_gradients(queries: Queries, keys: Keys, depth: int) -> Gradients:
-    """What their own tokens add to the gradients, in the blocks of `causal`."""
-    own, batch = _parts((queries, keys), 2**depth), queries.q_BLHK.shape[0]
-    found = _whole(gradients(*own, own[0].sight.mask(own[1].place_BS)), batch)
-    for level in reversed(range(depth)):
-        (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
-        dq, dk, dv = of_seen(gradients, later, earlier)
-        before, after = _halves(found, 2**level)
-        before = before._replace(dk_BSGK=before.dk_BSGK + dk, dv_BSGK=before.dv_BSGK + dv)
-        found = _joined(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
-    return found
+    def causal(self, queries: Queries, keys: Keys) -> Made:
+        """What queries mix of their own tokens."""
+        own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
+        made = _whole(attended(*own, own[0].sight.mask(own[1].place_BS)), batch)
+        for level in reversed(range(self.depth)):
+            (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
+            before, after = _halves(made, 2**level)
+            after = after.with_more(of_seen(attended, later, earlier))
+            made = _joined(before, after, batch)
+        return made
+
+    def causal_gradients(self, queries: Queries, keys: Keys) -> Gradients:
+        """What their own tokens add to the gradients."""
+        own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
+        found = _whole(gradients(*own, own[0].sight.mask(own[1].place_BS)), batch)
+        for level in reversed(range(self.depth)):
+            (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
+            dq, dk, dv = of_seen(gradients, later, earlier)
+            before, after = _halves(found, 2**level)
+            before = before._replace(dk_BSGK=before.dk_BSGK + dk, dv_BSGK=before.dv_BSGK + dv)
+            found = _joined(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
+        return found
 
 
 def attention_ref(queries: Queries, keys: Keys) -> jax.Array:

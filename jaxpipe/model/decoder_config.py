@@ -38,6 +38,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         """Number of key and value heads."""
         raise NotImplementedError
 
+    @property
+    def window(self) -> int:
+        """How many last tokens one attends to, itself included; 0: all."""
+        return 0
+
     def resolved(self) -> Self:
         """The same with the width of a head."""
         return replace(self, head_dim=self.head_size)
@@ -73,7 +78,9 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             )
         yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
-    def unmet_by_context(self, method: str, cp: int, tp: int) -> Iterator[str]:
+    def unmet_by_context(
+        self, method: str, cp: int, *, tp: int, dtype: str, packed: bool
+    ) -> Iterator[str]:
         """A sentence for every reason why `cp` replicas cannot share sequences by this method."""
         if method == "gather":
             return
@@ -84,12 +91,7 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"parallel.cp_method=gather, or model.attention_dropout=0."
             )
         if method == "ring":
-            if self.attention == "cudnn":
-                yield (
-                    "parallel.cp_method='ring' with model.attention='cudnn': keys that go round "
-                    "are multiplied by plain products; set model.attention=xla, or "
-                    "parallel.cp_method=ulysses or gather."
-                )
+            yield from self._unmet_by_fused_ring(dtype, packed)
             return
         heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
         if heads % cp:
@@ -103,6 +105,19 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"parallel.cp={cp} and the {keys} key/value heads of a device: one must be a "
                 f"multiple of the other with parallel.cp_method='ulysses'; set "
                 f"parallel.cp_method=ring, or another parallel.cp."
+            )
+
+    def _unmet_by_fused_ring(self, dtype: str, packed: bool) -> Iterator[str]:
+        """A sentence for everything that cuDNN's kernel cannot do with keys that go round."""
+        if self.attention != "cudnn":
+            return
+        yield from unmet_by_kernel(self.head_size, dtype)
+        if packed or self.window:
+            what = "data.packing" if packed else f"a window of {self.window} tokens"
+            yield (
+                f"parallel.cp_method='ring' and model.attention='cudnn' with {what}: of keys that "
+                f"go round the kernel takes all or none; set model.attention=xla, or "
+                f"parallel.cp_method=ulysses."
             )
 
     def flops_of(self, matrices: int, keys: int) -> int:
@@ -134,15 +149,20 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             )
 
 
-def unmet_by_packed_kernel(queries: tuple[int, int, int, int], dtype: str) -> Iterator[str]:
-    """A sentence for everything that cuDNN's packed form cannot do for queries `[B, S, H, K]`."""
-    rows, tokens, heads, width = queries
+def unmet_by_kernel(width: int, dtype: str) -> Iterator[str]:
+    """A sentence where cuDNN's kernel is not for heads of such a width and dtype."""
     if dtype not in ("bfloat16", "float16") or width % 8 or width > 256:
         yield (
             f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
             f"8 up to 256, but these are {dtype} of width {width}: change train.compute_dtype or "
             f"the heads, or set model.attention=xla."
         )
+
+
+def unmet_by_packed_kernel(queries: tuple[int, int, int, int], dtype: str) -> Iterator[str]:
+    """A sentence for everything that cuDNN's packed form cannot do for queries `[B, S, H, K]`."""
+    rows, tokens, heads, width = queries
+    yield from unmet_by_kernel(width, dtype)
     if rows * tokens * heads * width >= 2**31:
         yield (
             f"attention of cuDNN within documents counts elements in int32, but {rows} rows of "

@@ -78,10 +78,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """A sentence for everything that devices of this `jax.Device.platform` do not have."""
         return iter(())
 
-    def unmet_by_context(self, method: str, cp: int, tp: int) -> Iterator[str]:
+    def unmet_by_context(
+        self, method: str, cp: int, *, tp: int, dtype: str, packed: bool
+    ) -> Iterator[str]:
         """A sentence for every reason why `cp` replicas cannot share sequences by this method.
 
-        That is `parallel.cp_method`; each is one of `tp` devices that share the layers.
+        That is `parallel.cp_method`; each is one of `tp` devices that share the layers, in `dtype`.
+        `packed`: rows hold documents.
         """
         if method != "gather":
             yield (

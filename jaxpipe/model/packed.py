@@ -1,9 +1,7 @@
 """Fused attention of cuDNN within documents that share rows, by its packed form.
 
 cuDNN takes each document as a sequence of its own, found by its first token and its length
-(cuDNN's "ragged offsets"), so there is neither a mask nor a bias. jax has the form in a private
-module alone, `jax._src.cudnn`; of that are used the two primitives that become cuDNN's calls, whose
-offsets are made here.
+(cuDNN's "ragged offsets", which are made here), so there is neither a mask nor a bias.
 
 Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands:
 `q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and values
@@ -22,6 +20,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxpipe.model import cudnn
 from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
 
@@ -79,15 +78,7 @@ def _backward(window: int, kept: tuple[jax.Array, ...], dmixed: jax.Array) -> tu
 packed_attention.defvjp(_forward, _backward)
 
 
-def _primitive(name: str) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    return primitive
-
-
-# Policies of rematerialisation know the kernel by the beginning of its name.
-FORWARD, BACKWARD = "dot_product_attention_packed", "dot_product_attention_packed_gradient"
-_FORWARD, _BACKWARD = _primitive(FORWARD), _primitive(BACKWARD)
+_FORWARD, _BACKWARD = cudnn.primitive("packed"), cudnn.primitive("packed_gradient")
 
 
 @_FORWARD.def_abstract_eval
@@ -192,27 +183,10 @@ def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tu
 
 
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
-    """jax's primitive of one of cuDNN's calls on queries `[B, S, H, K]`, and how it is asked for.
-
-    Its arguments are private, and jax 0.12 has two more of them. Raises `ValueError` for queries
-    that cuDNN has no kernel for.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    """The call on queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
     for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
         raise ValueError(sentence)
-    how: dict[str, Any] = {
-        "scale": q.shape[-1] ** -0.5,
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
-        "layout": cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": window or None,
-    }
-    if jax.__version_info__ >= (0, 12):
-        how |= {"score_mod_name": None, "score_mod_jaxpr": None}
-    return getattr(cudnn, f"_dot_product_attention_{name}_p"), how
+    return cudnn.call(name, q.shape[-1], "PADDING_CAUSAL", window)
 
 
 for _kernel, _lower in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):

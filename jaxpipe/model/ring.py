@@ -10,26 +10,24 @@ over all keys.
 Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens, half of them of each stretch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.blocks import (
     KEPT,
+    Blocks,
     Gradients,
     Keys,
     Made,
     Op,
     Queries,
     Sight,
-    attended,
-    causal,
-    causal_gradients,
-    gradients,
     in_backward,
     of_seen,
 )
@@ -38,48 +36,47 @@ from jaxpipe.partition.sequence import WholeSequence
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring_attention(
-    sequence: WholeSequence, depth: int, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
-    sight: Sight,
+    sequence: WholeSequence, blocks: Blocks, q_BLHK: jax.Array, k_BLGK: jax.Array,
+    v_BLGK: jax.Array, sight: Sight,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to those that it sees of the whole sequence, `[B, L, H, K]`.
-
-    The device's own tokens are cut in two `depth` times, as `causal` says.
-    """
-    return _forward(sequence, depth, q_BLHK, k_BLGK, v_BLGK, sight)[0]
+    """Attention of every token to those that it sees of the whole sequence, `[B, L, H, K]`."""
+    return _forward(sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)[0]
 
 
 def _forward(
-    sequence: WholeSequence, depth: int, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
-    sight: Sight,
+    sequence: WholeSequence, blocks: Blocks, q_BLHK: jax.Array, k_BLGK: jax.Array,
+    v_BLGK: jax.Array, sight: Sight,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     queries, keys = Queries(q_BLHK, sight), Keys(k_BLGK, v_BLGK, sight.own_BL)
-    made = None
-    for turn, there in _turns(sequence, keys):
+
+    def with_turn(turn: int, there: Keys, made: Made | None) -> Made:
         if not turn:
-            made = causal(queries, there, depth)
-            continue
-        late, which = _late_and_chosen(sequence, turn, attended, queries, there)
+            return blocks.causal(queries, there)
+        late, which = _late_and_chosen(sequence, turn, blocks.attended, queries, there)
         early_made, late_made = _halves(made)
         late_made = late_made.with_more(late)
         chosen = _chosen(sequence, turn, early_made, late_made).with_more(which)
-        made = _put_back(sequence, turn, (early_made, late_made), chosen)
+        return _put_back(sequence, turn, (early_made, late_made), chosen)
+
+    made = _around(sequence, keys, with_turn)
     made = Made(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
     made = jax.tree.map(lambda x: checkpoint_name(x, KEPT), made)
     return made.mixed_BLHK, (q_BLHK, k_BLGK, v_BLGK, sight, made)
 
 
 def _backward(
-    sequence: WholeSequence, depth: int, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
+    sequence: WholeSequence, blocks: Blocks, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
     q_BLHK, k_BLGK, v_BLGK, sight, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
-    at_keys = None  # gradients at the keys that are here, of the devices that they came by
-    for turn, there in _turns(sequence, Keys(k_BLGK, v_BLGK, sight.own_BL)):
+
+    def with_turn(turn: int, there: Keys, found: Gradients | None) -> Gradients:
+        """Beside those at queries, those at the keys that are here, of the devices before."""
         if not turn:
-            dq, *at_keys = causal_gradients(queries, there, depth)
-            continue
+            return blocks.causal_gradients(queries, there)
+        dq, *at_keys = found
         arrived = sequence.turned(at_keys)
-        late, which = _late_and_chosen(sequence, turn, gradients, queries, there)
+        late, which = _late_and_chosen(sequence, turn, blocks.gradients, queries, there)
         early_dq, late_dq = _halves(dq)
         late_dq = late_dq + late.dq_BLHK
         chosen = _chosen(sequence, turn, early_dq, late_dq) + which.dq_BLHK
@@ -88,6 +85,10 @@ def _backward(
             behind + _at_halves(sequence, turn, of_late, of_chosen)
             for behind, of_late, of_chosen in zip(arrived, late[1:], which[1:])
         ]
+        return Gradients(dq, *at_keys)
+
+    keys = Keys(k_BLGK, v_BLGK, sight.own_BL)
+    dq, *at_keys = _around(sequence, keys, with_turn)
     dk, dv = sequence.turned(at_keys)
     found = Gradients(dq, dk, dv)
     return *(d.astype(x.dtype) for d, x in zip(found, (q_BLHK, k_BLGK, v_BLGK))), None
@@ -96,12 +97,17 @@ def _backward(
 ring_attention.defvjp(_forward, _backward)
 
 
-def _turns(sequence: WholeSequence, keys: Keys) -> Iterator[tuple[int, Keys]]:
-    """Own keys, then those of the device so many turns before; the next are on their way."""
-    for turn in range(sequence.size):
-        coming = sequence.turned(keys) if turn + 1 < sequence.size else keys
-        yield turn, keys
-        keys = coming
+def _around(sequence: WholeSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any]) -> Any:
+    """What is made of own keys, and of those of the device so many turns before, one by one.
+
+    The next keys are on their way meanwhile, and no others: those after them set out when a turn's
+    blocks are made, or else a scheduler could have all of them come at once, behind nothing.
+    """
+    made = None
+    for turn in range(sequence.size - 1):
+        coming = sequence.turned(keys)
+        made, keys = lax.optimization_barrier((with_turn(turn, keys, made), coming))
+    return with_turn(sequence.size - 1, keys, made)
 
 
 def _late_and_chosen(

@@ -17,15 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.blocks import (
     KEPT,
+    Blocks,
     Gradients,
     Keys,
     Made,
     Queries,
     Sight,
-    attended,
-    causal,
-    causal_gradients,
-    gradients,
     in_backward,
     of_seen,
 )
@@ -33,30 +30,30 @@ from jaxpipe.model.blocks import (
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sliced_attention(
-    tokens: int, depth: int, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, sight: Sight,
-    begin: jax.Array,
+    tokens: int, blocks: Blocks, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+    sight: Sight, begin: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to those that it sees, `[B, L, H, K]`.
 
     They are tokens of the slice of so many `tokens` that begins at token `begin`; a device that has
-    all of them cuts them in two `depth` times, as `causal` says, and one that has some masks them.
+    only some of them masks the slice's.
     """
-    return _forward(tokens, depth, q_BLHK, k_BSGK, v_BSGK, sight, begin)[0]
+    return _forward(tokens, blocks, q_BLHK, k_BSGK, v_BSGK, sight, begin)[0]
 
 
 def _forward(
-    tokens: int, depth: int, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, sight: Sight,
-    begin: jax.Array,
+    tokens: int, blocks: Blocks, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+    sight: Sight, begin: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     queries, slices = Queries(q_BLHK, sight), _Slices(tokens, k_BSGK, v_BSGK)
     own = slices.keys(begin)
     if q_BLHK.shape[1] == tokens:
-        made = causal(queries, own, depth)
+        made = blocks.causal(queries, own)
     else:
-        made = attended(queries, own, sight.mask(own.place_BS))
+        made = blocks.attended(queries, own, sight.mask(own.place_BS))
 
     def with_slice(index: jax.Array, made: Made) -> Made:
-        return made.with_more(of_seen(attended, queries, slices.keys(index * tokens)))
+        return made.with_more(of_seen(blocks.attended, queries, slices.keys(index * tokens)))
 
     if k_BSGK.shape[1] > tokens:
         made = lax.fori_loop(*slices.before(begin, sight), with_slice, made)
@@ -66,21 +63,21 @@ def _forward(
 
 
 def _backward(
-    tokens: int, depth: int, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
+    tokens: int, blocks: Blocks, kept: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
     q_BLHK, k_BSGK, v_BSGK, sight, begin, made = in_backward(kept, dmixed_BLHK)
     queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
     slices = _Slices(tokens, k_BSGK, v_BSGK)
     own = slices.keys(begin)
     if q_BLHK.shape[1] == tokens:
-        of_own = causal_gradients(queries, own, depth)
+        of_own = blocks.causal_gradients(queries, own)
     else:
-        of_own = gradients(queries, own, sight.mask(own.place_BS))
+        of_own = blocks.gradients(queries, own, sight.mask(own.place_BS))
     nothing = jnp.zeros_like(k_BSGK), jnp.zeros_like(v_BSGK)
     found = Gradients(of_own.dq_BLHK, *slices.put(nothing, of_own[1:], begin))
 
     def with_slice(index: jax.Array, found: Gradients) -> Gradients:
-        dq, *at_keys = of_seen(gradients, queries, slices.keys(index * tokens))
+        dq, *at_keys = of_seen(blocks.gradients, queries, slices.keys(index * tokens))
         return Gradients(found.dq_BLHK + dq, *slices.put(found[1:], at_keys, index * tokens))
 
     if k_BSGK.shape[1] > tokens:

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.parallel.mesh import DP
+from jaxpipe.parallel.mesh import SHARDS
 from jaxpipe.partition.sequence import Method, WholeSequence
 
 
 @dataclass(frozen=True)
 class ContextParallel(WholeSequence):
-    """`size` neighbours along the mesh's dp axis share every sequence.
+    """`size` neighbours among the replicas share every sequence.
 
-    They are replicas like any others: parameters and gradients know of dp alone. Each has one
+    They are replicas like any others, along the mesh's axes dp and ep: parameters and gradients
+    know of these alone, and they may have experts in parts too. Each has one
     stretch of its tokens, in their order; with `ring` two of twice as many, the i-th from the
     beginning and the i-th from the end, so that causal attention is as much work for all. The
     gradient of what was gathered is summed and scattered, which is the transpose of the gather.
@@ -24,7 +25,7 @@ class ContextParallel(WholeSequence):
 
     def index(self) -> jax.Array:
         """This device's place among those that share its sequences."""
-        return lax.axis_index(DP) % self.size
+        return lax.axis_index(SHARDS) % self.size
 
     def start(self, own: int) -> jax.Array:
         """Where in the sequence this device's first token stands, of `own`."""
@@ -39,7 +40,7 @@ class ContextParallel(WholeSequence):
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The `[B, L, ...]` of all tokens, from `[B, L / size, ...]`, in the order of devices."""
-        return lax.all_gather(x, DP, axis=1, tiled=True, axis_index_groups=self._groups)
+        return lax.all_gather(x, SHARDS, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def turned(self, tree: Any) -> Any:
         """What the device before this one has, in a ring of those that share a sequence.
@@ -50,11 +51,11 @@ class ContextParallel(WholeSequence):
         pairs = [(group[i - 1], group[i]) for group in self._groups for i in range(self.size)]
 
         def gathered(x: jax.Array) -> jax.Array:
-            every = lax.all_gather(x, DP, axis_index_groups=self._groups)
+            every = lax.all_gather(x, SHARDS, axis_index_groups=self._groups)
             return lax.dynamic_index_in_dim(every, (self.index() - 1) % self.size, keepdims=False)
 
         def turned(x: jax.Array) -> jax.Array:
-            permuted = lambda x: lax.ppermute(x, DP, pairs)  # noqa: E731
+            permuted = lambda x: lax.ppermute(x, SHARDS, pairs)  # noqa: E731
             return lax.platform_dependent(x, cpu=gathered, default=permuted)
 
         return jax.tree.map(turned, tree)
@@ -74,11 +75,11 @@ class ContextParallel(WholeSequence):
 
     def _exchanged(self, x: jax.Array, *, apart: int, together: int) -> jax.Array:
         groups = self._groups
-        return lax.all_to_all(x, DP, apart, together, tiled=True, axis_index_groups=groups)
+        return lax.all_to_all(x, SHARDS, apart, together, tiled=True, axis_index_groups=groups)
 
     @property
     def _groups(self) -> list[list[int]]:
-        replicas = range(lax.axis_size(DP))
+        replicas = range(lax.axis_size(SHARDS))
         return [list(replicas[i : i + self.size]) for i in replicas[:: self.size]]
 
     def deal(self, values: Any, dp: int) -> Any:

@@ -63,6 +63,10 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_deterministic  # needs jax
 
         check_deterministic(platform)
+    if config.parallel.rings and platform != "cpu":
+        from jaxpipe.runtime.compiler import check_rings
+
+        check_rings(platform)
 
 
 def _check_packing(config: Config, platform: str | None) -> None:

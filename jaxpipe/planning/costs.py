@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
@@ -34,6 +34,7 @@ class LayerCosts:
         that W reads (`for_w`), and what B leaves for W (`stash`).
       state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
       exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
+      shared: bytes that it sends to those that share its sequences, in each.
     """
 
     F: float
@@ -44,6 +45,7 @@ class LayerCosts:
     state: int
     parameters: tuple[Parameter, ...]
     exchanged: Mapping[str, float]
+    shared: Mapping[str, float]
 
     @property
     def for_b(self) -> int:
@@ -102,7 +104,7 @@ def essentials(config: Config) -> Config:
         data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.ends_shared_by or 1,
-            dp=parallel.cp * parallel.ep,
+            dp=lcm(parallel.cp, parallel.ep),
             cp=parallel.cp,
             cp_method=parallel.cp_method,
             ep=parallel.ep,

@@ -27,7 +27,7 @@ class Estimate:
     sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
     mirroring: float  # seconds of that copy, if the schedule is bidirectional
     waiting: float  # seconds for which compute waits for copies with the host
-    exposed: float  # seconds for which it waits for all-to-alls over ep
+    exposed: float  # seconds for which it waits for other replicas, over ep and over cp
     tokens: int  # of a step
     saved: float | None = None  # share of the time that steps would save which overlap, if known
 
@@ -73,7 +73,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
         more_than_with(copies=NO_COPIES),
-        more_than_with(exchange=NO_EXCHANGE),
+        more_than_with(exchange=NO_EXCHANGE, sharing=NO_EXCHANGE),
         config.tokens_per_step,
     )
 

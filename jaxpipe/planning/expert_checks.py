@@ -35,11 +35,6 @@ def check_experts(config: Config) -> None:
             f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="
             f"{parallel.dp}: replicas of a group have the experts in parts; change one of them."
         )
-    if parallel.cp > 1:
-        raise ConfigError(
-            f"parallel.ep={ep} with parallel.cp={parallel.cp}: neighbouring replicas have parts "
-            f"of the experts, or of a sequence; use one of them."
-        )
     if experts // ep > COUNTED:
         raise ConfigError(
             f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {COUNTED} on "

@@ -96,6 +96,11 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Seconds of BW."""
         return self.BW or self.B + self.W
 
+    def beside(self, more: "LayerSeconds") -> "LayerSeconds":
+        """With those of `more`, which come on top."""
+        both = self.BW and self.BW + more.whole_backward
+        return LayerSeconds(self.F + more.F, self.B + more.B, self.W + more.W, both)
+
 
 NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
 
@@ -105,7 +110,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A message goes to each of the two neighbours at once, as every tick sends them. `copies` are
     those of residuals that wait on the host; they are computed, never measured. `exchange` is what
-    a layer's all-to-alls over ep take, besides `layer`; where that was measured it is in there.
+    a layer's all-to-alls over ep take, besides `layer`, and `sharing` what it waits for those that
+    share its sequences; where `layer` was measured they are in there.
     """
 
     layer: LayerSeconds
@@ -115,6 +121,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embed_gradient: float = 0.0  # the embedding's share of B
     copies: Copies = NO_COPIES
     exchange: LayerSeconds = NO_EXCHANGE
+    sharing: LayerSeconds = NO_EXCHANGE
 
     def sending(self, size: int, message: int) -> float:
         """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
@@ -141,7 +148,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ends = self.embed + self.head + self.embed_gradient + sums
             entered = (ends / len(layers),) * len(layers)
             left = returned = (0.0,) * len(layers)
-        layer, copies, exchange = self.layer, self.copies, self.exchange
+        layer, copies, exchange = self.layer.beside(self.sharing), self.copies, self.exchange
         b, w = (layer.B, copies.B, exchange.B), (layer.W, copies.W, exchange.W)
         if not split:
             b = w = layer.whole_backward / 2, copies.B / 2, (exchange.B + exchange.W) / 2
@@ -181,7 +188,35 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
             *(sum(kind.exchanged[op] for kind in layers) / len(layers) / hardware.network
               for op in ("F", "B", "W"))
         ),
+        sharing=sharing_of(config, hardware),
     )  # fmt: skip
+
+
+def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
+    """Seconds for which the mean layer waits for those that share its sequences.
+
+    What a ring sends is on its way while the keys that are here are computed with, as long as these
+    take: of the causal half of attention all but the share of the last ones.
+    """
+    costs, cp = costs_of(config), config.parallel.cp
+    if cp == 1:
+        return NO_EXCHANGE
+    layers = [costs.kinds[kind] for kind in costs.order]
+    behind = dict.fromkeys(("F", "B", "W"), 0.0)
+    if config.parallel.rings:
+        model, train = config.model, config.train
+        whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
+        tokens = train.microbatch_size * train.seq_len / (cp * config.parallel.tp)
+        # Of 12 per query and key two of four are made forwards, for half of the keys.
+        forwards = whole / len(layers) * tokens / 6 / hardware.flops * (cp - 1) / cp
+        again = 1 if train.remat == "full" else 0
+        behind |= {"F": forwards, "B": (2.5 + again) * forwards}
+
+    def waits(op: str) -> float:
+        sent = sum(kind.shared[op] for kind in layers) / len(layers)
+        return max(0.0, sent / hardware.network - behind[op])
+
+    return LayerSeconds(*map(waits, ("F", "B", "W")))
 
 
 def copies_of(config: Config, hardware: Hardware) -> Copies:

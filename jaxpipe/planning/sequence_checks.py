@@ -40,10 +40,9 @@ def _check_replicas(config: Config) -> None:
 def _check_parts(config: Config) -> None:
     """Sequences are cut into equal slices, these over cp, then tp or chunks of the loss."""
     parallel, train = config.parallel, config.train
-    halves = 2 if parallel.cp > 1 and parallel.cp_method == "ring" else 1
     stretches = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
-    over_halves = {"the stretches of a device": halves}
+    over_halves = {"the stretches of a device": 1 + parallel.rings}
     chunks = {"train.loss_chunks": train.loss_chunks}
     for more in (stretches | over_halves, stretches | over_tp, stretches | chunks):
         if train.seq_len % prod(more.values()):
@@ -64,5 +63,11 @@ def _check_method(config: Config) -> None:
             f"parallel.cp_method='ring' with parallel.slices={parallel.slices}: keys go round for "
             f"whole sequences; set parallel.slices=1, or parallel.cp_method=ulysses or gather."
         )
-    for sentence in model.unmet_by_context(parallel.cp_method, parallel.cp, parallel.tp):
+    for sentence in model.unmet_by_context(
+        parallel.cp_method,
+        parallel.cp,
+        tp=parallel.tp,
+        dtype=config.train.compute_dtype,
+        packed=bool(config.data.documents),
+    ):
         raise ConfigError(sentence)

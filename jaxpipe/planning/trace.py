@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
-from jaxpipe.model.fused import flops_of_kernel, stand_ins
+from jaxpipe.model import cudnn
+from jaxpipe.model.fused import stand_ins
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import DP, EP, PP, RP, TP
+from jaxpipe.parallel import DP, EP, PP, RP, SHARDS, TP
 from jaxpipe.parallel.sharding import declared
 from jaxpipe.partition.leaf import Leaf
 from jaxpipe.pipeline import POLICIES
@@ -30,7 +31,8 @@ def trace(config: Config) -> ModelCosts:
     """The costs of a configuration's model, for the fewest replicas that share something."""
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
-    sizes = {PP: parallel.pp, RP: 1, DP: parallel.cp, EP: parallel.ep, TP: parallel.tp}
+    replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
+    sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
     order = functions.kinds_of(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
@@ -87,19 +89,34 @@ def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float
     return _total(jaxpr, partial(_flops_of, fp8=fp8), turns)
 
 
-def exchanged_bytes(jaxpr: Jaxpr, devices: int) -> float:
-    """Bytes that each of so many devices sends in the all-to-alls of a jaxpr over their axis."""
+def sent_bytes(jaxpr: Jaxpr, axes: tuple[str, ...], devices: int) -> float:
+    """Bytes that each device sends in a jaxpr's collectives of so many devices over these axes.
+
+    A permute sends what it is given, an all-to-all and a scatter all but a device's own part of it;
+    a gather sends it to every other device.
+    """
+    others = devices - 1
+    times = {
+        "ppermute": 1,
+        "all_gather": others,
+        "all_to_all": others / devices,
+        "reduce_scatter": others / devices,
+    }
 
     def sent(eqn: JaxprEqn) -> float | None:
-        if eqn.primitive.name != "all_to_all":
+        over = eqn.params.get("axis_name", ())
+        if eqn.primitive.name not in times or axes != ((over,) if isinstance(over, str) else over):
             return None
-        return _bytes([var.aval for var in eqn.invars]) * (devices - 1) / devices
+        return _bytes([var.aval for var in eqn.invars]) * times[eqn.primitive.name]
 
     return _total(jaxpr, sent, 1)
 
 
 def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: float) -> float:
-    """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs."""
+    """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs.
+
+    Of branches the largest runs, of those for platforms the one that is not for CPU.
+    """
     total: float = 0
     for eqn in jaxpr.eqns:
         own = of_eqn(eqn)
@@ -112,7 +129,10 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: floa
             ]
             name = eqn.primitive.name
             times = {"scan": eqn.params.get("length"), "while": turns}.get(name, 1)
-            own = max(bodies) if name == "cond" else sum(bodies) * times
+            if name == "cond":
+                own = bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
+            else:
+                own = sum(bodies) * times
         total += own
     return total
 
@@ -128,7 +148,7 @@ def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
     if name == "ragged_dot_general":
         return 0 if fp8 else _ragged_flops(eqn)
-    kernel = flops_of_kernel(name, *(var.aval.shape for var in eqn.invars))
+    kernel = cudnn.flops(name, tuple(var.aval.shape for var in eqn.invars), eqn.params)
     return 0 if fp8 and kernel is not None else kernel
 
 
@@ -155,10 +175,15 @@ def _layer_costs(
         "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
         "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
     }
+
+    def sent(axes: tuple[str, ...], devices: int) -> dict[str, float]:
+        return {op: sent_bytes(traced.jaxpr, axes, devices) for op, traced in ops.items()}
+
     return LayerCosts(
         **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
         in_fp8={op: product_flops(traced.jaxpr, before, fp8=True) for op, traced in ops.items()},
-        exchanged={op: exchanged_bytes(traced.jaxpr, parallel.ep) for op, traced in ops.items()},
+        exchanged=sent((EP,), parallel.ep),
+        shared=sent(SHARDS, parallel.cp),
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,

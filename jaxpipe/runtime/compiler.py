@@ -83,28 +83,42 @@ DETERMINISTIC = (
     ),
 )
 
+# With `parallel.cp_method="ring"`. At the first call of a collective XLA lets the threads of all
+# its devices in a process wait for each other (openxla/xla#38932), and to a permute belong all
+# devices of the program. A ring's permutes stand in branches, which ranks of a pipeline take at
+# different ticks: a rank would wait for one that waits for its message.
+RING = (
+    Option(
+        "xla_gpu_collective_permute_connected_components",
+        (True,),
+        "To a permute belong only the devices that it connects: those of one ring, which take the "
+        "same branches. NCCL is faster so, too (openxla/xla#40505).",
+    ),
+)
+
 
 def options(
-    platform: str, *, deterministic: bool = False, offloads: bool = False
+    platform: str, *, deterministic: bool = False, offloads: bool = False, rings: bool = False
 ) -> dict[str, Value]:
     """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
 
     An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
     that the installed XLA does not know.
     """
-    kept, dropped = accepted(wanted(platform, deterministic=deterministic, offloads=offloads))
+    own = wanted(platform, deterministic=deterministic, offloads=offloads, rings=rings)
+    kept, dropped = accepted(own)
     for sentence in dropped:
         warnings.warn(sentence, stacklevel=2)
     return kept
 
 
 def wanted(
-    platform: str, *, deterministic: bool = False, offloads: bool = False
+    platform: str, *, deterministic: bool = False, offloads: bool = False, rings: bool = False
 ) -> tuple[Option, ...]:
     """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
     if platform not in _GPUS:
         return ()
-    own = GPU + OFFLOAD * offloads + DETERMINISTIC * deterministic
+    own = GPU + OFFLOAD * offloads + DETERMINISTIC * deterministic + RING * rings
     return tuple(option for option in own if not _is_the_users(option.name))
 
 
@@ -120,18 +134,28 @@ def check_version(platform: str) -> None:
 
 def check_deterministic(platform: str) -> None:
     """Raise `ConfigError` where devices of this platform cannot be told to be deterministic."""
+    _check(platform, DETERMINISTIC, "train.deterministic=true", "leave train.deterministic out")
+
+
+def check_rings(platform: str) -> None:
+    """Raise `ConfigError` where rings of devices of this platform might wait for ever."""
+    _check(platform, RING, "parallel.cp_method='ring'", "set parallel.cp_method=ulysses or gather")
+
+
+def _check(platform: str, needed: tuple[Option, ...], setting: str, remedy: str) -> None:
+    """Raise `ConfigError` where options that a setting needs are not ours to give."""
     if platform not in _GPUS:
         return
-    for name, values, _ in DETERMINISTIC:
+    for name, values, _ in needed:
         if _is_the_users(name):
             raise ConfigError(
-                f"train.deterministic=true gives {name} its value, but XLA_FLAGS names it too: "
-                f"take it out of XLA_FLAGS, or leave train.deterministic out."
+                f"{setting} gives {name} its value, but XLA_FLAGS names it too: take it out of "
+                f"XLA_FLAGS, or {remedy}."
             )
         if refusal := _refusal(name, values[0]):
             raise ConfigError(
-                f"train.deterministic=true needs {name}={values[0]}, but this XLA says "
-                f"{refusal!r}: use another jax, or leave train.deterministic out."
+                f"{setting} needs {name}={values[0]}, but this XLA says {refusal!r}: use another "
+                f"jax, or {remedy}."
             )
 
 

@@ -307,7 +307,10 @@ class Trainer:
         platform = self.mesh.devices.flat[0].platform
         train = self.config.train
         return compiler.options(
-            platform, deterministic=train.deterministic, offloads=bool(train.offload_layers)
+            platform,
+            deterministic=train.deterministic,
+            offloads=bool(train.offload_layers),
+            rings=self.config.parallel.rings,
         )
 
     def _init(self) -> State:

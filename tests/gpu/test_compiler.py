@@ -17,6 +17,11 @@ def _no_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+def told(**more):
+    """What a step is compiled with, where a configuration asks for no more."""
+    return {"deterministic": False, "offloads": False, "rings": False} | more
+
+
 def test_none_on_cpu():
     assert compiler.options("cpu") == compiler.options("tpu") == {}
 
@@ -68,7 +73,7 @@ def test_a_deterministic_step_is_told_so(monkeypatch):
     for deterministic in (True, False):
         config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
         assert Trainer(config).train_step
-        assert asked.pop() == (("cpu",), {"deterministic": deterministic, "offloads": False})
+        assert asked.pop() == (("cpu",), told(deterministic=deterministic))
 
 
 def test_a_step_that_offloads_is_told_so(monkeypatch):
@@ -82,8 +87,31 @@ def test_a_step_that_offloads_is_told_so(monkeypatch):
     monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append(more))
     trainer = Trainer(load(SMALL, ["train.offload_layers=1"]))
     assert trainer.train_step
-    assert asked.pop() == {"deterministic": False, "offloads": True}
+    assert asked.pop() == told(offloads=True)
     assert trainer.execution.offload_layers == 1
+
+
+RING = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.cp_method=ring"]
+
+
+def test_permutes_of_a_ring_wait_for_its_devices_alone(monkeypatch):
+    more = compiler.options("cuda", rings=True)
+    (option,) = more.items() - compiler.options("cuda").items()
+    assert option == ("xla_gpu_collective_permute_connected_components", True)
+    assert compiler.options("cpu", rings=True) == {}
+    asked = []
+    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append(more))
+    assert Trainer(load(SMALL, RING), jax.devices()[:4]).train_step
+    assert asked.pop() == told(rings=True)
+
+
+def test_a_ring_that_could_wait_for_ever_is_refused(monkeypatch):
+    config = load(SMALL, RING)
+    validate(config, platform="gpu")
+    monkeypatch.setenv("XLA_FLAGS", f"--{compiler.RING[0].name}=false")
+    with pytest.raises(ConfigError, match="'ring' gives xla_gpu_coll.* set parallel.cp_method=uly"):
+        validate(config, platform="gpu")
+    validate(config, platform="cpu")
 
 
 def test_what_cannot_be_deterministic_is_refused(monkeypatch):

@@ -13,8 +13,11 @@ from jaxpipe import config as configs
 from jaxpipe.bench import train
 from jaxpipe.contract import Context
 from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.blocks import Products, Sight
 from jaxpipe.model.fp8 import Fp8
+from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.packed import Documents
+from jaxpipe.model.sliced import sliced_attention
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.training.trainer import Trainer
@@ -119,4 +122,24 @@ def test_the_fused_kernel_keeps_documents_apart(window, stretch):
         return mixed, *gradients
 
     for fused, plain in zip(found("cudnn"), found("xla"), strict=True):
+        assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4
+
+
+@pytest.mark.parametrize("begin", [0, 512])
+def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
+    """In bfloat16: own tokens and two slices before them, put together by the logs of sums."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, 256, 8, 128), (2, 1024, 2, 128), (2, 1024, 2, 128), (2, 256, 8, 128)]
+    *given, weight = (jax.random.normal(*of, "bfloat16") for of in zip(keys, shapes))
+    sight = Sight.of(begin + np.arange(256), 2, 0, None)
+
+    def found(blocks):
+        def attention(q, k, v):
+            return sliced_attention(256, blocks, q, k, v, sight, jnp.int32(begin))
+
+        mixed, pull = jax.vjp(attention, *given)
+        return mixed, *pull(weight)
+
+    ways = (jax.jit(found, static_argnums=0)(blocks) for blocks in (FusedBlocks(), Products(0)))
+    for fused, plain in zip(*ways, strict=True):
         assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4

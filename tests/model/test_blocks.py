@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 from compare import assert_same
 from jax.sharding import PartitionSpec
+from oracles import fused
 
-from jaxpipe.model.blocks import Keys, Queries, Sight, attention_ref
+from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
+from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.ring import ring_attention
 from jaxpipe.model.sliced import sliced_attention
 from jaxpipe.parallel import ContextParallel, make_mesh
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
+HALVES = Products(1)
 SIGHTS = {"all": (0, None), "windows and documents": (6, POSITIONS)}
 
 
@@ -37,12 +40,12 @@ def twin(q, k, v, window, positions):
 def alone(depth):
     def attention(q, k, v, window, positions):
         sight = Sight.of(np.arange(L), B, window, positions)
-        return sliced_attention(L, depth, q, k, v, sight, jnp.int32(0))
+        return sliced_attention(L, Products(depth), q, k, v, sight, jnp.int32(0))
 
     return attention
 
 
-def around(size):
+def around(size, blocks):
     """Of devices that share the sequence, put together again."""
     sequence, axes = ContextParallel(size, "ring"), PartitionSpec(("rp", "dp", "ep"))
     mesh = make_mesh(1, size, devices=jax.devices()[:size])
@@ -51,7 +54,7 @@ def around(size):
     def attention(q, k, v, window, positions):
         def on_device(q, k, v, *own):
             sight = Sight.of(sequence.places(L // size), B, window, own[0] if own else None)
-            return ring_attention(sequence, 1, q, k, v, sight)
+            return ring_attention(sequence, blocks, q, k, v, sight)
 
         whole = (q, k, v) if positions is None else (q, k, v, positions)
         dealt = [sequence.deal(x[None], size)[0] for x in whole]
@@ -63,7 +66,12 @@ def around(size):
     return attention
 
 
-WAYS = {"one block": alone(0), "halvings": alone(3), "ring of 2": around(2), "ring of 4": around(4)}
+WAYS = {
+    "one block": alone(0),
+    "halvings": alone(3),
+    "ring of 2": around(2, HALVES),
+    "ring of 4": around(4, HALVES),
+}
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -73,6 +81,16 @@ def test_blocks_make_what_all_scores_make(way, sight):
         given = operands(jnp.float64)
         got = jax.jit(lambda *given: made(WAYS[way], given, *SIGHTS[sight]))(*given)
         assert_same(got, made(twin, given, *SIGHTS[sight]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_fused_kernel_makes_blocks_too(size, monkeypatch):
+    """All but cuDNN itself: what it is asked for, and how its blocks are put together."""
+    fused.stands_in(monkeypatch)
+    with jax.enable_x64(True):
+        given, way = operands(jnp.float64), around(size, FusedBlocks())
+        got = jax.jit(lambda *given: made(way, given, 0, None))(*given)
+        assert_same(got, made(twin, given, 0, None))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])

@@ -60,10 +60,9 @@ def layer_flops(
 ) -> OpFlops:
     """FLOPs of the matrix products of one layer, on one device, with what B computes again.
 
-    Attention counts the pairs that `xla` computes, the full square where a device has a part of a
-    sequence, or of `cudnn`, whatever it skips; `causal` counts only those that the mask lets
-    through, on the average of `cp` devices. `cudnn` computes the scores once more in B (Dao et al.
-    2022, Algorithm 4); that is taken from the algorithm, not measured.
+    Attention counts the pairs that are computed, masked ones too; `causal` counts only those that
+    the mask lets through, on the average of `cp` devices. `cudnn` computes the scores once more in
+    B (Dao et al. 2022, Algorithm 4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
     a `cp` x `slices` that does not divide `seq_len`.
@@ -266,8 +265,14 @@ def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
 
 
 def _in_blocks(model: LlamaConfig, cp: int, method: str, slices: int) -> bool:
-    """Whether attention is made block by block, of which nothing is stored."""
-    return model.attention == "xla" and (slices > 1 or (cp > 1 and method != "gather"))
+    """Whether attention is made block by block, of which nothing is stored; cuDNN's in tiles.
+
+    cuDNN's makes all that it masks: of stretches that are gathered, and of windows over slices.
+    """
+    gathered = cp > 1 and method == "gather"
+    if model.attention == "cudnn":
+        return not gathered and not (slices > 1 and model.sliding_window)
+    return slices > 1 or (cp > 1 and not gathered)
 
 
 def _keys_of_blocks(seq_len: int, cp: int, method: str, slices: int) -> float:
@@ -275,6 +280,7 @@ def _keys_of_blocks(seq_len: int, cp: int, method: str, slices: int) -> float:
 
     n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice; of half
     of the other slices, or of the tokens of others in a ring, all or none. A gather has no halves.
+    Tiles of 128 are as many, for no block is of fewer tokens.
     """
     own = seq_len // slices
     others = (slices - 1) / 2 * own

@@ -28,6 +28,11 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         """Number of key and value heads."""
         return self.n_kv_heads
 
+    @property
+    def window(self) -> int:
+        """How many last tokens one attends to."""
+        return self.sliding_window
+
     def parameter_count(self) -> int:
         """Number of parameters, from the sizes alone."""
         return self._parameters(self.n_experts)

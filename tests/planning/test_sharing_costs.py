@@ -1,0 +1,51 @@
+"""What a plan says of replicas that share sequences: bytes, and seconds for which compute waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.config import load
+from jaxpipe.plan import main
+from jaxpipe.planning import Hardware
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.hardware import NO_EXCHANGE, LayerSeconds, sharing_of
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+SHARED = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "train.seq_len=256"]
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
+def test_compute_waits_for_all_that_nothing_hides(method):
+    config = load(SMALL, [*SHARED, f"parallel.cp_method={method}"])
+    sent, slow = costs_of(config).kinds["layer"].shared, Hardware(network=1e6)
+    found, behind = sharing_of(config, slow), 0.0
+    if method == "ring":  # of causal attention, two products, the half that is not of own keys
+        model, tokens = config.model, config.train.microbatch_size * 256 / 2
+        behind = 2 * model.n_heads * model.head_size * 256 * tokens / slow.flops / 2
+    assert pytest.approx(sent["F"] / 1e6 - behind) == found.F
+    assert pytest.approx(sent["B"] / 1e6 - 2.5 * behind) == found.B
+    assert found.W == 0
+    free = sharing_of(config, Hardware(network=1e15, efficiency=1e-3))
+    assert (free.F == 0) == (method == "ring")
+
+
+def test_nobody_waits_alone():
+    assert sharing_of(load(SMALL), Hardware()) == NO_EXCHANGE
+
+
+def test_measured_seconds_of_bw_wait_too():
+    more = LayerSeconds(F=1.0, B=2.0, W=0.5)
+    assert LayerSeconds(1.0, 1.0, 1.0).beside(more) == LayerSeconds(2.0, 3.0, 1.5)
+    assert LayerSeconds(1.0, 1.0, 1.0, BW=1.5).beside(more).whole_backward == 4.0
+
+
+def test_a_plan_says_what_is_sent_and_waited_for(capsys):
+    arguments = [str(SMALL), *SHARED, "parallel.cp_method=ulysses", "--network", "1MB"]
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ulysses over cp=2: MiB that a device sends for a layer and microbatch: 0." in said
+    assert "tokens/s exposed" in said
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["schedules"]
+    assert all(row["waiting_for_replicas"] > 0 for row in rows)
