@@ -1,7 +1,9 @@
 """`python -m jaxpipe.bench WHAT ...`: measure, beside what the simulator says and what others do.
 
   ops CONFIG     seconds, FLOPs and rates of every op on the present device
+  correct CONFIG F, B and W in bfloat16 and 8-bit floats beside float32
   train CONFIG   training steps on the present devices
+  report         all that is worth measuring on one GPU, as launch/gpu_report.sh runs it
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
   clockwork      the executor over layers that sleep, beside the simulator and PyTorch
@@ -18,7 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import clockwork, costs, opening, pages, show, step, text, train
+from jaxpipe.bench import clockwork, correct, costs, opening, pages, report, show, step, text, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -26,7 +28,9 @@ from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {
     "ops": costs,
+    "correct": correct,
     "train": train,
+    "report": report,
     "step": step,
     "torch": step,
     "clockwork": clockwork,

@@ -6,7 +6,7 @@ that the installed XLA does not know is left out with a warning, never an error.
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -22,66 +22,119 @@ _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,DYNA
 
 
 class Option(NamedTuple):
-    """One option of XLA: its values, the first that XLA knows is taken, and its reason."""
+    """One option of XLA: what it is for, its values, its reason, and what notices its loss.
+
+    Attributes:
+      purpose: `step`: of every step; `offload`: with `train.offload_layers`; `deterministic`: with
+        `train.deterministic`; `deviceless`: of the check alone, which has no device.
+      values: by the jax from which on each is right; the newest that is not newer than the
+        installed is taken.
+      noticed: what changes in the report of `plan --check-gpu` without it, as `--json` names it;
+        "" where only a device shows it.
+    """
 
     name: str
-    values: tuple[Value, ...]
+    purpose: str
+    values: Mapping[str, Value]
     why: str
+    noticed: str = ""
+
+    @property
+    def value(self) -> Value | None:
+        """What the installed jax is given; None where it is older than every value."""
+        known = [one for since, one in self.values.items() if _version(since) <= _installed()]
+        return known[-1] if known else None
 
 
-# Each of these is needed: without it the AOT check (`plan --check-gpu`) shows what its reason
-# says. jax 0.10.2, 0.11.2 and 0.12.0 know them all. Not among them, because it copies every
-# gradient accumulator in ticks without a backward: xla_gpu_enable_while_loop_unrolling.
-GPU = (
+# Not among them, since it copies every gradient accumulator in ticks without a backward:
+# xla_gpu_enable_while_loop_unrolling. What else was judged: README.md beside this file.
+TABLE = (
     Option(
         "xla_disable_hlo_passes",
-        ("collective-permute-motion,dot-merger",),
+        "step",
+        {"0.10": "collective-permute-motion,dot-merger"},
         "The first moves permutes to where nothing is left to hide them behind. The second makes "
         "one product of the gradients of wq, wk and wv; where two conditionals add to them (BW "
         "beside W), their sums are then copied in every tick.",
+        "permutes.hidden",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        (1000,),
+        "step",
+        {"0.10": 1000},
         "Both permutes of a tick are in flight at once, and stay so behind conditionals that hold "
         "many collectives of their own. The default of 1 makes the second permute synchronous; 4 "
         "ends both behind two of four conditionals for the 70B with tp=4, and for the 8B with "
         "cp=2; 1000 behind all four.",
+        "permutes.synchronous",
     ),
     Option(
         "xla_gpu_enable_command_buffer",
-        (f"{_GRAPHS},COLLECTIVES_KERNEL", _GRAPHS),
+        "step",
+        {"0.10": _GRAPHS, "0.11": f"{_GRAPHS},COLLECTIVES_KERNEL"},
         "A whole tick becomes one CUDA graph: outside a graph every conditional stops the host "
-        "until the device has told it which branch to take. jax 0.10 lacks the last kind.",
+        "until the device has told it which branch to take.",
+        "graphs.whole",
     ),
-)
-
-# With `train.offload_layers`.
-OFFLOAD = (
     Option(
         "xla_gpu_experimental_parallel_async_compute_limit",
-        (1000,),
+        "offload",
+        {"0.10": 1000},
         "All copies between device and host of a layer are in flight at once, while others "
         "compute. With the default of 2 most have no product between their start and their end.",
+        "host_copies.hidden",
     ),
-)
-
-# With `train.deterministic`. XLA (its docs/determinism.md, and the code that hands attention to
-# cuDNN): sums of scattered values, the embedding's gradient here, and the gradient of cuDNN's
-# attention are otherwise added in the order in which threads come.
-DETERMINISTIC = (
+    # XLA (its docs/determinism.md, and the code that hands attention to cuDNN): sums of scattered
+    # values, the embedding's gradient here, and the gradient of cuDNN's attention are otherwise
+    # added in the order in which threads come.
     Option(
         "xla_gpu_deterministic_ops",
-        (True,),
+        "deterministic",
+        {"0.10": True},
         "No operation adds in an order that changes from run to run. Scattered values are sorted "
         "first, and cuDNN is asked for its deterministic kernels.",
     ),
     Option(
         "xla_gpu_autotune_level",
-        (0,),
+        "deterministic",
+        {"0.10": 0},
         "No kernel is chosen by a measured time: two compilations would choose differently.",
     ),
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        "deviceless",
+        {"0.10": False},
+        "Products go to cuBLAS, as they mostly do after tuning; an untuned Triton kernel would "
+        "need other temporary memory.",
+        "products",
+    ),
+    Option(
+        "xla_gpu_autotune_level",
+        "deviceless",
+        {"0.10": 0},
+        "Without a device nothing can be timed.",
+    ),
+    Option(
+        "xla_gpu_collect_cost_model_stats",
+        "deviceless",
+        {"0.10": True},
+        "XLA's cost model writes beside each kernel how long it would take.",
+        "seconds",
+    ),
 )
+
+
+def of_purpose(purpose: str) -> tuple[Option, ...]:
+    """The table's options for it."""
+    return tuple(option for option in TABLE if option.purpose == purpose)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def _installed() -> tuple[int, ...]:
+    return jax.__version_info__
 
 
 def options(
@@ -104,7 +157,8 @@ def wanted(
     """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
     if platform not in _GPUS:
         return ()
-    own = GPU + OFFLOAD * offloads + DETERMINISTIC * deterministic
+    purposes = ("step", *("offload",) * offloads, *("deterministic",) * deterministic)
+    own = (option for purpose in purposes for option in of_purpose(purpose))
     return tuple(option for option in own if not _is_the_users(option.name))
 
 
@@ -122,15 +176,16 @@ def check_deterministic(platform: str) -> None:
     """Raise `ConfigError` where devices of this platform cannot be told to be deterministic."""
     if platform not in _GPUS:
         return
-    for name, values, _ in DETERMINISTIC:
+    for option in of_purpose("deterministic"):
+        name = option.name
         if _is_the_users(name):
             raise ConfigError(
                 f"train.deterministic=true gives {name} its value, but XLA_FLAGS names it too: "
                 f"take it out of XLA_FLAGS, or leave train.deterministic out."
             )
-        if refusal := _refusal(name, values[0]):
+        if refusal := _refusal(name, option.value):
             raise ConfigError(
-                f"train.deterministic=true needs {name}={values[0]}, but this XLA says "
+                f"train.deterministic=true needs {name}={option.value}, but this XLA says "
                 f"{refusal!r}: use another jax, or leave train.deterministic out."
             )
 
@@ -142,23 +197,24 @@ def _is_the_users(name: str) -> bool:
 def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
     """The options that the installed XLA knows, and a sentence for each that it does not."""
     kept, dropped = {}, []
-    for name, values, _ in own:
-        refusals = {value: _refusal(name, value) for value in values}
-        known = [value for value, refusal in refusals.items() if refusal is None]
-        if known:
-            kept[name] = known[0]
+    for option in own:
+        refusal = _refusal(option.name, option.value)
+        if refusal is None:
+            kept[option.name] = option.value
         else:
-            dropped.append(f"{name} is left out: this XLA says {refusals[values[-1]]!r}.")
+            dropped.append(f"{option.name} is left out: this XLA says {refusal!r}.")
     return kept, dropped
 
 
 @cache
-def _refusal(name: str, value: Value) -> str | None:
-    """What XLA has against an option; None if nothing.
+def _refusal(name: str, value: Value | None) -> str | None:
+    """What XLA, or the table, has against an option; None if nothing.
 
     XLA reads the options of every platform on each, so a constant compiled for the default device
     (10 ms on CPU) tells.
     """
+    if value is None:
+        return f"there is no value for jax {jax.__version__}"
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
