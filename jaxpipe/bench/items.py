@@ -40,7 +40,8 @@ def items(*, cpu: bool) -> tuple[Item, ...]:
     def step(remat: str, *words: str) -> tuple[str, ...]:
         return bench("train", LLAMA, f"train.remat={remat}", *words, more=steps)
 
-    long = "64" if cpu else "32768"
+    length = "64" if cpu else "32768"
+    long = (f"train.seq_len={length}", f"model.max_seq_len={length}")
     two = ("parallel.pp=2", *(("runtime.cpu_devices=2",) if cpu else ()))
     experts = ("model.n_layers=1", *_ONE, *(_TINY_EXPERTS if cpu else ()))
     return (
@@ -63,7 +64,7 @@ def items(*, cpu: bool) -> tuple[Item, ...]:
         Item("packed", "rows of documents",
              step("selective", "data.packing=best_fit"), 240),
         Item("long", "attention over 32,768 tokens",
-             bench("ops", LLAMA, f"train.seq_len={long}", f"model.max_seq_len={long}", more=("--layers", "1", *repeats)), 240),
+             bench("ops", LLAMA, *long, more=("--layers", "1", *repeats)), 240),
         Item("tests", "the tests that need a GPU",
              ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"), 300,
              writes=False),

@@ -7,6 +7,8 @@ from importlib.resources import files
 CARDS = ("h100", "h200", "b200", "a100")
 PER_HOST = 8
 _MEMORY = re.compile(r"(device_memory_size: )(\d+)")
+_MAJOR = re.compile(r"major: (\d+)")
+_WITH_COSTS = 9  # the first with a table of products' rates in XLA (jax 0.12.0)
 _BANDWIDTH = re.compile(r"memory_bandwidth: (\d+)")
 
 
@@ -35,6 +37,11 @@ def memory_of(card: str) -> int:
 def bandwidth_of(card: str) -> int:
     """Bytes a second of a card's memory."""
     return int(_BANDWIDTH.search(target_config(card))[1])
+
+
+def has_costs(card: str) -> bool:
+    """Whether XLA's cost model knows a card; compiling for others with it fails."""
+    return int(_MAJOR.search(target_config(card))[1]) >= _WITH_COSTS
 
 
 def with_usable(config: str, usable: float) -> str:

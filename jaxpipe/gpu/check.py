@@ -3,6 +3,7 @@
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     own = compiler.wanted(
         "gpu", deterministic=train.deterministic, offloads=bool(train.offload_layers)
     )
-    options, _ = compiler.accepted(compiler.of_purpose("deviceless"))
+    purposes = ("deviceless", *["costs"] * cards.has_costs(card))
+    options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         compiled = _compile(trainer, options | {"xla_dump_to": folder})

@@ -26,7 +26,8 @@ class Option(NamedTuple):
 
     Attributes:
       purpose: `step`: of every step; `offload`: with `train.offload_layers`; `deterministic`: with
-        `train.deterministic`; `deviceless`: of the check alone, which has no device.
+        `train.deterministic`; `deviceless`: of the check alone, which has no device; `costs`: of
+        the check for cards that XLA's cost model knows.
       values: by the jax from which on each is right; the newest that is not newer than the
         installed is taken.
       noticed: what changes in the report of `plan --check-gpu` without it, as `--json` names it;
@@ -67,6 +68,14 @@ TABLE = (
         "ends both behind two of four conditionals for the 70B with tp=4, and for the 8B with "
         "cp=2; 1000 behind all four.",
         "permutes.synchronous",
+    ),
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "step",
+        {"0.10": True},
+        "On A100s, of whose rates XLA has no tables, permutes are otherwise behind one of four "
+        "conditionals. On H100s XLA makes the same program without being told.",
+        "permutes.hidden",
     ),
     Option(
         "xla_gpu_enable_command_buffer",
@@ -116,7 +125,7 @@ TABLE = (
     ),
     Option(
         "xla_gpu_collect_cost_model_stats",
-        "deviceless",
+        "costs",
         {"0.10": True},
         "XLA's cost model writes beside each kernel how long it would take.",
         "seconds",

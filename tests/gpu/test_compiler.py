@@ -12,7 +12,7 @@ from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
 
 STEP = of_purpose("step")
-PURPOSES = ("step", "offload", "deterministic", "deviceless")
+PURPOSES = ("step", "offload", "deterministic", "deviceless", "costs")
 
 
 def option(name, value, purpose="step"):
