@@ -27,7 +27,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.expected import Expected, expected
-from jaxpipe.gpu.cards import CARDS
+from jaxpipe.gpu.cards import CARDS, named
 from jaxpipe.planning import (
     Advice,
     Estimate,
@@ -40,7 +40,7 @@ from jaxpipe.planning import (
     op_seconds,
     overlapped,
 )
-from jaxpipe.planning.checks import check_sizes, filled, validate
+from jaxpipe.planning.checks import check_sizes, filled
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import FAMILIES, ScheduleError, fused, timeline, write
 from jaxpipe.schedule.picture import picture
@@ -81,6 +81,14 @@ def _share(text: str) -> float:
     return value
 
 
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxpipe.plan", description=__doc__)
     parser.add_argument("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
@@ -106,8 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
     add("--write", type=Path, metavar="FILE", help="its orders: .csv or .json, as schedule_file")
-    add("--check-gpu", choices=CARDS, help="compile the step for such GPUs, without having one")
-    add("--devices", type=int, metavar="N", help="how many: for parallel.dp=-1, and to check")
+    add("--check-gpu", type=named, metavar="CARD[,...]", help=f"compile for {', '.join(CARDS)}")
+    add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
+    add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
     add("--json", action="store_true", help="print everything as one JSON object")
     return parser
 
@@ -126,7 +135,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
-    config = filled(configs.load(arguments.config, overrides), arguments.devices)
+    if len(arguments.devices or ()) > 1 or arguments.schedules:
+        raise ConfigError("several --devices and --schedules are for --check-gpu: leave them out.")
+    config = filled(configs.load(arguments.config, overrides), (arguments.devices or [None])[0])
     check_sizes(config)
     hardware = Hardware(
         arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
@@ -191,24 +202,21 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     # these when it is imported, by a search at the latest that asks for costs.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings say what the report says
-    config = filled(configs.load(arguments.config, arguments.overrides), arguments.devices)
-    validate(config)
-    parallel = config.parallel
-    wanted = parallel.pp * parallel.dp * parallel.tp
-    if arguments.devices not in (None, wanted):
-        raise ConfigError(
-            f"--devices {arguments.devices}: parallel.pp={parallel.pp} x parallel.dp="
-            f"{parallel.dp} x parallel.tp={parallel.tp} = {wanted} must equal it: change one of "
-            f"them, or leave --devices out."
-        )
-    from jaxpipe.gpu import check, report
+    from jaxpipe.gpu import check, report, several
 
-    found = check.check(config, arguments.check_gpu, memory=arguments.memory)
+    every = several.asked(
+        arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
+        arguments.schedules or (),
+    )  # fmt: skip
+    found = [check.check(one.config, one.card, memory=arguments.memory) for one in every]
+    as_json = [report.as_json(one) for one in found]
     if arguments.json:
-        print(json.dumps(report.as_json(found), indent=1))
+        print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
+    elif len(found) > 1:
+        Console(highlight=False, width=140).print(several.table(every, found))
     else:
-        print("\n".join(report.lines(found)))
-    return 0 if found.fits else 1
+        print("\n".join(report.lines(found[0])))
+    return 0 if all(one.fits for one in found) else 1
 
 
 def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:

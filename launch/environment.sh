@@ -62,3 +62,25 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, besid
         exec 9>&-
     fi
 }
+
+oldest_packages() { # sets `folder` to an environment with the oldest Python and packages allowed
+    local python pins candidate
+    for candidate in python3.11 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.11*/bin/python; do
+        case "$(usable_version "$candidate")" in 3.11.*) python=$candidate ;; esac
+    done
+    if [ -z "${python:-}" ]; then
+        echo "the oldest packages are tested with Python 3.11: install it, in PATH or pyenv." >&2
+        exit 1
+    fi
+    pins=$("$python" tests/oldest.py)
+    folder=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/oldest-$(cksum <<<"$pins" | cut -d ' ' -f 1)
+    if [ ! -e "$folder/complete" ]; then
+        echo "jaxpipe: installing the oldest packages"
+        rm -rf "${folder%-*}"-*
+        "$python" -m venv "$folder"
+        # shellcheck disable=SC2086
+        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+            $pins pytest pytest-timeout hypothesis
+        touch "$folder/complete"
+    fi
+}

@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# With a GPU: its tests, op times and training steps at Llama-3 8B's layer sizes. Not yet run on one.
-#   ./launch/gpu_report.sh [DIRECTORY]    where the JSON files go (default: jaxpipe/bench/results)
+# Everything that is worth measuring on one GPU, in order of value, beside published figures:
+# correctness, ops, steps, experts, packed and long rows. Needs Python 3.11 to 3.13 and a driver.
+#   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/bench/results/gpu.json
+#   ./launch/gpu_report.sh --cpu --out /tmp/report.json         # tiny sizes, to try the report
+# Cut off at any time it has kept what it found; the same command goes on. Not yet run on a GPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if ! card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1); then
-    echo "nvidia-smi finds no GPU here: run this on a machine with one." >&2
-    exit 1
-fi
+least=580 # the driver that CUDA 13 needs
+case " $* " in
+*' --cpu '*) export JAX_PLATFORMS=cpu ;;
+*)
+    if ! driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null); then
+        echo "nvidia-smi finds no GPU here: run this on a machine with one, or try it with --cpu." >&2
+        exit 1
+    fi
+    if [ "${driver%%.*}" -lt $least ]; then
+        echo "the driver ${driver%%$'\n'*} is too old for CUDA 13: install $least or later." >&2
+        exit 1
+    fi
+    export JAX_PLATFORMS=cuda
+    ;;
+esac
 prepare test
-export JAX_PLATFORMS=cuda
-results=${1:-jaxpipe/bench/results}
-mkdir -p "$results"
-name=$results/$(date +%F)-$(tr ' ' '-' <<<"${card,,}")
-config=configs/llama3_8b_layers_1gpu.toml
-.venv/bin/python -m pytest -m gpu tests/gpu
-.venv/bin/python -m jaxpipe.bench ops "$config" --out "$name-ops.json"
-for remat in full selective; do
-    .venv/bin/python -m jaxpipe.bench train "$config" "train.remat=$remat" --out "$name-step-$remat.json"
-done
+case " $* " in
+*' --out '*) exec .venv/bin/python -m jaxpipe.bench report "$@" ;;
+esac
+.venv/bin/python -m jaxpipe.bench report --out jaxpipe/bench/results/gpu.json "$@"
+exec .venv/bin/python -m jaxpipe.bench show

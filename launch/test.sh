@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
 # Lint and test. ./launch/test.sh: what is worth running after every change; --all: everything;
-# --mutants: the faults planted by tests/mutants; or a part: ./launch/test.sh tests/schedule -k 1f1b
+# --oldest: a few with the oldest Python and packages that pyproject.toml allows; --mutants: the
+# faults planted by tests/mutants; or a part: ./launch/test.sh tests/schedule -k 1f1b
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if [ "${1:-}" = --oldest ]; then
+    oldest_packages # in a folder of its own, which is kept until they change
+    export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
+    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+    mapfile -t tests < <(grep -v -e '^#' -e '^$' tests/oldest.txt)
+    exec "$folder/bin/python" -m pytest --short -p no:cacheprovider "${tests[@]}" "${@:2}"
+fi
 extras=(test)
 [ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs is made for Linux only
 prepare "${extras[@]}"

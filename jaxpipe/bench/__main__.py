@@ -1,7 +1,9 @@
 """`python -m jaxpipe.bench WHAT ...`: measure, beside what the simulator says and what others do.
 
   ops CONFIG     seconds, FLOPs and rates of every op on the present device
+  correct CONFIG F, B and W in bfloat16 and 8-bit floats beside float32
   train CONFIG   training steps on the present devices
+  report         all that is worth measuring on one GPU, as launch/gpu_report.sh runs it
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
   context CONFIG sequences that two CPU cores share, beside one
@@ -20,7 +22,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import clockwork, context, costs, opening, pages, show, step, text, train, zigzag
+from jaxpipe.bench import (
+    clockwork,
+    context,
+    correct,
+    costs,
+    opening,
+    pages,
+    report,
+    show,
+    step,
+    text,
+    train,
+    zigzag,
+)
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import scale
@@ -28,7 +43,9 @@ from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {
     "ops": costs,
+    "correct": correct,
     "train": train,
+    "report": report,
     "step": step,
     "torch": step,
     "context": context,

@@ -298,6 +298,16 @@ class TransferTimer:
         return (time.perf_counter() - begin) / self._ticks
 
 
+def _side(trainer: Trainer) -> Side:
+    """What a step hands to the update beside gradients, of zeros, where the update reads it."""
+    functions = trainer.model.functions
+    if functions.next_variables is None and functions.report is None:
+        return Side()
+    state, batch = trainer.state_shapes, trainer.feed.shapes(trainer.config.train.seq_len)
+    side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).side
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
+
+
 class UpdateTimer:
     """The optimizer on what one rank has: so many layers, and its part of the two ends."""
 
@@ -318,8 +328,10 @@ class UpdateTimer:
             )
             return trainer.unplaced({"shared": ends, "layers": tuple(held)})
 
+        side = _side(trainer)
+
         def update(state: State, gradients: Tree) -> State:
-            return trainer.update(state, jnp.float32(0), gradients, Side())[0]
+            return trainer.update(state, jnp.float32(0), gradients, side)[0]
 
         self._state = jax.jit(start)()
         self._gradients = jax.tree.map(jnp.copy, self._state.params)

@@ -3,7 +3,8 @@
 Every `<!-- results NAME -->` line of these is followed by the tables of
 `jaxpipe/bench/results/NAME.json`, up to `<!-- end -->`, and a picture goes beside the JSON file;
 `<!-- ops NAME -->` and `<!-- clockwork NAME -->` are the same for what `bench ops` and `bench
-clockwork` wrote, without a picture.
+clockwork` wrote, without a picture, and `<!-- gpu NAME -->` for what `bench report` wrote: without
+such a file it says how to make one.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from statistics import median
 
 import msgspec
 
-from jaxpipe.bench import clockwork, costs
+from jaxpipe.bench import clockwork, costs, report
 from jaxpipe.bench.options import markdown
 from jaxpipe.bench.results import Result, Steps, table
 from jaxpipe.bench.variants import VARIANTS
@@ -22,7 +23,7 @@ from jaxpipe.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 FILES = [Path("jaxpipe/bench/results/README.md")]
-_MARKED = re.compile(r"(<!-- (results|ops|clockwork) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (results|ops|clockwork|gpu) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def filled(text: str) -> str:
     """The text with every marked table made anew."""
-    sections = {"results": _steps, "ops": _ops, "clockwork": _clockwork}
+    sections = {"results": _steps, "ops": _ops, "clockwork": _clockwork, "gpu": _gpu}
     return _MARKED.sub(
         lambda found: found[1] + sections[found[2]](_file(found[2], found[3])) + found[4], text
     )
@@ -52,7 +53,7 @@ def filled(text: str) -> str:
 
 def _file(kind: str, name: str) -> Path:
     path = RESULTS / f"{name}.json"
-    if not path.is_file():
+    if not path.is_file() and kind != "gpu":
         raise ConfigError(f"<!-- {kind} {name} -->: there is no {path.name} in {RESULTS}.")
     return path
 
@@ -80,6 +81,12 @@ def _clockwork(path: Path) -> str:
         f"\n{found.date}, {found.machine}; {_versions(found.versions)}. `{found.command}`\n\n"
         f"{clockwork.table(found)}\n\n"
     )
+
+
+def _gpu(path: Path) -> str:
+    if not path.is_file():
+        return "\nNot measured yet: `./launch/gpu_report.sh` on a machine with a GPU makes it.\n\n"
+    return f"\n{report.table(msgspec.json.decode(path.read_bytes(), type=report.Result))}\n"
 
 
 def _versions(versions: Mapping[str, str]) -> str:

@@ -61,17 +61,21 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     rate = config.tokens_per_step / median(seconds) / devices
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)
+    flops = rate * config.model.flops_per_token(train.seq_len)
     return {
         "date": date.today().isoformat(),
         "device": kind,
         "devices": devices,
         "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
         "parameters": config.model.parameter_count(),
+        "precision": train.compute_dtype if train.fp8 == "none" else "fp8",
+        "remat": train.remat,
         "step_seconds": median(seconds),
         "least_seconds": min(seconds),
         "most_seconds": max(seconds),
         "tokens_per_second_per_device": rate,
-        "mfu": peak and rate * config.model.flops_per_token(train.seq_len) / peak,
+        "flops_per_second_per_device": flops,
+        "mfu": peak and flops / peak,
         "peak_memory_bytes": memory_peak(),
         "compile_seconds": built["compile"],
         "losses": built["losses"],

@@ -1,11 +1,27 @@
 """The GPUs that a step can be compiled for without having one. Imports no jax."""
 
 import re
+from argparse import ArgumentTypeError
 from importlib.resources import files
 
-CARDS = ("h100", "h200")
+CARDS = ("h100", "h200", "b200", "a100")
 PER_HOST = 8
 _MEMORY = re.compile(r"(device_memory_size: )(\d+)")
+_MAJOR = re.compile(r"major: (\d+)")
+_WITH_COSTS = 9  # the first with a table of products' rates in XLA (jax 0.12.0)
+_BANDWIDTH = re.compile(r"memory_bandwidth: (\d+)")
+
+
+def named(text: str) -> list[str]:
+    """The cards of a list with commas; raises `argparse.ArgumentTypeError` for any other.
+
+    >>> named("h100,b200")
+    ['h100', 'b200']
+    """
+    for card in text.split(","):
+        if card not in CARDS:
+            raise ArgumentTypeError(f"{card!r} is none of {', '.join(CARDS)}")
+    return text.split(",")
 
 
 def target_config(card: str) -> str:
@@ -16,6 +32,16 @@ def target_config(card: str) -> str:
 def memory_of(card: str) -> int:
     """Bytes of a card's memory."""
     return int(_MEMORY.search(target_config(card))[2])
+
+
+def bandwidth_of(card: str) -> int:
+    """Bytes a second of a card's memory."""
+    return int(_BANDWIDTH.search(target_config(card))[1])
+
+
+def has_costs(card: str) -> bool:
+    """Whether XLA's cost model knows a card; compiling for others with it fails."""
+    return int(_MAJOR.search(target_config(card))[1]) >= _WITH_COSTS
 
 
 def with_usable(config: str, usable: float) -> str:

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from jaxpipe.gpu import cards
 from jaxpipe.gpu.collectives import Collectives
 from jaxpipe.gpu.products import Product, products
 from jaxpipe.gpu.program import Graphs, Program, graphs
+from jaxpipe.gpu.seconds import Seconds, seconds_of
+from jaxpipe.gpu.temporaries import Temporary, temporaries
+from jaxpipe.planning import Hardware
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.compiler import Option
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.training.trainer import Trainer
 
@@ -25,16 +29,6 @@ _CUDNN = (
     "nvidia-cudnn-cu13 (0.5 GB), or give model.attention=xla."
 )
 
-# Without a device nothing can be timed, and these keep XLA from guessing.
-_DEVICELESS = (
-    Option(
-        "xla_gpu_enable_triton_gemm",
-        (False,),
-        "Products go to cuBLAS, as they mostly do after tuning; an untuned Triton kernel would "
-        "need other temporary memory.",
-    ),
-    Option("xla_gpu_autotune_level", (0,), "Nothing is tuned."),
-)
 _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 
 
@@ -59,6 +53,8 @@ class Memory:
 class Report:
     """What compiling showed. `usable` bytes are what jax would take of a card's `memory`.
 
+    `seconds`: that the compiler took. `temporaries`: alive at the peak, the largest first. `ops`:
+    seconds by the program's instructions; `step`: those of a step by them, and by the plan.
     `note`: how experts multiply, as a run says at its start.
     """
 
@@ -72,6 +68,9 @@ class Report:
     collectives: Collectives
     products: tuple[Product, ...]
     graphs: Graphs | None
+    temporaries: tuple[Temporary, ...]
+    ops: Seconds
+    step: tuple[float | None, float]
     seconds: float
     dropped: tuple[str, ...]
     note: str = ""
@@ -99,14 +98,18 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         offloads=bool(train.offload_layers),
         rings=parallel.rings,
     )
-    options, _ = compiler.accepted(_DEVICELESS)
+    purposes = ("deviceless", *["costs"] * cards.has_costs(card))
+    options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         compiled = _compile(trainer, options | {"xla_dump_to": folder})
         seconds = time.perf_counter() - start
         dump = next(Path(folder).glob(_THUNKS), None)
         graphed = graphs(dump.read_text()) if dump else None
-    program = Program(compiled.as_text())
+        largest = temporaries(Path(folder))
+    program, sheet = Program(compiled.as_text()), card.upper()
+    ops = seconds_of(program, DEVICES[sheet], cards.bandwidth_of(card))
+    layers = sum(map(len, trainer.layout.chunk_kinds))
     return Report(
         card=card,
         devices=trainer.mesh.size,
@@ -118,6 +121,9 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         collectives=Collectives(program, trainer.mesh.shape),
         products=products(program),
         graphs=graphed,
+        temporaries=largest,
+        ops=ops,
+        step=ops.step(trainer.config, trainer.choice, layers, Hardware(sheet)),
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),
         note=trainer.grouped.note,

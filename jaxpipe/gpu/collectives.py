@@ -112,7 +112,7 @@ class Collectives:
                 looped,
                 max(given, sizes[end.name]),
                 hidden,
-                _action_of(start) or _action_of(collective),
+                action_of(start) or action_of(collective),
             )
 
     def _collective(self, one: Instruction) -> Instruction | None:
@@ -153,7 +153,7 @@ def _by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
     return {action: _bytes([one for one in of if one.action == action]) for action in actions}
 
 
-def _action_of(one: Instruction) -> str:
+def action_of(one: Instruction) -> str:
     """The action in whose scope an instruction was traced."""
     found = _ACTION.search(one.rest)
     return found[1] + (found[2] or "") if found else ""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -33,6 +34,14 @@ class Instruction(NamedTuple):
     opcode: str
     rest: str
     root: bool
+
+
+def instruction(line: str) -> Instruction | None:
+    """What a line of a computation says; None if it is no instruction."""
+    if not (match := _INSTRUCTION.match(line)):
+        return None
+    root, name, shape, opcode, rest = match.groups()
+    return Instruction(name, shape, opcode, rest, bool(root))
 
 
 class Permute(NamedTuple):
@@ -78,11 +87,18 @@ def bytes_of(shape: str) -> int:
     )
 
 
+def dims_of(shape: str) -> tuple[int, ...]:
+    """The dims of the first array of a shape.
+
+    >>> dims_of("(bf16[2,3]{1,0}, s8[32]{0})")
+    (2, 3)
+    """
+    found = _SHAPE.search(shape)
+    return tuple(map(int, filter(None, found[2].split(",")))) if found else ()
+
+
 def _elements(dims: str) -> int:
-    product = 1
-    for dim in filter(None, dims.split(",")):
-        product *= int(dim)
-    return product
+    return prod(map(int, filter(None, dims.split(","))))
 
 
 @dataclass(frozen=True)
@@ -99,9 +115,8 @@ class Program:
         for line in self.text.splitlines():
             if header := _HEADER.match(line):
                 inside = found.setdefault(header[2], [])
-            elif match := _INSTRUCTION.match(line):
-                root, name, shape, opcode, rest = match.groups()
-                inside.append(Instruction(name, shape, opcode, rest, bool(root)))
+            elif one := instruction(line):
+                inside.append(one)
         return found
 
     @cached_property

@@ -1,5 +1,6 @@
 """A check's report for machines and for people."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
@@ -9,6 +10,10 @@ from jaxpipe.config.units import readable_bytes
 from jaxpipe.gpu.check import Report
 from jaxpipe.gpu.collectives import Share
 from jaxpipe.gpu.products import Product
+from jaxpipe.gpu.program import bytes_of
+
+_LISTED = 12  # temporaries of `--json`
+_SHOWN = 4  # of them in words
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -41,6 +46,12 @@ def as_json(report: Report) -> dict[str, Any]:
         "custom_calls": program.custom_calls,
         "products": [one._asdict() for one in report.products],
         "collectives": [one._asdict() for one in report.collectives.shares],
+        "temporaries": [one._asdict() for one in report.temporaries[:_LISTED]],
+        "seconds": {
+            **report.ops._asdict(),
+            "step": report.step[0],
+            "step_by_plan": report.step[1],
+        },
         "graphs": report.graphs and report.graphs._asdict(),
         "compile_seconds": report.seconds,
         "note": report.note,
@@ -74,6 +85,8 @@ def lines(report: Report) -> list[str]:
         _products(report.products),
         *(_collectives(report.collectives.shares) or ["collectives: none"]),
         _graphs(report),
+        _temporaries(report),
+        _seconds(report),
         *([report.note] if report.note else []),
         *(f"option {sentence}" for sentence in report.dropped),
     ]  # fmt: skip
@@ -151,6 +164,29 @@ def _graphs(report: Report) -> str:
     return (
         f"CUDA graphs: a turn of the loop launches {_counts(found.launches)}; the host waits for "
         f"{found.stops} conditionals"
+    )
+
+
+def _temporaries(report: Report) -> str:
+    """The largest, those of one shape from one line together."""
+    alike: Counter[tuple[str, str]] = Counter()
+    for one in report.temporaries[:_LISTED]:
+        alike[one.shape, one.line] += 1
+    found = (
+        f"{count} x {shape} ({readable_bytes(count * bytes_of(shape))}, {line or 'no line'})"
+        for (shape, line), count in list(alike.items())[:_SHOWN]
+    )
+    return f"largest temporaries at the peak: {', '.join(found) or 'unknown'}"
+
+
+def _seconds(report: Report) -> str:
+    ops, (step, planned) = report.ops, report.step
+    actions = ", ".join(f"{name} {1e3 * each:.3g}" for name, each in sorted(ops.actions.items()))
+    return (
+        f"time: a step takes {planned:.3g} s by plan, at half of the peak"
+        + (f", {step:.3g} s by its instructions at all of it, collectives free" if step else "")
+        + f" (ms of a device's layers: {actions or 'none'}; ends {1e3 * ops.ends:.3g}, outside the "
+        f"loop {1e3 * ops.outside:.3g})"
     )
 
 

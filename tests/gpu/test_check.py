@@ -17,6 +17,8 @@ from jaxpipe.config import load
 from jaxpipe.gpu import cards
 from jaxpipe.plan import main
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.runtime.compiler import of_purpose
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
@@ -27,9 +29,10 @@ HAS_CUDNN = all(map(importlib.util.find_spec, ("nvidia", "nvidia.cudnn")))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")
 
 
-def plan(*arguments, config=SMALL):
-    """Run the command; its exit code, output and errors."""
+def plan(*arguments, config=SMALL, flags=""):
+    """Run the command, with flags of XLA; its exit code, output and errors."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    environment["XLA_FLAGS"] = flags
     run = subprocess.run(
         [sys.executable, "-m", "jaxpipe.plan", config, *arguments],
         capture_output=True, text=True, check=False, env=environment,
@@ -37,8 +40,9 @@ def plan(*arguments, config=SMALL):
     return run.returncode, run.stdout, run.stderr
 
 
-def report(*arguments, config=SMALL):
-    code, out, errors = plan("--check-gpu", "h100", "--json", *arguments, config=config)
+def report(*arguments, config=SMALL, flags=""):
+    given = ("--check-gpu", "h100", "--json", *arguments)
+    code, out, errors = plan(*given, config=config, flags=flags)
     assert code == 0, errors
     return json.loads(out)
 
@@ -76,6 +80,13 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert found["graphs"]["whole"]
     assert found["graphs"]["stops"] == 0
     assert found["custom_calls"]["__cublas$lt$matmul"] >= 8 // pp * (7 + 14)
+    largest = found["temporaries"]
+    assert [one["size"] for one in largest] == sorted((o["size"] for o in largest), reverse=True)
+    assert all(one["line"].startswith("jaxpipe/") for one in largest[:4])
+    seconds = found["seconds"]
+    assert {"F", "BW" if schedule != "zb_h1" else "B"} <= set(seconds["actions"])
+    assert 0 < seconds["actions"]["F"] < seconds["step"]
+    assert seconds["step_by_plan"] > 0
     assert found["dropped_options"] == []
     size = found["bytes"]
     assert size["aliased"] > 0.99 * size["outputs"]  # the state is updated where it lies
@@ -286,6 +297,29 @@ def test_keys_go_round_behind_the_fused_kernels_blocks():
 
 
 @needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+def test_the_report_notices_the_loss_of_an_option():
+    """Graphs are left to XLA, by its flag. The other options matter to real sizes only."""
+    (option,) = (o for o in of_purpose("step") if o.name == "xla_gpu_enable_command_buffer")
+    place, fact = option.noticed.split(".")
+    meshed = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")
+    flag = f"--{option.name}=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"
+    assert not report(*meshed, flags=flag)[place][fact]
+
+
+@needs_compiler
+def test_a_table_of_cards_and_schedules():
+    alone = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=2", "train.grad_accum_steps=2")
+    code, out, errors = plan("--check-gpu", "a100,b200", "--schedules", "gpipe,1f1b", *alone)
+    assert code == 0, errors
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert sorted((row[0], *{"gpipe", "1f1b"} & set(row)) for row in rows) == [
+        ("a100", "1f1b"), ("a100", "gpipe"), ("b200", "1f1b"), ("b200", "gpipe"),
+    ]  # fmt: skip
+    assert "NOT HIDDEN" not in out
+
+
+@needs_compiler
 def test_what_does_not_fit_is_one():
     alone = ("parallel.pp=1", "parallel.dp=1", "model.n_layers=1", "train.grad_accum_steps=1")
     code, out, _ = plan("--check-gpu", "h200", "--memory", "1MiB", *alone)
@@ -307,6 +341,7 @@ def test_without_a_compiler_it_says_what_to_install():
     [
         (["--devices", "9"], "--devices 9: parallel.pp=4 x parallel.dp=2 x parallel.tp=1 = 8 must"),
         (["parallel.pp=64"], "parallel.pp=64"),
+        (["--devices", "8,10"], "are not a multiple of parallel.pp=4 x parallel.tp=1 = 4"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message, capsys):
@@ -318,7 +353,9 @@ def test_bad_input_is_one_sentence(arguments, message, capsys):
 
 @pytest.mark.parametrize("card", cards.CARDS)
 def test_cards(card):
-    assert 75e9 < cards.memory_of(card) < 155e9
+    assert 75e9 < cards.memory_of(card) < 200e9
+    assert 2e12 < cards.bandwidth_of(card) < 8e12
+    assert cards.memory_of(card) == pytest.approx(DEVICES[card.upper()].memory, rel=0.08)
     config = cards.with_usable(cards.target_config(card), 8e9)
     assert "device_memory_size: 10000000000" in config
     assert config.count("device_memory_size") == 1

@@ -8,8 +8,15 @@ from jaxpipe import train
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.compiler import GPU, Option
+from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
+
+STEP = of_purpose("step")
+PURPOSES = ("step", "offload", "deterministic", "deviceless", "costs")
+
+
+def option(name, value, purpose="step"):
+    return Option(name, purpose, {"0.10": value}, "to see")
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +35,19 @@ def test_none_on_cpu():
 
 def test_the_installed_xla_knows_every_option():
     options = compiler.options("gpu")  # a warning would be an error here
-    assert set(options) == {option.name for option in GPU}
+    assert set(options) == {one.name for one in STEP}
     assert options == compiler.options("cuda")
     jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    assert compiler.accepted(compiler.TABLE)[1] == []
+
+
+def test_every_option_has_a_purpose_and_a_reason():
+    assert {one.purpose for one in compiler.TABLE} == set(PURPOSES)
+    for purpose in PURPOSES:
+        names = [one.name for one in of_purpose(purpose)]
+        assert len(names) == len(set(names)) > 0
+    assert all(one.why.endswith(".") for one in compiler.TABLE)
+    assert all(one.noticed for one in STEP)
 
 
 @pytest.mark.parametrize(
@@ -42,24 +59,32 @@ def test_the_installed_xla_knows_every_option():
     ],
 )
 def test_what_xla_does_not_know_is_left_out_with_a_sentence(monkeypatch, name, value, why):
-    own = (Option(name, (value,), "to see"), *GPU[:1])
+    own = (option(name, value), *STEP[:1])
     kept, (sentence,) = compiler.accepted(own)
-    assert set(kept) == {GPU[0].name}
+    assert set(kept) == {STEP[0].name}
     assert sentence.startswith(name)
     assert why in sentence
-    monkeypatch.setattr(compiler, "GPU", own)
+    monkeypatch.setattr(compiler, "TABLE", own)
     with pytest.warns(UserWarning, match=f"{name} is left out"):
         assert compiler.options("gpu") == kept
 
 
-def test_the_first_known_value_is_taken():
-    kinds = Option("xla_gpu_enable_command_buffer", ("NEW_KIND", "FUSION", "CUBLAS"), "to see")
-    assert compiler.accepted([kinds]) == ({kinds.name: "FUSION"}, [])
+def test_a_value_is_that_of_the_installed_jax(monkeypatch):
+    """The newest that is not newer; older ones have none, which is said."""
+    name = "xla_gpu_enable_command_buffer"
+    kinds = Option(name, "step", {"0.10": "FUSION", "0.11": "CUBLAS", "0.99": "NEW_KIND"}, "to see")
+    for version, value in (((0, 10, 1), "FUSION"), ((0, 11, 0), "CUBLAS"), ((0, 12, 0), "CUBLAS")):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        assert compiler.accepted([kinds]) == ({name: value}, [])
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    kept, (sentence,) = compiler.accepted([kinds])
+    assert kept == {}
+    assert "there is no value for jax" in sentence
 
 
 def test_an_option_in_xla_flags_is_the_users(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--{GPU[0].name}=mine --other=1")
-    assert set(compiler.options("gpu")) == {option.name for option in GPU[1:]}
+    monkeypatch.setenv("XLA_FLAGS", f"--{STEP[0].name}=mine --other=1")
+    assert set(compiler.options("gpu")) == {one.name for one in STEP[1:]}
 
 
 def test_a_deterministic_step_is_told_so(monkeypatch):
@@ -124,7 +149,8 @@ def test_what_cannot_be_deterministic_is_refused(monkeypatch):
     validate(config, platform="cpu")
     validate(load(SMALL), platform="cuda")
     monkeypatch.delenv("XLA_FLAGS")
-    monkeypatch.setattr(compiler, "DETERMINISTIC", (Option("xla_no_such", (True,), "to see"),))
+    other = (option("xla_no_such", True, "deterministic"),)
+    monkeypatch.setattr(compiler, "TABLE", other)
     with pytest.raises(ConfigError, match="needs xla_no_such=True, but this XLA says .*No such"):
         validate(config, platform="gpu")
 

@@ -105,3 +105,52 @@ def test_a_number_of_processes_is_needed(tree, arguments):
     code, _, said = run(tree, "local_multiprocess.sh", *arguments)
     assert code == 2
     assert "usage: ./launch/local_multiprocess.sh N CONFIG" in said
+
+
+REPORT = " -m jaxpipe.bench report --cpu --out out.json"
+
+
+def test_the_report_of_a_gpu_is_tried_without_one(tree):
+    code, said, _ = run(tree, "gpu_report.sh", "--cpu", "--out", "out.json")
+    assert code == 0
+    assert said.splitlines()[-1] == f"{tree}: {REPORT}"
+    code, _, said = run(tree, "gpu_report.sh")
+    assert code == 1
+    assert said == (
+        "nvidia-smi finds no GPU here: run this on a machine with one, or try it with --cpu.\n"
+    )
+
+
+@pytest.mark.parametrize(("driver", "code"), [("580.65.06", 0), ("570.1", 1)])
+def test_a_driver_must_be_new_enough_for_the_packages(tree, driver, code):
+    card = tree.parent / "cards"
+    card.mkdir()
+    (card / "nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
+    (card / "nvidia-smi").chmod(0o755)
+    ended, said, errors = run(tree, "gpu_report.sh", "--items", "ops", PATH=f"{card}:/usr/bin:/bin")
+    assert ended == code
+    if code:
+        assert errors == "the driver 570.1 is too old for CUDA 13: install 580 or later.\n"
+        return
+    *before, measured, shown = said.splitlines()
+    assert measured.endswith(" --out jaxpipe/bench/results/gpu.json --items ops")
+    assert shown.endswith("-m jaxpipe.bench show")
+    assert any("cuda13" in line and "pip install" in line for line in before)
+
+
+def test_the_oldest_packages_are_installed_once(tree):
+    (tree / "tests").mkdir()
+    (tree / "tests" / "oldest.py").touch()
+    (tree / "tests" / "oldest.txt").write_text("# why\n\ntests/one.py\n")
+    (tree.parent / "python3.11").symlink_to(tree.parent / "python")
+    given = {"PATH": f"{tree.parent}:/usr/bin:/bin", "VERSION": "3.11.9",
+             "XDG_CACHE_HOME": str(tree.parent / "kept")}  # fmt: skip
+    code, said, errors = run(tree, "test.sh", "--oldest", **given)
+    assert code == 0, errors
+    assert "-m pip install" in said
+    assert said.splitlines()[-1].endswith(" -m pytest --short -p no:cacheprovider tests/one.py")
+    assert "pip install" not in run(tree, "test.sh", "--oldest", **given)[1]
+    other = given | {"VERSION": "3.12.1", "PYENV_ROOT": "/nowhere"}
+    code, _, errors = run(tree, "test.sh", "--oldest", **other)
+    assert code == 1
+    assert "the oldest packages are tested with Python 3.11" in errors

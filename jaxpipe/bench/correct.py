@@ -1,0 +1,124 @@
+"""`bench correct`: how far F, B and W in bfloat16 and in 8-bit floats are from float32.
+
+The executor's step, with B and W apart, beside one device in float32 at the highest precision of
+products, from the same values and tokens. An error is the norm of the difference over the norm of
+what float32 gives: `F` of the gradient of the head, which is made of what F hands on; `B` of the
+embedding's, made of what B hands on; `W` of the worst weight of a layer. The exit code is 1 where
+one is above its limit.
+"""
+
+import argparse
+import sys
+from datetime import date
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe.bench.options import add_config, add_out, load_for_devices, write
+from jaxpipe.bench.processes import BenchError
+from jaxpipe.config import Config
+from jaxpipe.config import ParallelConfig as Parallel
+from jaxpipe.runtime.devices import DEVICES
+
+Tree = Any
+LIMITS = {"bfloat16": 0.05, "fp8": 0.25}  # a wrong sum is off by more than half
+_WAYS = {"bfloat16": "none", "fp8": "current"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the table and write the file; raises `BenchError` above a limit."""
+    config = load_for_devices(arguments)
+    found = measure(config, arguments.layers)
+    words = ["python -m jaxpipe.bench correct", arguments.config, *arguments.overrides]
+    found["command"] = " ".join([*words, "--layers", str(arguments.layers)])
+    table = Table("products in", "F", "B", "W", "limit", title=found["device"])
+    for name, errors in found["errors"].items():
+        table.add_row(name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}")
+    Console(highlight=False).print(table)
+    write(found, arguments.out)
+    for name, errors in found["errors"].items():
+        if not max(errors.values()) <= LIMITS[name]:
+            raise BenchError(f"in {name} an op is off by more than {LIMITS[name]:g}: {errors}.")
+
+
+def measure(config: Config, layers: int) -> dict[str, Any]:
+    """The errors of each op in each precision that the device multiplies, on one device."""
+    import jax
+
+    replace = msgspec.structs.replace
+    kind = jax.devices()[0].device_kind
+    config = replace(
+        config,
+        model=replace(config.model, n_layers=layers),
+        parallel=Parallel(schedule="zb_h1", layer_split="even"),
+        train=replace(config.train, grad_accum_steps=1, remat="none"),
+    )
+    able = jax.devices()[0].platform == "cpu" or any(
+        name in kind and sheet.fp8 for name, sheet in DEVICES.items()
+    )
+    want = _gradients(config, None)
+    errors = {
+        name: _errors(_gradients(config, fp8), want)
+        for name, fp8 in _WAYS.items()
+        if fp8 == "none" or able
+    }
+    return {
+        "date": date.today().isoformat(),
+        "device": kind,
+        "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
+        "errors": errors,
+    }
+
+
+def _gradients(config: Config, fp8: str | None) -> Tree:
+    """Of all parameters, on the host; `fp8` None: of the plain step of one device, in float32."""
+    import jax
+
+    from jaxpipe.pipeline import losses_and_gradients_ref
+    from jaxpipe.training.feed import random_batch
+    from jaxpipe.training.trainer import Trainer
+
+    replace = msgspec.structs.replace
+    plain = fp8 is None
+    model = replace(config.model, attention="xla") if plain else config.model
+    dtype = "float32" if plain else "bfloat16"
+    train = replace(config.train, compute_dtype=dtype, fp8=fp8 or "none")
+    trainer = Trainer(replace(config, model=model, train=train), tuple(jax.devices()[:1]))
+    params, batch = trainer.init_parameters(), trainer.put(random_batch(trainer.config))
+    if plain:
+        layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]
+        step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
+        with jax.default_matmul_precision("highest"):
+            _, gradients = step(params["shared"], layers, batch)
+        return jax.device_get(gradients)
+    variables = jax.tree.map(jax.numpy.asarray, trainer.model.functions.variables)
+    _, gradients, *_ = jax.jit(trainer.pipeline.step)(params, batch, variables)
+    layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in gradients["layers"]]
+    return jax.device_get({"shared": gradients["shared"], "layers": layers})
+
+
+def _errors(got: Tree, want: Tree) -> dict[str, float]:
+    """Of each op, from the gradients that it makes."""
+    import jax
+
+    off = jax.tree.map(_error, got, want)
+    return {
+        "F": max(jax.tree.leaves(off["shared"]["head"])),
+        "B": max(jax.tree.leaves(off["shared"]["embed"])),
+        "W": max(jax.tree.leaves(off["layers"])),
+    }
+
+
+def _error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

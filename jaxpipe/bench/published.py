@@ -1,0 +1,50 @@
+"""Figures of others that a report is put beside, with where they were published."""
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """Training of one model: of one GPU tokens/s, TFLOP/s and GiB, and the share of its bf16 peak.
+
+    None, or "", is what was not said. The FLOPs are those of the model: what is computed again does
+    not count.
+    """
+
+    what: str
+    precision: str
+    remat: str
+    tokens: float | None
+    tflops: float | None
+    mfu: float | None
+    memory: float | None
+    source: str
+
+    def cells(self) -> list[str]:
+        """As a table shows them."""
+
+        def shown(value: float | None, how: str) -> str:
+            return "" if value is None else format(value, how)
+
+        return [
+            self.what, self.precision, self.remat, shown(self.tokens, ",.0f"),
+            shown(self.tflops, ",.3g"), shown(self.mfu, ".1%"), shown(self.memory, ".1f"),
+            self.source,
+        ]  # fmt: skip
+
+
+def published() -> tuple[Row, ...]:
+    """Of dense models of 7 to 8 billion parameters on Hopper GPUs."""
+    eight = "Llama-3 8B on 8 H100s"
+    return (
+        Row(f"torchtitan, {eight}", "bf16", "", 6667, None, 0.33, None,
+            "benchmarks/llama3_h100_202412, which says 33 to 39 % MFU"),
+        Row(f"torchtitan, {eight}", "fp8", "", 8532, None, None, None, "the same"),
+        Row("torchtitan, Llama-3 8B on H200s", "fp8", "", 10938, None, None, None,
+            "its benchmarks"),
+        Row(f"Megatron-Bridge 25.11, {eight}", "fp8", "", 14451, 744, None, None,
+            "docs/performance-summary-archive.md"),
+        Row("swiss-ai Megatron, 8B", "bf16", "", None, 413, 0.42, None,
+            "its repository, which says 413 to 430 TFLOP/s"),
+        Row("KempnerForge, 7B on one H200", "bf16", "full", None, None, 0.578, None,
+            "its repository"),
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""`bench report`: everything that is worth measuring on one machine, in order of value.
+
+Each item is a command in a process of its own with a limit of seconds, after which it is ended.
+Whatever ends the report, a signal or the time that `--minutes` gives it, the JSON file is whole and
+has what was found so far, and so has the table beside it (`.md`); the same command goes on from
+there. An item that fails is told in the table, and the next one begins.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxpipe.bench.items import Item, items
+from jaxpipe.bench.options import check_out, markdown
+from jaxpipe.bench.processes import BenchError, processor
+from jaxpipe.bench.published import Row, published
+from jaxpipe.config import ConfigError
+
+_KEPT = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
+_NVIDIA = "nvidia-"  # of these all
+_COLUMNS = (
+    "what", "precision", "remat", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "source",
+)  # fmt: skip
+_ERROR = re.compile(r"([\w.]*(Error|Exception)|error): ")
+_OF_ITEMS = ("item", "seconds", "result")
+
+
+class Outcome(msgspec.Struct):
+    """What an item left: its command, the seconds it took, what it found, or why it found nothing.
+
+    `error` is its last line, or which limit ended it.
+    """
+
+    command: str
+    seconds: float
+    found: dict[str, Any] | None = None
+    error: str = ""
+
+
+class Result(msgspec.Struct):
+    """One report. `items` has those that ended, by name; `running` is the one that was begun."""
+
+    date: str
+    command: str
+    machine: str
+    versions: dict[str, str]
+    items: dict[str, Outcome] = {}
+    running: str = ""
+
+    def write(self, path: Path) -> None:
+        """The JSON file and the table beside it, each whole at every moment."""
+        encoded = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        for name, text in ((path.with_suffix(".md"), table(self)), (path, f"{encoded}\n")):
+            fresh = name.with_name(f"{name.name}.new")
+            fresh.write_text(text)
+            fresh.replace(name)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.json", help="where to write the results")
+    add("--minutes", type=float, default=30, help="after which no item begins (30)")
+    add("--cpu", action="store_true", help="tiny sizes on the CPU, to try the report itself")
+    add("--items", nargs="+", metavar="NAME", help="only these")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run every item, and print the table."""
+    out = arguments.out
+    check_out(out)
+    if out.suffix != ".json":
+        raise ConfigError(f"--out {out}: give a name that ends in .json.")
+    every = items(cpu=arguments.cpu)
+    unknown = set(arguments.items or ()) - {item.name for item in every}
+    if unknown:
+        names = ", ".join(item.name for item in every)
+        raise ConfigError(f"--items {', '.join(sorted(unknown))}: use some of {names}.")
+    result = _begun(out, arguments)
+    signal.signal(signal.SIGTERM, _interrupted)
+    last = time.monotonic() + 60 * arguments.minutes
+    try:
+        for item in every:
+            if arguments.items and item.name not in arguments.items:
+                continue
+            before = result.items.get(item.name)
+            if (before is None or before.error) and time.monotonic() < last:
+                _measure(item, result, lambda: result.write(out))
+    except KeyboardInterrupt as error:
+        raise BenchError(f"cut off: {out} has what was found; the same command goes on.") from error
+    finally:
+        result.write(out)
+        print(table(result))
+
+
+def _begun(out: Path, arguments: argparse.Namespace) -> Result:
+    """A new report, or the one that was cut off on this machine with these versions."""
+    words = ["python -m jaxpipe.bench report --out", str(out), *["--cpu"] * arguments.cpu]
+    machine, versions = _machine(cpu=arguments.cpu), _versions()
+    if out.is_file():
+        before = msgspec.json.decode(out.read_bytes(), type=Result)
+        if (before.machine, before.versions) == (machine, versions):
+            return before
+    return Result(date.today().isoformat(), " ".join(words), machine, versions)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _measure(item: Item, result: Result, write: Callable[[], None]) -> None:
+    """Run an item, and keep what it found or why it did not."""
+    result.running = item.name
+    write()
+    print(f"{item.name}: {item.why} (at most {item.limit} s)", flush=True)
+    begin = time.monotonic()
+    outcome = result.items[item.name] = Outcome(" ".join(["python -m", *item.words]), 0.0)
+    outcome.error = "cut off"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = [*item.words, *(("--out", str(out)) if item.writes else ())]
+        with (Path(folder) / "said").open("w+") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(timeout=item.limit)
+                outcome.error = "" if code == 0 else f"exit {code}: {_last_line(said)}"
+            except subprocess.TimeoutExpired:
+                outcome.error = f"ended after its limit of {item.limit} s"
+            finally:
+                outcome.seconds = round(time.monotonic() - begin, 1)
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            if out.is_file():
+                outcome.found = msgspec.json.decode(out.read_bytes())
+            elif not item.writes:
+                outcome.found = {"said": _last_line(said)}
+    result.running = ""
+    write()
+    print(f"{item.name}: {outcome.error or 'done'}, {outcome.seconds:.0f} s", flush=True)
+
+
+def _last_line(said: Any) -> str:
+    """The last that a process said; of its errors, where it named one."""
+    said.seek(0)
+    every = [line.strip() for line in said if line.strip()] or ["it said nothing"]
+    errors = [line for line in every if _ERROR.match(line)]
+    return (errors or every)[-1][:300]
+
+
+def _machine(*, cpu: bool) -> str:
+    """The GPU with its driver; without one the processor."""
+    if cpu:
+        return processor()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"nvidia-smi finds no GPU ({error}): run this on a machine with one, or try it with "
+            f"--cpu."
+        ) from error
+    return "; ".join(found.strip().splitlines())
+
+
+def _versions() -> dict[str, str]:
+    found = {dist.name: dist.version for dist in distributions() if dist.name}
+    kept = {n: v for n, v in sorted(found.items()) if n in _KEPT or n.startswith(_NVIDIA)}
+    return {"Python": sys.version.split()[0], **kept}
+
+
+def table(result: Result) -> str:
+    """In markdown: steps beside published figures, then every item with what came of it."""
+    steps = [
+        _step(name, outcome.found)
+        for name, outcome in result.items.items()
+        if outcome.found and "step_seconds" in outcome.found
+    ]
+    rows = [row.cells() for row in (*steps, *published())]
+    every = [
+        [name, f"{outcome.seconds:,.0f}", outcome.error or _in_words(outcome.found or {})]
+        for name, outcome in result.items.items()
+    ]
+    jax = ", ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("Python", "jax"))
+    parts = [
+        f"{result.date}, {result.machine}; {jax}. `{result.command}`",
+        markdown(_COLUMNS, rows),
+        markdown(_OF_ITEMS, every) if every else "",
+        f"Cut off in `{result.running}`." if result.running else "",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _step(name: str, found: dict[str, Any]) -> Row:
+    return Row(
+        what=f"here: {name}",
+        precision=found["precision"],
+        remat=found["remat"],
+        tokens=found["tokens_per_second_per_device"],
+        tflops=found["flops_per_second_per_device"] / 1e12,
+        mfu=found["mfu"],
+        memory=found["peak_memory_bytes"] and found["peak_memory_bytes"] / 2**30,
+        source="this report",
+    )
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    """What an item found, in one cell."""
+    if "step_seconds" in found:
+        return f"{found['step_seconds']:.3g} s a step, compiled in {found['compile_seconds']:.0f} s"
+    if "errors" in found:
+        return "; ".join(
+            f"{name} off by " + ", ".join(f"{op} {error:.2g}" for op, error in errors.items())
+            for name, errors in found["errors"].items()
+        )
+    if "seconds" in found:
+        layer, peak = found["seconds"]["layer"], found["peak"]
+        return ", ".join(
+            f"{op} {1e3 * each:.3g} ms"
+            + (f" ({found['flops'][op] / each / peak:.0%} of the peak)" if peak else "")
+            for op, each in layer.items()
+        )
+    return str(found.get("said", ""))

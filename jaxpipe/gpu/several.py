@@ -1,0 +1,79 @@
+"""One configuration on several cards, counts of devices and schedules: what to compile, a table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from jaxpipe import config as configs
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.units import readable_bytes
+from jaxpipe.gpu.check import Report
+from jaxpipe.planning.checks import filled, validate
+
+_COLUMNS = (
+    "card", "devices", "mesh", "schedule", "peak", "fits", "permutes", "copies", "graphs",
+    "step, s", "by plan", "compiled, s",
+)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """One of several: a card, and the configuration that is compiled for it."""
+
+    card: str
+    config: Config
+
+
+def asked(
+    path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
+    schedules: Sequence[str],
+) -> list[Asked]:  # fmt: skip
+    """Every schedule on every number of devices of every card, read and checked.
+
+    An empty list stands for what the configuration says. Of several numbers of devices each is
+    filled with replicas. Raises `ConfigError` where one of them cannot be.
+    """
+    replicas = ["parallel.dp=-1"] if len(devices) > 1 else []
+    found = []
+    for count in devices or (None,):
+        for schedule in schedules or (None,):
+            named = [f"parallel.schedule={schedule}"] if schedule else []
+            config = filled(configs.load(path, [*overrides, *replicas, *named]), count)
+            validate(config)
+            parallel = config.parallel
+            wanted = parallel.pp * parallel.dp * parallel.tp
+            if count not in (None, wanted):
+                raise ConfigError(
+                    f"--devices {count}: parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x "
+                    f"parallel.tp={parallel.tp} = {wanted} must equal it: change one of them, or "
+                    f"leave --devices out."
+                )
+            found += [Asked(card, config) for card in cards]
+    return found
+
+
+def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
+    """A row for each."""
+    made = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
+    for one, report in zip(every, reports):
+        made.add_row(*_row(one, report))
+    return made
+
+
+def _row(one: Asked, report: Report) -> list[str]:
+    program, (step, planned) = report.program, report.step
+    return [
+        report.card,
+        str(report.devices),
+        str(one.config.parallel.mesh),
+        one.config.parallel.schedule,
+        readable_bytes(report.bytes.peak),
+        "yes" if report.fits else "NO",
+        "hidden" if program.hidden else "NOT HIDDEN",
+        str(sum(copy.count for copy in program.buffer_copies)),
+        "a tick" if report.graphs and report.graphs.whole else "parts",
+        "" if step is None else f"{step:.3g}",
+        f"{planned:.3g}",
+        f"{report.seconds:.0f}",
+    ]

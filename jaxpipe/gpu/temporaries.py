@@ -1,0 +1,128 @@
+"""The largest arrays that a step holds where its memory peaks, and the lines that made them.
+
+XLA dumps four texts that tell: which values are alive at the peak, where in memory every value
+lies, which instruction made it, and from which line that was traced. Values that share a place are
+one array under several names, as an accumulator that a loop is given, carries and hands on.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpipe.gpu.program import Instruction, instruction
+
+_LIVE, _PLACES, _VALUES, _PROGRAM = (
+    f"*gpu_after_optimizations{name}.txt"
+    for name in ("-live-range", "-buffer-assignment", "-buffer-assignment-values", "")
+)
+_PEAK = re.compile(r"Live ranges at \d+ \(peak\):\n((?:\s+\S+ \d+ bytes .*\n)*)")
+_ALIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:", re.MULTILINE)
+_ALLOCATION = re.compile(r"^allocation (\d+): (.*)$")
+_VALUE = re.compile(
+    r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?.*?> \(size=(\d+),offset=(\d+)\): (\S+)"
+)
+_FROM = re.compile(r"^ from instruction: (.*)$", re.MULTILINE)
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_SOURCE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
+_ROW = re.compile(r"^(\d+) (.*)$")
+_PASSES_ON = ("parameter", "while", "conditional", "tuple", "get-tuple-element", "bitcast", "copy")
+_PACKAGE = "jaxpipe/"
+
+
+class Temporary(NamedTuple):
+    """One array: bytes, dtype with shape, the instruction that made it, and from which line.
+
+    `line` is a file of the project with a line's number; "" where XLA kept none.
+    """
+
+    size: int
+    shape: str
+    made_by: str
+    line: str
+
+
+def temporaries(folder: Path) -> tuple[Temporary, ...]:
+    """Those alive at the peak, largest first, from what XLA dumped; none where it left out a text.
+
+    Arguments of the step, and results in place of them, are not among them.
+    """
+    texts = [next(iter(folder.glob(name)), None) for name in (_LIVE, _PLACES, _VALUES, _PROGRAM)]
+    return () if None in texts else at_peak(*(path.read_text() for path in texts))
+
+
+def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporary, ...]:
+    """The same from the texts."""
+    lines = Lines(program)
+    alive = set(_ALIVE.findall(found[1])) if (found := _PEAK.search(live)) else set()
+    found_at: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
+    allocation, temporary = "", False
+    for line in places.splitlines():
+        if header := _ALLOCATION.match(line):
+            allocation, temporary = header[1], "preallocated-temp" in header[2]
+        elif temporary and (value := _VALUE.match(line)):
+            name, index, size, offset, shape = value.groups()
+            if (name, index or "") in alive:
+                place = found_at.setdefault((allocation, int(offset)), [])
+                place.append((int(size), name, shape.partition("{")[0]))
+    every = map(instruction, (f"  {line}" for line in _FROM.findall(values)))
+    named = {one.name: one for one in every if one}
+    arrays = [_made(here, named, lines) for here in found_at.values()]
+    return tuple(sorted(arrays, key=lambda one: -one.size))
+
+
+def _made(
+    values: list[tuple[int, str, str]], named: dict[str, Instruction], lines: "Lines"
+) -> Temporary:
+    """What values in one place are: named after the first that is computed and has a line."""
+
+    def rank(value: tuple[int, str, str]) -> tuple[bool, bool]:
+        one = named.get(value[1])
+        return one is None or one.opcode in _PASSES_ON, not (one and lines.of(one))
+
+    size, name, shape = min(values, key=rank)
+    return Temporary(size, shape, name, lines.of(named[name]) if name in named else "")
+
+
+class Lines:
+    """From instructions to lines of the project, by the tables at a program's head."""
+
+    def __init__(self, text: str):
+        self._files, locations, frames = (
+            _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")
+        )
+        self._locations = {key: _numbers(row) for key, row in locations.items()}
+        self._frames = {key: _numbers(row) for key, row in frames.items()}
+
+    def of(self, one: Instruction) -> str:
+        """The innermost line of the project from which an instruction was traced; "" if unknown."""
+        if source := _SOURCE.search(one.rest):
+            return _within(source[1], int(source[2]))
+        frame = int(found[1]) if (found := _FRAME.search(one.rest)) else 0
+        while frame in self._frames:
+            row = self._frames[frame]
+            place = self._locations.get(row.get("file_location_id", 0), {})
+            file = self._files.get(place.get("file_name_id", 0), "").strip('"')
+            if _PACKAGE in file:
+                return _within(file, place["line"])
+            above = row.get("parent_frame_id", frame)
+            frame = above if above < frame else 0
+        return ""
+
+
+def _within(file: str, line: int) -> str:
+    return f"{_PACKAGE}{file.rpartition(_PACKAGE)[2]}:{line}"
+
+
+def _table(text: str, name: str) -> dict[int, str]:
+    """The rows of a table, by number."""
+    _, _, rest = text.partition(f"\n{name}\n")
+    rows = {}
+    for line in rest.splitlines():
+        if not (row := _ROW.match(line)):
+            break
+        rows[int(row[1])] = row[2]
+    return rows
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}

@@ -1,0 +1,181 @@
+"""Seconds of a compiled step's instructions, its largest arrays, and the table of several."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+from commands import SMALL
+from rich.console import Console
+from test_hlo import CONDS, DONES, STARTS, module
+
+from jaxpipe.config import ConfigError, load
+from jaxpipe.gpu import cards, several
+from jaxpipe.gpu.program import Copy, Program
+from jaxpipe.gpu.seconds import Seconds, seconds_of
+from jaxpipe.gpu.temporaries import Lines, Temporary, temporaries
+from jaxpipe.planning import Hardware, chosen, op_seconds
+from jaxpipe.runtime.devices import Device
+
+SHEET = Device(flops=1e3, memory=1, fp8=2e3)
+BANDWIDTH = 1e4
+
+
+def one(operands, result, rest, *, action="F_chunk0"):
+    """Of a layer's op: the module's seconds with one more instruction in a branch that runs."""
+    lines = [f"  %in.{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+    named = ", ".join(f"%in.{i}" for i in range(len(operands)))
+    metadata = f'metadata={{op_name="jit(step)/while/body/{action}/cond/dot"}}'
+    lines.append(f"  %made = {result} {rest.replace('OPERANDS', named)}, {metadata}")
+    program = Program(module(STARTS + CONDS + DONES, run="\n".join(lines)))
+    return seconds_of(program, SHEET, BANDWIDTH)
+
+
+DOT = "dot(OPERANDS), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+SCORES = '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["1","2","8","16"]}'
+COST = '"exec_time_us":%s,"compute_time_us":0,"memory_access_time_us":1,"name":""'
+
+
+def gemm(kind=""):
+    config = '"lhs_contracting_dimensions":["1"]'
+    return f'custom-call(OPERANDS), custom_call_target="__cublas$lt$matmul{kind}", {{{config}}}'
+
+
+def attention(kind, mask):
+    config = f'{SCORES},"mask_type":"{mask}"'
+    return f'custom-call(OPERANDS), custom_call_target="__cudnn$fmhaSoftmax{kind}", {{{config}}}'
+
+
+def fusion(cost):
+    return f"fusion(OPERANDS), kind=kLoop, calls=%fusion, backend_config={{{COST % cost}}}"
+
+
+@pytest.mark.parametrize(
+    ("operands", "result", "rest", "seconds"),
+    [
+        (["bf16[4,8]", "bf16[8,5]"], "(f32[4,5], s8[32])", gemm(), 2 * 160 / 1e3),
+        (["f32[4,8]", "f32[8,5]"], "f32[4,5]", DOT, 2 * 160 / 5e2),
+        (["f8e4m3fn[4,8]", "f8e5m2[8,5]"], "bf16[4,5]", gemm("$f8"), 2 * 160 / 2e3),
+        (["bf16[1,8,2,4]"], "bf16[8]", attention("", "CAUSAL"), 2 * 2 * 64 * 16 / 2 / 1e3),
+        (["bf16[1,8,2,4]"], "bf16[8]", attention("Backward", "NO"), 5 * 2 * 64 * 16 / 1e3),
+        (["f32[100]"], "f32[100]", fusion("9e9"), 800 / 1e4),  # once through memory
+        (["f32[100]"], "f32[100]", fusion("50.5"), 50.5e-6),
+        (["f32[100]"], "f32[100]", "copy(OPERANDS)", 800 / 1e4),
+        (["f32[100]"], "f32[100]", "bitcast(OPERANDS)", 0),
+    ],
+    ids=["bf16", "f32", "fp8", "attention", "its gradient", "dear", "cheap", "copy", "nothing"],
+)
+def test_an_instruction_takes_its_products_or_its_bytes(operands, result, rest, seconds):
+    found = one(operands, result, rest)
+    assert found.actions["F"] == pytest.approx(seconds, rel=1e-12)
+    plain = one(operands, result, rest, action="head")
+    assert plain.actions == {}
+    assert plain.ends - found.ends == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
+    inner = "  %copy.3 = f32[100]{0} copy(%a)"
+    entry = "  %x.1 = f32[100]{0} parameter(1)\n  %copy.4 = f32[100]{0} copy(%x.1)"
+    calls = "  %f = f32[3,8]{1,0} fusion(%t.1), kind=kLoop, calls=%fusion"
+    order = STARTS + CONDS + DONES
+    fused = Program(module(order, run=calls, fused=inner, entry=entry))
+    plain = Program(module(order, run=calls, entry=entry))
+    assert seconds_of(fused, SHEET, BANDWIDTH) == seconds_of(plain, SHEET, BANDWIDTH)
+    assert seconds_of(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
+
+
+def test_a_step_by_the_plans_own_seconds_is_the_plans():
+    config = load(SMALL)
+    choice, ops = chosen(config), op_seconds(config)
+    mine = Seconds({"F": ops.layer.F, "BW": ops.layer.whole_backward}, ops.head, 0.5)
+    step, planned = mine.step(config, choice, 1, Hardware())
+    assert step == pytest.approx(planned + 0.5)
+    assert Seconds({"F": 1.0}, 0, 0).step(config, choice, 1, Hardware()) == (None, planned)
+
+
+HEAD = """HloModule jit_step
+
+FileNames
+1 "/home/of/somebody/jaxpipe/pipeline/buffers.py"
+2 "/usr/lib/jax/numpy.py"
+
+FunctionNames
+1 "make_ring"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+"""
+LIVE = """HloLiveRange (max 9):
+  Live ranges at 164 (peak):
+    state.5{18}: 64 bytes (cumulative: 64 bytes)
+    zeros{}: 64 bytes (cumulative: 128 bytes)
+    wide{1}: 96 bytes (cumulative: 224 bytes)
+    x{}: 640 bytes (cumulative: 864 bytes)
+  Stack trace breakdown for peak usage: 864 bytes
+"""
+PLACES = """BufferAssignment:
+allocation 0: size 640, page 0, parameter 9, shape |f32[160]| at ShapeIndex {}, maybe-live-out:
+ value: <1 x @0> (size=640,offset=0): f32[160]{0}
+allocation 1: size 200, page 0, preallocated-temp:
+ value: <2 state.5{18} (phi) @0> (size=64,offset=96): f32[16]{0}
+ value: <3 zeros @0> (size=64,offset=96): f32[16]{0}
+ value: <4 wide{1} @0> (size=96,offset=0): bf16[48]{0}
+ value: <5 dead @0> (size=96,offset=0): bf16[48]{0}
+"""
+VALUES = """
+ from instruction: %state.5 = (s32[], f32[16]{0}) parameter(0)
+ from instruction: %zeros = f32[16]{0} broadcast(%zero), metadata={op_name="a" stack_frame_id=2}
+ from instruction: %wide = (f32[], bf16[48]{0}) fusion(%zeros), metadata={source_file="/a/jaxpipe/model/rope.py" source_line=8}
+"""  # noqa: E501
+
+
+def test_the_largest_arrays_at_the_peak_and_who_made_them(tmp_path):
+    found = (
+        Temporary(96, "bf16[48]", "wide", "jaxpipe/model/rope.py:8"),
+        Temporary(64, "f32[16]", "zeros", "jaxpipe/pipeline/buffers.py:22"),  # carried as state.5
+    )
+    assert temporaries(tmp_path) == ()
+    for name, text in (
+        ("-live-range", LIVE),
+        ("-buffer-assignment", PLACES),
+        ("-buffer-assignment-values", VALUES),
+        ("", HEAD),
+    ):
+        (tmp_path / f"module_1.jit_step.sm_9.0a_gpu_after_optimizations{name}.txt").write_text(text)
+    assert temporaries(tmp_path) == found
+    other = SimpleNamespace(rest="metadata={stack_frame_id=9}")
+    assert Lines(HEAD).of(other) == Lines("").of(other) == ""
+
+
+def test_several_are_asked_for_at_once():
+    asked = several.asked(SMALL, ["parallel.pp=2"], ["h100", "a100"], [4, 8], ["1f1b", "zb_h1"])
+    found = [(o.card, o.config.parallel.dp, o.config.parallel.schedule) for o in asked]
+    assert sorted(found) == sorted(
+        (card, dp, name)
+        for card in ("h100", "a100") for dp in (2, 4) for name in ("1f1b", "zb_h1")
+    )  # fmt: skip
+    assert several.asked(SMALL, [], ["b200"], [], []) == [several.Asked("b200", load(SMALL))]
+    with pytest.raises(ConfigError, match="multiple of parallel.pp=4"):
+        several.asked(SMALL, [], ["h100"], [8, 10], [])
+    report = SimpleNamespace(
+        card="h100", devices=8, bytes=SimpleNamespace(peak=2**30), fits=True, step=(None, 0.25),
+        program=SimpleNamespace(hidden=False, buffer_copies=(Copy("f32[2]", 8, 3),)), graphs=None,
+        seconds=12.0,
+    )  # fmt: skip
+    console = Console(width=140)
+    with console.capture() as said:
+        console.print(several.table(asked[:1], [report]))
+    _, line = said.get().splitlines()
+    assert line.split()[:2] == ["h100", "8"]
+    assert line.split()[-8:] == ["GiB", "yes", "NOT", "HIDDEN", "3", "parts", "0.25", "12"]
+
+
+def test_cards_are_named_with_commas():
+    assert cards.named("h100,b200") == ["h100", "b200"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'gtx' is none of h100, h200, b200, a100"):
+        cards.named("h100,gtx")
