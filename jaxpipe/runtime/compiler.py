@@ -26,8 +26,8 @@ class Option(NamedTuple):
 
     Attributes:
       purpose: `step`: of every step; `offload`: with `train.offload_layers`; `deterministic`: with
-        `train.deterministic`; `ring`: with `parallel.cp_method="ring"`; `deviceless`: of the check alone, which has no device; `costs`: of
-        the check for cards that XLA's cost model knows.
+        `train.deterministic`; `ring`: with `parallel.cp_method="ring"`; `deviceless`: of the check
+        alone, which has no device; `costs`: of the check for cards that XLA's cost model knows.
       values: by the jax from which on each is right; the newest that is not newer than the
         installed is taken.
       noticed: what changes in the report of `plan --check-gpu` without it, as `--json` names it;
