@@ -14,10 +14,7 @@ HOST = "pinned_host"
 
 
 def kept_on_host(shardings: Tree) -> Tree:
-    """Shardings of an optimizer's state, those of its moments in the host's memory.
-
-    A compiled function that is to return such a state copies the moments there.
-    """
+    """Shardings of an optimizer's state, those of its moments in the host's memory."""
     return _of_moments(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
@@ -28,6 +25,14 @@ def fetched(moments: Tree, after: jax.Array) -> Tree:
     """
     moments, _ = lax.optimization_barrier((moments, after))
     return _of_moments(buffers.to_device, moments)
+
+
+def returned(moments: Tree) -> Tree:
+    """The state with its moments in the host's memory.
+
+    Shardings of what a function returns are not enough: XLA then leaves all of it on the device.
+    """
+    return _of_moments(buffers.to_host, moments)
 
 
 def _of_moments(change: Callable[[Any], Any], state: Tree) -> Tree:

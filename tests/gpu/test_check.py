@@ -210,7 +210,7 @@ def test_moments_wait_in_the_hosts_memory():
     assert away["bytes"]["host"] == planned["host"] > everything["bytes"]["host"] == 0
     for size in ("arguments", "outputs", "aliased"):
         assert everything["bytes"][size] - away["bytes"][size] == planned["host"]
-    assert everything["bytes"]["peak"] - away["bytes"]["peak"] > 0.9 * planned["host"]
+    assert everything["bytes"]["peak"] - away["bytes"]["peak"] > 0.8 * planned["host"]
     assert away["host_copies"]["asynchronous"] + away["host_copies"]["synchronous"] == 0
     assert away["permutes"]["hidden"]
     assert away["graphs"]["whole"]
