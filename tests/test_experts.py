@@ -56,8 +56,8 @@ def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
     ("model", "name", "mesh", "how"),
     [
         ("deepseek", "zb_h1", (2, 2, 1, 2), {"padding": "real", "remat": "full"}),
-        ("narrow", "1f1b", (2, 2, 1, 2), {"padding": "packed"}),
-        ("switch", "dualpipe", (2, 4, 1, 2), {"padding": "real", "lockstep": PAIRED}),
+        ("switch", "1f1b", (2, 2, 1, 2), {"padding": "packed"}),
+        ("narrow", "dualpipe", (2, 4, 1, 2), {"padding": "real", "lockstep": PAIRED}),
         ("qwen", "interleaved_1f1b", (2, 2, 2, 2), {"padding": "packed", "sequence": True}),
         ("qwen", "1f1b", (2, 2), {"padding": "real", "cp": 2, "remat": "selective"}),
         ("one", "1f1b", (2, 2, 1, 2), {"padding": "real", "slices": 2}),
