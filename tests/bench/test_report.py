@@ -14,7 +14,7 @@ import pytest
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
 from jaxpipe.bench import correct, report, show
-from jaxpipe.bench.items import LLAMA, Item, items
+from jaxpipe.bench.items import MODEL, Item, items
 from jaxpipe.planning.checks import validate
 
 ROOT = Path(__file__).parents[2]
@@ -174,7 +174,7 @@ TINY = (
 
 def test_what_f_b_and_w_are_off_by(tmp_path, monkeypatch, capsys):
     out = tmp_path / "correct.json"
-    words = ["correct", str(ROOT / LLAMA), *TINY, "--layers", "1", "--out", str(out)]
+    words = ["correct", str(ROOT / MODEL), *TINY, "--layers", "1", "--out", str(out)]
     assert command.main(words) == 0
     errors = json.loads(out.read_text())["errors"]
     for name, limit in correct.LIMITS.items():
