@@ -145,6 +145,11 @@ def test_bad_input_is_one_sentence(words, message, tmp_path, monkeypatch, capsys
     assert error.count("\n") == 1
 
 
+def test_the_signal_that_ends_a_report_interrupts_it():
+    with pytest.raises(KeyboardInterrupt):
+        report._interrupted(signal.SIGTERM, None)
+
+
 def test_each_kind_of_finding_has_its_words():
     layer = {"F": 1e-3, "B": 2e-3}
     found = {"seconds": {"layer": layer}, "peak": 1e12, "flops": {"F": 5e8, "B": 5e8}}
