@@ -22,6 +22,7 @@ PAGES = sorted(
 ROOMS = sorted(path.parent for path in HOUSE.glob("*/__init__.py"))
 SUFFIXES = "py|toml|sh|sbatch|yaml|md|svg|txtpb|txt"
 MADE = {"plan.svg", "orders.csv", "compare.svg", "config.toml"}  # by a command of the page
+OF_OTHERS = ("--nodes", "--timeout", "--dry-run")  # options of other programs
 STANDS_FOR = {"CONFIG": "configs/quickstart.toml"}
 SCRIPTS = {"train.sh": "train", "plan.sh": "plan", "bench.sh": "bench", "data.sh": "data"}
 
@@ -157,7 +158,7 @@ def test_options_that_are_named_exist(page):
     sources = [*HOUSE.rglob("*.py"), *(HOME / "launch").iterdir(), *(HOME / "tests").glob("*.py")]
     code = "\n".join(path.read_text() for path in sources)
     for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", " ".join(spans(page.read_text()))):
-        assert re.search(rf"[\"'=\s]{option}\b", code) or option in ("--nodes", "--timeout"), option
+        assert re.search(rf"[\"'=\s]{option}\b", code) or option in OF_OTHERS, option
 
 
 def test_the_front_page_is_short_and_says_first_what_matters():

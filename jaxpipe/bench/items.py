@@ -2,15 +2,15 @@
 
 from typing import NamedTuple
 
-LLAMA = "configs/llama3_8b_layers_1gpu.toml"
+MODEL = "configs/llama3_8b_layers_1gpu.toml"
 EXPERTS = "configs/qwen3_30b_a3b_pp2_ep4.toml"
 _ONE = ("parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.in_flight=0")
+_LAYER = ("model.n_layers=1", "model.first_dense_layers=0")
+_ON_CPU = {MODEL: "configs/quickstart.toml", EXPERTS: "configs/quickstart_moe.toml"}
 _TINY = (
-    "model.preset=", "model.d_model=64", "model.n_heads=4", "model.n_kv_heads=2", "model.d_ff=128",
-    "model.vocab_size=256", "model.head_dim=16", "model.n_layers=2", "model.attention=xla",
-    "train.seq_len=64", "train.grad_accum_steps=2", "train.loss_chunks=1", "runtime.cpu_devices=1",
+    *_ONE, "model.n_layers=2", "train.seq_len=64", "train.grad_accum_steps=2",
+    "train.compute_dtype=bfloat16", "runtime.cpu_devices=1",
 )  # fmt: skip
-_TINY_EXPERTS = ("model.n_experts=4", "model.experts_per_token=2", "model.d_expert=64")
 
 
 class Item(NamedTuple):
@@ -35,20 +35,19 @@ def items(*, cpu: bool) -> tuple[Item, ...]:
     def bench(what: str, config: str, *words: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
         named = {_key(word) for word in words}
         small = (word for word in tiny if _key(word) not in named)
-        return ("jaxpipe.bench", what, config, *words, *small, *more)
+        return ("jaxpipe.bench", what, _ON_CPU[config] if cpu else config, *words, *small, *more)
 
     def step(remat: str, *words: str) -> tuple[str, ...]:
-        return bench("train", LLAMA, f"train.remat={remat}", *words, more=steps)
+        return bench("train", MODEL, f"train.remat={remat}", *words, more=steps)
 
     length = "64" if cpu else "32768"
     long = (f"train.seq_len={length}", f"model.max_seq_len={length}")
     two = ("parallel.pp=2", *(("runtime.cpu_devices=2",) if cpu else ()))
-    experts = ("model.n_layers=1", *_ONE, *(_TINY_EXPERTS if cpu else ()))
     return (
         Item("correct", "F, B and W in bfloat16 and fp8 beside float32",
-             bench("correct", LLAMA), 300),
+             bench("correct", MODEL), 300),
         Item("ops", "F, B, W of a layer, head, update",
-             bench("ops", LLAMA, more=repeats), 240),
+             bench("ops", MODEL, more=repeats), 240),
         Item("step-selective", "a step on one GPU", step("selective"), 240),
         Item("step-full", "a step that computes all again", step("full"), 240),
         Item("step-none", "a step that stores everything", step("none"), 240),
@@ -56,15 +55,15 @@ def items(*, cpu: bool) -> tuple[Item, ...]:
              step("selective", "train.fp8=delayed"), 240),
         Item("step-full-fp8", "the same in 8-bit floats", step("full", "train.fp8=delayed"), 240),
         Item("ops-fp8", "F, B, W of a layer in 8-bit floats",
-             bench("ops", LLAMA, "train.fp8=delayed", more=repeats), 240),
+             bench("ops", MODEL, "train.fp8=delayed", more=repeats), 240),
         Item("two-ranks", "two pipeline ranks, where there are two GPUs",
              step("selective", *two), 240),
         Item("experts", "a layer of 128 experts",
-             bench("ops", EXPERTS, *experts, more=("--layers", "1", *repeats)), 240),
+             bench("ops", EXPERTS, *_LAYER, *_ONE, more=("--layers", "1", *repeats)), 240),
         Item("packed", "rows of documents",
              step("selective", "data.packing=best_fit"), 240),
         Item("long", "attention over 32,768 tokens",
-             bench("ops", LLAMA, *long, more=("--layers", "1", *repeats)), 240),
+             bench("ops", MODEL, *long, more=("--layers", "1", *repeats)), 240),
         Item("tests", "the tests that need a GPU",
              ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"), 300,
              writes=False),

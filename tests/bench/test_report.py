@@ -14,7 +14,7 @@ import pytest
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
 from jaxpipe.bench import correct, report, show
-from jaxpipe.bench.items import LLAMA, Item, items
+from jaxpipe.bench.items import MODEL, Item, items
 from jaxpipe.planning.checks import validate
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +145,11 @@ def test_bad_input_is_one_sentence(words, message, tmp_path, monkeypatch, capsys
     assert error.count("\n") == 1
 
 
+def test_the_signal_that_ends_a_report_interrupts_it():
+    with pytest.raises(KeyboardInterrupt):
+        report._interrupted(signal.SIGTERM, None)
+
+
 def test_each_kind_of_finding_has_its_words():
     layer = {"F": 1e-3, "B": 2e-3}
     found = {"seconds": {"layer": layer}, "peak": 1e12, "flops": {"F": 5e8, "B": 5e8}}
@@ -174,7 +179,7 @@ TINY = (
 
 def test_what_f_b_and_w_are_off_by(tmp_path, monkeypatch, capsys):
     out = tmp_path / "correct.json"
-    words = ["correct", str(ROOT / LLAMA), *TINY, "--layers", "1", "--out", str(out)]
+    words = ["correct", str(ROOT / MODEL), *TINY, "--layers", "1", "--out", str(out)]
     assert command.main(words) == 0
     errors = json.loads(out.read_text())["errors"]
     for name, limit in correct.LIMITS.items():

@@ -84,7 +84,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert [one["size"] for one in largest] == sorted((o["size"] for o in largest), reverse=True)
     assert all(one["line"].startswith("jaxpipe/") for one in largest[:4])
     seconds = found["seconds"]
-    assert {"F", "BW" if schedule != "zb_h1" else "B"} <= set(seconds["actions"])
+    assert {"BW", "B"} & set(seconds["actions"])
     assert 0 < seconds["actions"]["F"] < seconds["step"]
     assert seconds["step_by_plan"] > 0
     assert found["dropped_options"] == []
@@ -355,6 +355,7 @@ def test_bad_input_is_one_sentence(arguments, message, capsys):
 def test_cards(card):
     assert 75e9 < cards.memory_of(card) < 200e9
     assert 2e12 < cards.bandwidth_of(card) < 8e12
+    assert cards.has_costs(card) == (card != "a100")
     assert cards.memory_of(card) == pytest.approx(DEVICES[card.upper()].memory, rel=0.08)
     config = cards.with_usable(cards.target_config(card), 8e9)
     assert "device_memory_size: 10000000000" in config

@@ -126,6 +126,7 @@ allocation 1: size 200, page 0, preallocated-temp:
  value: <3 zeros @0> (size=64,offset=96): f32[16]{0}
  value: <4 wide{1} @0> (size=96,offset=0): bf16[48]{0}
  value: <5 dead @0> (size=96,offset=0): bf16[48]{0}
+ value: <6 dead.1 @0> (size=32,offset=160): f32[8]{0}
 """
 VALUES = """
  from instruction: %state.5 = (s32[], f32[16]{0}) parameter(0)
