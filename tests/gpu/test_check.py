@@ -129,8 +129,8 @@ def test_the_step_on_a_whole_mesh(shared):
     """Layers' own collectives, in branches and in graphs, beside permutes that do not wait."""
     found = report(
         *STEP, "parallel.pp=4", "parallel.dp=4", "parallel.tp=2", "parallel.layer_split=even",
-        "parallel.zero_stage=2", f"parallel.sequence_parallel={shared}",
-        f"parallel.vocab_parallel_pp={shared}",
+        "parallel.transfer_ticks=2", "parallel.zero_stage=2",
+        f"parallel.sequence_parallel={shared}", f"parallel.vocab_parallel_pp={shared}",
     )  # fmt: skip
     permutes = found["permutes"]
     assert permutes["synchronous"] == 0
@@ -181,7 +181,8 @@ def test_experts_have_a_kernel_each_for_f_b_and_w():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_residuals_wait_in_the_hosts_memory():
     """Copied beside products; the device holds less by what the plan says."""
-    sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")
+    sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even",
+             "parallel.transfer_ticks=2")  # fmt: skip
     everything, away = report(*sizes), report(*sizes, "train.offload_layers=2")
     _, out, _ = plan("--json", *sizes, "train.offload_layers=2")
     planned = next(row["bytes"] for row in json.loads(out)["schedules"] if row["configured"])
