@@ -94,12 +94,6 @@ RING = (
         "To a permute belong only the devices that it connects: those of one ring, which take the "
         "same branches. NCCL is faster so, too (openxla/xla#40505).",
     ),
-    Option(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        (2**40,),
-        "Keys and values of a turn are one permute, of any size. As two, which they are above the "
-        "default of 30 MiB, one sets out only behind the blocks that it should be hidden by.",
-    ),
 )
 
 
