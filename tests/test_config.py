@@ -194,7 +194,7 @@ def test_load_rejects(path, overrides, message):
         ),
         (
             [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
-            "takes bfloat16 or float16, .* but these are float32 of width 16: .* attention=xla",
+            "takes bfloat16 or float16, .* but these are float32 of width 16: .*attention=xla",
         ),
         (
             [*SHARED, *FUSED_RING, "data.packing=sequential"],

@@ -12,7 +12,7 @@ from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
 from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.ring import ring_attention
 from jaxpipe.model.sliced import sliced_attention
-from jaxpipe.parallel import ContextParallel, make_mesh
+from jaxpipe.parallel import ContextParallel, Factors, make_mesh
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
@@ -45,10 +45,10 @@ def alone(depth):
     return attention
 
 
-def around(size, blocks):
+def around(size, blocks, ep=1):
     """Of devices that share the sequence, put together again."""
     sequence, axes = ContextParallel(size, "ring"), PartitionSpec(("rp", "dp", "ep"))
-    mesh = make_mesh(1, size, devices=jax.devices()[:size])
+    mesh = make_mesh(1, size, devices=jax.devices()[:size], factors=Factors(ep=ep))
     order = [half for i in range(size) for half in (i, 2 * size - 1 - i)]
 
     def attention(q, k, v, window, positions):
@@ -70,7 +70,7 @@ WAYS = {
     "one block": alone(0),
     "halvings": alone(3),
     "ring of 2": around(2, HALVES),
-    "ring of 4": around(4, HALVES),
+    "ring of 4": around(4, HALVES, ep=2),
 }
 
 
