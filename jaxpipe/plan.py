@@ -15,13 +15,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
@@ -29,39 +27,19 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.expected import Expected, expected
 from jaxpipe.gpu.cards import CARDS, named
 from jaxpipe.planning import (
-    Advice,
     Estimate,
     Hardware,
-    OpSeconds,
+    Plan,
     advise,
     candidates,
-    costs_of,
     estimate,
     op_seconds,
     overlapped,
 )
 from jaxpipe.planning.checks import check_sizes, filled
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import FAMILIES, ScheduleError, fused, timeline, write
+from jaxpipe.schedule import ScheduleError, fused, timeline, write
 from jaxpipe.schedule.picture import picture
-
-_GIB = 2**30
-_COLUMNS = (
-    "schedule", "ends", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s",
-)  # fmt: skip
-_LEGEND = (
-    "ends: embedding and head of the ranks that have them, or shared by all. bubble, span: of "
-    "ranks that run freely, over the whole step and over a rank's own; scan: of the scan that "
-    "the executor runs. held: microbatches x stages on a rank. GiB: a device's (! too much), "
-    "stored: activations of it, sent: to neighbours in a step. *: what the configuration names, as "
-    "it would run."
-)
-
-_HOST_LEGEND = " host: GiB of its host's memory (train.offload_layers, train.offload_moments)."
-_SAVED_LEGEND = " saved: share of the scan's time if N steps overlapped, which no run does yet."
-_EXPOSED_LEGEND = (
-    " exposed: share of the step for which compute waits for other replicas, over ep or cp."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,11 +141,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         best = next(one for one in estimates if one.candidate.label == advice.best)
         sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
+    plan = Plan(config, tuple(estimates), refused, advice, seconds, memory)
     shown = _shown(estimates, arguments.show or advice.best)
     if arguments.json:
-        print(json.dumps(_as_json(estimates, refused, advice, seconds, memory), indent=1))
+        print(json.dumps(plan.as_json(), indent=1))
     else:
-        _print(config, estimates, refused, advice, memory)
+        plan.show(Console(highlight=False, width=max(96, Console().width)))
     choice = shown.candidate.choice
     if steps and (arguments.timeline or arguments.picture):
         choice = replace(choice, schedule=fused(choice.schedule, steps))
@@ -247,121 +226,6 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
 
 def _as_toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _print(
-    config: Config,
-    estimates: Sequence[Estimate],
-    refused: dict[str, str],
-    advice: Advice,
-    memory: float,
-) -> None:
-    console = Console(highlight=False, width=max(96, Console().width))
-    parallel, train = config.parallel, config.train
-    ticks = sorted({str(one.candidate.choice.lockstep.transfer_ticks) for one in estimates})
-    every, active = config.model.parameter_count(), config.model.active_parameter_count()
-    of_token = f" ({active:,} for a token)" if active < every else ""
-    console.print(
-        f"{every:,} parameters{of_token}, {parallel.mesh}, "
-        f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
-        f"{train.seq_len} tokens, remat {train.remat}, transfers take {' or '.join(ticks)} ticks"
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    offloads = any(one.bytes.host for one in estimates)
-    exchanges = any(one.exposed for one in estimates)
-    overlaps = any(one.saved is not None for one in estimates)
-    for name in (*_COLUMNS, *["host"] * offloads, *["exposed"] * exchanges, *["saved"] * overlaps):
-        justify = "left" if name in ("schedule", "ends") else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
-    for one in sorted(estimates, key=lambda e: -e.tokens_per_second):
-        label, report = one.candidate.label, one.report
-        fits = one.bytes.total <= memory
-        chosen = label == advice.best
-        table.add_row(
-            label + (" *" if one.candidate.configured else ""),
-            _ends(one), f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
-            f"{report.bubble_scan:.1%}", str(one.held),
-            f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
-            f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
-            f"{one.tokens_per_second:,.0f}",
-            *[f"{one.bytes.host / _GIB:.1f}"] * offloads,
-            *[f"{one.exposed / one.seconds:.1%}"] * exchanges,
-            *["" if one.saved is None else f"{one.saved:z.1%}"] * overlaps,
-            style="bold" if chosen else "" if fits else "dim",
-        )  # fmt: skip
-    console.print(table)
-    legend = _LEGEND + _HOST_LEGEND * offloads + _EXPOSED_LEGEND * exchanges
-    legend += _SAVED_LEGEND * overlaps
-    console.print(legend, style="dim", soft_wrap=True)
-    for why in dict.fromkeys(refused.values()):
-        labels = ", ".join(label for label, reason in refused.items() if reason == why)
-        console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
-    if advice.best:
-        fastest = next(one.candidate for one in estimates if one.candidate.label == advice.best)
-        console.print(
-            f"fastest within {memory / _GIB:.1f} GiB: {advice.best} "
-            f"({FAMILIES[fastest.variant.family].summary})",
-            soft_wrap=True,
-        )
-    for sentence in (*_traffic(config), *advice.sentences):
-        console.print(sentence, soft_wrap=True)
-
-
-def _traffic(config: Config) -> Iterator[str]:
-    """What experts, and sequences that replicas share, bring over the network."""
-    costs, parallel = costs_of(config), config.parallel
-    for name, kind in costs.kinds.items():
-        of_experts = f"all-to-alls over ep={parallel.ep}", kind.exchanged
-        of_sequences = f"{parallel.cp_method} over cp={parallel.cp}", kind.shared
-        for what, sent in (of_experts, of_sequences):
-            if not any(sent.values()):
-                continue
-            ops = ", ".join(f"{size / 2**20:,.1f} in {op}" for op, size in sent.items())
-            layers = costs.order.count(name) / parallel.pp
-            turns = config.train.grad_accum_steps * parallel.slices
-            step = sum(sent.values()) * layers * turns
-            yield (
-                f"{what}: MiB that a device sends for a layer and microbatch: {ops}; "
-                f"{step / _GIB:,.1f} GiB in a step."
-            )
-
-
-def _ends(one: Estimate) -> str:
-    return "shared" if one.candidate.choice.lockstep.vocab_parallel else "own"
-
-
-def _as_json(
-    estimates: Sequence[Estimate],
-    refused: dict[str, str],
-    advice: Advice,
-    seconds: OpSeconds,
-    memory: float,
-) -> dict[str, Any]:
-    rows = [
-        {
-            "schedule": one.candidate.label,
-            "configured": one.candidate.configured,
-            "ends": _ends(one),
-            "fits": one.bytes.total <= memory,
-            "tokens_per_second": one.tokens_per_second,
-            **asdict(one.report),
-            "bytes": asdict(one.bytes) | {"total": one.bytes.total},
-            "held": one.held,
-            "waiting_for_host": one.waiting,
-            "waiting_for_replicas": one.exposed,
-            "sent_bytes": one.sent,
-            "saved_by_overlap": one.saved,
-            "layers": one.candidate.choice.layers,
-        }
-        for one in estimates
-    ]
-    return {
-        "seconds": msgspec.to_builtins(seconds),
-        "memory": memory,
-        "schedules": rows,
-        "refused": refused,
-        **asdict(advice),
-    }
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from jaxpipe.planning.hardware import (
     write_own,
 )
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
+from jaxpipe.planning.table import Plan
 
 __all__ = [
     "ITEMSIZE",
@@ -26,6 +27,7 @@ __all__ = [
     "Hardware",
     "LayerSeconds",
     "OpSeconds",
+    "Plan",
     "RankBytes",
     "advise",
     "analytic",

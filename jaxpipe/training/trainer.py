@@ -332,13 +332,8 @@ class Trainer:
         def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
             layer = self.model.init_layer(key, index, kind)
-            return jax.tree.map(
-                lambda leaf, s: s.of_rank.part(jnp.where(index >= 0, leaf, 0), {TP, *REPLICAS})[
-                    None
-                ],
-                layer,
-                leaves,
-            )
+            owned = jax.tree.map(lambda leaf: jnp.where(index >= 0, leaf, 0), layer)
+            return jax.tree.map(lambda leaf, how: own_part(how, leaf)[None], owned, leaves)
 
         return {
             "shared": jax.tree.map(

@@ -96,7 +96,7 @@ def test_all_to_alls_take_time_and_hide_in_pairs():
         _, free = estimate_of(*how, network=1e30)
         assert one.seconds - one.exposed == pytest.approx(free.seconds)
         shares.append(one.exposed / (one.seconds - one.exposed))
-    assert shares[1] < 0.6 * shares[0]
+    assert shares[1] < 0.5 * shares[0]  # 0.455; 0.549 if nothing hid
 
 
 def test_a_plan_says_what_goes_over_the_network(capsys):
