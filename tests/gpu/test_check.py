@@ -1,17 +1,11 @@
-"""`plan --check-gpu`: the real step compiled for H100s that are not there, in a process of its own.
-
-A process of its own because jax reads JAX_PLATFORMS, which the check needs to be `cpu`, only once.
-"""
+"""`plan --check-gpu`: the real step compiled for H100s that are not there."""
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from compiling import HAS_COMPILER, HAS_CUDNN, LLAMA, SMALL, needs_compiler, plan, report
 
 from jaxpipe.config import load
 from jaxpipe.gpu import cards
@@ -21,36 +15,8 @@ from jaxpipe.runtime.compiler import of_purpose
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 
-SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
-LLAMA = str(Path(__file__).parents[2] / "configs" / "llama3_8b_pp4.toml")
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-HAS_COMPILER = any(map(importlib.util.find_spec, PLUGINS))
-HAS_CUDNN = all(map(importlib.util.find_spec, ("nvidia", "nvidia.cudnn")))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")
-
-
-def plan(*arguments, config=SMALL, flags=""):
-    """Run the command, with flags of XLA; its exit code, output and errors."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment["XLA_FLAGS"] = flags
-    run = subprocess.run(
-        [sys.executable, "-m", "jaxpipe.plan", config, *arguments],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    return run.returncode, run.stdout, run.stderr
-
-
-def report(*arguments, config=SMALL, flags=""):
-    given = ("--check-gpu", "h100", "--json", *arguments)
-    code, out, errors = plan(*given, config=config, flags=flags)
-    assert code == 0, errors
-    return json.loads(out)
-
-
 STEP = ("model.n_layers=8", "train.grad_accum_steps=8", "train.compute_dtype=bfloat16",
         "train.seq_len=128", "model.d_model=128", "model.d_ff=256")  # fmt: skip
-
-
 VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
 
 
@@ -63,7 +29,7 @@ VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
 def test_the_step_on_many_gpus(schedule, pp, dp):
     found = report(
         *STEP, f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.schedule={schedule}",
-        "parallel.layer_split=even",
+        "parallel.layer_split=even", *["parallel.transfer_ticks=2"] * (schedule != "1f1b"),
     )  # fmt: skip
     assert found["topology"] == ("1x1x8" if pp * dp == 8 else "1x4x8")
     permutes = found["permutes"]
@@ -204,7 +170,10 @@ def test_residuals_wait_in_the_hosts_memory():
 @needs_compiler
 def test_moments_wait_in_the_hosts_memory():
     """The step begins and ends without them; behind the loop they come and go."""
-    sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")
+    sizes = (
+        *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even",
+        "parallel.transfer_ticks=2",
+    )  # fmt: skip
     everything, away = report(*sizes), report(*sizes, "train.offload_moments=true")
     _, out, _ = plan("--json", *sizes, "train.offload_moments=true")
     planned = next(row["bytes"] for row in json.loads(out)["schedules"] if row["configured"])
@@ -233,68 +202,6 @@ def test_real_sizes_with_collectives_in_every_branch():
     assert permutes["hides"] == [permutes["conditionals"]] * 2
     assert permutes["hidden"]
     assert found["custom_calls"]["__cudnn$fmhaScaleBiasSoftmax"] > 0
-
-
-PROGRAM = """
-import json, sys
-from jaxpipe import config
-from jaxpipe.gpu.check import check
-found = check(config.load(sys.argv[1], sys.argv[3:]), "h100")
-calls, text = found.program.custom_calls, found.program.text
-shares = [one._asdict() for one in found.collectives.shares]
-squares = sum(map(text.count, sys.argv[2].split()))
-print(json.dumps([found.fits, found.program.hidden, calls, squares, shares]))
-"""
-
-
-def compiled(squares, *given):
-    """What is found of a program for H100s; of shapes that end so how many there are."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, LLAMA, squares, *given],
-        capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    return json.loads(run.stdout)
-
-
-ONE_LAYER = (
-    "train.seq_len=8192", "train.remat=full", "model.n_layers=4", "parallel.layer_split=even",
-    "train.grad_accum_steps=8",
-)  # fmt: skip
-
-
-@needs_compiler
-@pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
-def test_packed_rows_have_no_square_of_scores_or_of_a_mask():
-    """The 8B's sizes at 8,192 tokens, one layer a rank."""
-    fits, hidden, calls, squares, _ = compiled("8192,8192", *ONE_LAYER, "data.packing=best_fit")
-    assert fits
-    assert hidden
-    assert calls["__cudnn$fmhaSoftmax"] > 0
-    assert calls["__cudnn$fmhaSoftmaxBackward"] > 0
-    assert not any("Bias" in name for name in calls)
-    assert squares == 0
-
-
-@needs_compiler
-@pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
-def test_keys_go_round_behind_the_fused_kernels_blocks():
-    """Three blocks of own and of two replicas' tokens: in F, again in BW, and their gradients."""
-    fits, hidden, calls, squares, shares = compiled(
-        "8192,8192 2048,2048", *ONE_LAYER, "parallel.cp=2", "parallel.cp_method=ring"
-    )
-    assert fits
-    assert hidden
-    assert calls["__cudnn$fmhaSoftmax"] % 3 == calls["__cudnn$fmhaSoftmaxBackward"] % 3 == 0
-    assert not any("Bias" in name for name in calls)
-    assert squares == 0
-    (ring,) = (
-        one for one in shares
-        if (one["kind"], one["axes"], one["looped"]) == ("collective-permute", ["dp"], True)
-    )  # fmt: skip
-    size, behind = ring["actions"]["F"]
-    assert behind == size > 0
-    size, behind = ring["actions"]["BW"]
-    assert behind > 0.6 * size > 0  # all but the gradients of the last turn, in float32
 
 
 @needs_compiler

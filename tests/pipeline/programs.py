@@ -93,3 +93,17 @@ def executed_flops(trace, tables, rank):
         return max(dot_flops(branch.jaxpr, larger_branch) for branch in eqn.params["branches"])
 
     return sum(larger_branch(eqn) * int(ran.sum()) for ran, eqn in zip(runs, conds))
+
+
+def eqns_of(jaxpr, inside=False):
+    """Every equation, and whether it is in a loop."""
+    for eqn in jaxpr.eqns:
+        yield eqn, inside
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                inner = getattr(value, "jaxpr", value)
+                yield from eqns_of(inner, inside or eqn.primitive.name == "scan")
+
+
+def is_jaxpr(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
