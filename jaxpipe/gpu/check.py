@@ -55,6 +55,7 @@ class Report:
 
     `seconds`: that the compiler took. `temporaries`: alive at the peak, the largest first. `ops`:
     seconds by the program's instructions; `step`: those of a step by them, and by the plan.
+    `turns`: where ranks exchange by turns, how many; their permutes are waited for.
     `note`: how experts multiply, as a run says at its start.
     """
 
@@ -73,6 +74,7 @@ class Report:
     step: tuple[float | None, float]
     seconds: float
     dropped: tuple[str, ...]
+    turns: int = 1
     note: str = ""
 
     @property
@@ -126,6 +128,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         step=ops.step(trainer.config, trainer.choice, layers, Hardware(sheet)),
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),
+        turns=trainer.choice.lockstep.turns,
         note=trainer.grouped.note,
     )
 

@@ -35,6 +35,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "conditionals": program.conditionals,
             "hides": [one.hides for one in program.permutes],
             "hidden": program.hidden,
+            "turns": report.turns,
         },
         "host_copies": {
             "asynchronous": len(hides) - hides.count(None),
@@ -106,6 +107,11 @@ def _permutes(report: Report) -> str:
     program = report.program
     waits = sum(one.hides is None for one in program.permutes)
     hides = ", ".join(str(one.hides) for one in program.permutes if one.hides is not None)
+    if report.turns > 1:
+        return (
+            f"permutes: {waits} synchronous, one for each of {report.turns} turns: ranks wait for "
+            f"one neighbour at a time"
+        )
     return (
         f"permutes: {len(program.permutes) - waits} asynchronous, behind {hides or 'no'} of the "
         f"{program.conditionals} conditionals of a tick, {waits} synchronous: "

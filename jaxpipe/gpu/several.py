@@ -70,7 +70,7 @@ def _row(one: Asked, report: Report) -> list[str]:
         one.config.parallel.schedule,
         readable_bytes(report.bytes.peak),
         "yes" if report.fits else "NO",
-        "hidden" if program.hidden else "NOT HIDDEN",
+        "by turns" if report.turns > 1 else "hidden" if program.hidden else "NOT HIDDEN",
         str(sum(copy.count for copy in program.buffer_copies)),
         "a tick" if report.graphs and report.graphs.whole else "parts",
         "" if step is None else f"{step:.3g}",

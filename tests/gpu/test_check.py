@@ -35,7 +35,8 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     permutes = found["permutes"]
     assert permutes["conditionals"] > 0
     if schedule == "1f1b":  # by turns, each of which has a permute in a branch of its own
-        assert (permutes["synchronous"], permutes["asynchronous"]) == (2, 0)
+        assert (permutes["synchronous"], permutes["asynchronous"]) == (permutes["turns"], 0)
+        assert permutes["turns"] == 2
     else:
         assert permutes["synchronous"] == 0
         assert permutes["asynchronous"] == 2
