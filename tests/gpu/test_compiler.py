@@ -12,7 +12,7 @@ from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
 
 STEP = of_purpose("step")
-PURPOSES = ("step", "offload", "deterministic", "deviceless", "costs")
+PURPOSES = ("step", "offload", "deterministic", "ring", "deviceless", "costs")
 
 
 def option(name, value, purpose="step"):
@@ -133,7 +133,8 @@ def test_permutes_of_a_ring_wait_for_its_devices_alone(monkeypatch):
 def test_a_ring_that_could_wait_for_ever_is_refused(monkeypatch):
     config = load(SMALL, RING)
     validate(config, platform="gpu")
-    monkeypatch.setenv("XLA_FLAGS", f"--{compiler.RING[0].name}=false")
+    (option,) = compiler.of_purpose("ring")
+    monkeypatch.setenv("XLA_FLAGS", f"--{option.name}=false")
     with pytest.raises(ConfigError, match="'ring' gives xla_gpu_coll.* set parallel.cp_method=uly"):
         validate(config, platform="gpu")
     validate(config, platform="cpu")
