@@ -124,7 +124,7 @@ Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
 Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
 
 
-@lru_cache(maxsize=8)  # a schedule is often timed, simulated, lowered and drawn in turn
+@lru_cache(maxsize=32)  # a schedule is timed, simulated, lowered and drawn; a plan has two dozen
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """The grid of a schedule: every cell in the first tick that its order and inputs allow.
 

@@ -105,7 +105,7 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
     return tuple(lanes)
 
 
-@lru_cache(maxsize=8)  # a schedule is often laid out in several ways in turn
+@lru_cache(maxsize=32)  # a schedule is laid out in several ways in turn; a plan has two dozen
 def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
     """By turn and hop the pairs of ranks between which some of its messages travel, in order.
 

@@ -26,7 +26,7 @@ class Place(NamedTuple):
     before: tuple[int, ...]
 
 
-@lru_cache(maxsize=8)  # a schedule is often proved, timed and laid out in several ways in turn
+@lru_cache(maxsize=32)  # a schedule is proved, timed and laid out in turn; a plan has two dozen
 def in_line(schedule: Schedule) -> tuple[Place, ...]:
     """All cells, those of a rank in its order.
 
