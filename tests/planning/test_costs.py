@@ -85,9 +85,9 @@ def test_bytes_and_flops(remat, dtype, qk_norm, heads):
 def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
     """Long sequences: a block of queries makes and stores no scores of later keys."""
     check(model_of(), "float32", remat, length=length)
-    whole = traced(model_of(attention="cudnn"), length=length).kinds["layer"].F
-    left_out = (1 - share) * 4 * BATCH * length**2 * 4 * 8
-    assert whole - left_out == traced(model_of(), length=length).kinds["layer"].F
+    layer = traced(model_of(), length=length).kinds["layer"]
+    attention = share * 4 * BATCH * length**2 * 4 * 8
+    assert layer.F == layer.W + attention  # W makes as many products as F with matrices
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
 def test_bytes_and_flops_of_a_window(remat, window, keys):
     """A block of 128 queries makes scores of its own keys, and of those in its first's window."""
     check(model_of(sliding_window=window), "float32", remat, length=256)
-    layer, whole = (
-        traced(model_of(sliding_window=window, attention=name), length=256).kinds["layer"]
-        for name in ("xla", "cudnn")
+    layer = traced(model_of(sliding_window=window), length=256).kinds["layer"]
+    assert layer.F == layer.W + 4 * BATCH * 256 * keys * 4 * 8
+    with_window, without = (
+        traced(model_of(sliding_window=width, attention="cudnn"), length=256).kinds["layer"]
+        for width in (window, 0)
     )
-    left_out = 4 * BATCH * 256 * (256 - keys) * 4 * 8
-    assert whole.F - left_out == layer.F
-    assert whole == traced(model_of(attention="cudnn"), length=256).kinds["layer"]
+    assert layer.F <= with_window.F <= without.F  # tiles of 128 keys and queries
 
 
 @pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "cp": 2}, {"tp": 2}], ids=str)

@@ -68,7 +68,7 @@ def test_bytes_are_the_trainers(pp, remat):
     split = split_layer(
         trainer.model.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
     )
-    slots = lower(trainer.schedule).slots
+    slots = lower(trainer.schedule, estimated.candidate.choice.lockstep).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
     rings = len(trainer.layout.ring_kinds) * sum(
         n * sum(r.size * r.dtype.itemsize for r in values) for n, values in zip(slots[1:], kept)
@@ -103,7 +103,8 @@ def test_slices_are_planned_as_they_are_run():
     layer = 5 * (kept.for_b + kept.for_w) + 3 * state_bytes(model, **sizes)
     messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
     assert one.bytes.activations == 2 * layer + messages
-    assert one.tables.ticks == lower(Trainer(config, tuple(jax.devices()[:2])).schedule).ticks
+    schedule = Trainer(config, tuple(jax.devices()[:2])).schedule
+    assert one.tables.ticks == lower(schedule, one.candidate.choice.lockstep).ticks
     assert "zbv has no slices" in refused["zbv"]
 
 
