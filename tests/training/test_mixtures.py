@@ -106,7 +106,6 @@ def test_rows_of_any_length_leave_the_same_loads():
     [
         (["model.n_experts=6", "parallel.dp=4", "parallel.ep=4"], "model.n_experts=6 must be a mu"),
         (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
-        (["parallel.dp=4", "parallel.ep=2", "parallel.cp=2"], "parallel.ep=2 with parallel.cp"),
         (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
         (
             [
