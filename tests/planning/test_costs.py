@@ -87,7 +87,7 @@ def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
     check(model_of(), "float32", remat, length=length)
     layer = traced(model_of(), length=length).kinds["layer"]
     attention = share * 4 * BATCH * length**2 * 4 * 8
-    assert layer.F == layer.W + attention  # W makes as many products as F with matrices
+    assert layer.W + attention == layer.F  # W makes as many products as F with matrices
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
     """A block of 128 queries makes scores of its own keys, and of those in its first's window."""
     check(model_of(sliding_window=window), "float32", remat, length=256)
     layer = traced(model_of(sliding_window=window), length=256).kinds["layer"]
-    assert layer.F == layer.W + 4 * BATCH * 256 * keys * 4 * 8
+    assert layer.W + 4 * BATCH * 256 * keys * 4 * 8 == layer.F
     with_window, without = (
         traced(model_of(sliding_window=width, attention="cudnn"), length=256).kinds["layer"]
         for width in (window, 0)
