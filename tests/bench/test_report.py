@@ -185,7 +185,8 @@ def test_what_f_b_and_w_are_off_by(tmp_path, monkeypatch, capsys):
     for name, limit in correct.LIMITS.items():
         assert all(0 < errors[name][op] < limit for op in "FBW")
     assert min(errors["fp8"].values()) > max(errors["bfloat16"]["F"], 2**-9)
-    off = {"device": "", "errors": {"fp8": {"F": 2.0, "B": 0.0, "W": 0.0}}}
-    monkeypatch.setattr(correct, "measure", lambda *_: off)
-    assert command.main(words) == 1
-    assert "in fp8 an op is off by more than" in capsys.readouterr().err
+    for wrong in ({"F": 2.0, "B": 0.0, "W": 0.0}, {"F": 0.0, "B": 0.0, "W": float("nan")}):
+        off = {"device": "", "errors": {"fp8": wrong}}
+        monkeypatch.setattr(correct, "measure", lambda *_, off=off: off)
+        assert command.main(words) == 1
+        assert "in fp8 an op is off by more than" in capsys.readouterr().err
