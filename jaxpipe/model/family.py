@@ -71,7 +71,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         raise NotImplementedError
 
     def product_sizes(self, tp: int) -> dict[str, int]:
-        """The sizes of a layer's products on one of `tp` devices, by the settings they are of."""
+        """The sizes of a layer's products on one of `tp` devices, by the settings they are of.
+
+        No size at all: its products cannot be made in 8-bit floats.
+        """
         return {}
 
     def unmet_needs(self, platform: str) -> Iterator[str]:

@@ -35,10 +35,10 @@ def validate(
     if config.data.documents:
         _check_packing(config, platform)
     check_sizes(config)
+    check_fp8(config, platform)
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
-    check_fp8(config, platform)
     for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel

@@ -23,7 +23,13 @@ def check_fp8(config: Config, platform: str | None) -> None:
             f"products in 8 bits values are bfloat16; set train.compute_dtype=bfloat16, or "
             f"train.fp8=none."
         )
-    for name, size in _sizes(config).items():
+    sizes = config.model.product_sizes(config.parallel.tp)
+    if not sizes:
+        raise ConfigError(
+            f"train.fp8={train.fp8!r} is not for models of the family {config.model.family!r}: set "
+            f"train.fp8=none, or choose another model.family."
+        )
+    for name, size in (sizes | _tokens(config)).items():
         if size % _MULTIPLE:
             raise ConfigError(
                 f"train.fp8={train.fp8!r} multiplies matrices whose sizes must be multiples of "
@@ -37,13 +43,12 @@ def check_fp8(config: Config, platform: str | None) -> None:
         )
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    """What the products of a device's layers have for sizes, with what makes each."""
+def _tokens(config: Config) -> dict[str, int]:
+    """How many tokens a product has on a device, with what makes them."""
     parallel, train = config.parallel, config.train
     cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     cut = "".join(f" / {name}" for name, size in cuts.items() if size > 1)
     name, length = "train.seq_len", train.seq_len // prod(cuts.values())
     if train.variable_length:
         name, cut, length = "train.pad_to_multiple_of", "", train.pad_to_multiple_of
-    tokens = {f"train.microbatch_size x {name}{cut}": train.microbatch_size * length}
-    return config.model.product_sizes(parallel.tp) | tokens
+    return {f"train.microbatch_size x {name}{cut}": train.microbatch_size * length}

@@ -165,6 +165,12 @@ def test_rows_of_one_document_have_no_segments(shard: Path, tmp_path: Path) -> N
     assert all(len(data.train.samples.documents_of(i)) == 1 for i in range(len(data.train.samples)))
 
 
+def test_made_up_samples_are_one_document_each(tmp_path: Path) -> None:
+    made_up = DataConfig(source="dummy")
+    data = open_data(made_up, seq_len=16, vocab_size=8, seed=0, directory=tmp_path)
+    assert data.train.contents(5, 3).documents.tolist() == [16] * 3
+
+
 def test_the_documents_of_the_standard_library_are_its_files(tmp_path: Path) -> None:
     data = open_data(
         DataConfig(packing="best_fit"), seq_len=512, vocab_size=256, seed=0, directory=tmp_path

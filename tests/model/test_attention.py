@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.model.attention import Attend, causal_attention, grouped_attention
+from jaxpipe.model.blocks import Keys, Queries
+from jaxpipe.model.fused import FusedBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
@@ -98,6 +100,19 @@ def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
     text = str(jax.make_jaxpr(attend)(shape, shape, shape))
     assert f"sliding_window_length={window or None}\n" in text
     assert "mask_type=MaskType.CAUSAL" in text
+
+
+@pytest.mark.parametrize(("way", "mask"), [("causal", "CAUSAL"), ("attended", "NO_MASK")])
+def test_blocks_of_a_ring_become_calls_of_the_fused_kernel(way, mask):
+    """Only lowering, which needs no GPU."""
+    shape = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")
+    run = lambda q, k, v: getattr(FusedBlocks(), way)(Queries(q, None), Keys(k, v, None))  # noqa: E731
+    text = jax.jit(run).trace(shape, shape, shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+    assert f"mask_type\\22: \\22{mask}\\22" in text
+    wide = jax.ShapeDtypeStruct((1, 128, 2, 320), "bfloat16")
+    with pytest.raises(ValueError, match="320"):
+        jax.jit(run).trace(wide, wide, wide).lower(lowering_platforms=("cuda",))
 
 
 def equal(found, wanted):

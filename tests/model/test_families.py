@@ -67,12 +67,24 @@ def test_it_is_read_and_written(file):
         ("model.family=large", "unknown model.family='large': use one of llama, gpt2, tiny"),
         ("model.preset=llama3_8b", "is of the family 'llama', but model.family='tiny'"),
         ("parallel.tp=2", "devices cannot share a tiny layer"),
+        (
+            "parallel.dp=2 parallel.cp=2 parallel.cp_method=ring",
+            "parallel.cp_method='ring' is not for models of the family 'tiny'",
+        ),
+        (
+            "train.compute_dtype=bfloat16 train.fp8=delayed",
+            "train.fp8='delayed' is not for models of the family 'tiny'",
+        ),
     ],
 )
 def test_what_it_does_not_have_is_refused(file, override, message):
     with pytest.raises(ConfigError) as error:
-        validate(configs.load(file, [override]))
+        validate(configs.load(file, override.split()))
     assert message in str(error.value)
+
+
+def test_it_needs_nothing_of_a_device(file):
+    validate(configs.load(file), platform="gpu")
 
 
 def test_its_costs_are_those_of_its_kinds(file):

@@ -9,7 +9,7 @@ from oracles.fp8 import emulated
 
 from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
 from jaxpipe.contract import Context, Side
-from jaxpipe.model.fp8 import E4M3, E5M2, Fp8, scale_of
+from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, scale_of
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.planning import fp8_checks
@@ -56,6 +56,11 @@ def test_products_and_gradients_have_the_roundings_of_8_bits(history, dtype):
             np.testing.assert_array_equal(
                 seen["fp8_scale"], np.array([0 * scales, largest], np.float32)
             )
+
+
+def test_plain_products_have_no_state():
+    assert PLAIN.observed == ()
+    assert PLAIN.variables(layers=2, products=3) == PLAIN.next_variables({}, Side()) == {}
 
 
 def test_scales_follow_the_largest_of_the_history():

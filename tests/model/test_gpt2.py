@@ -165,3 +165,9 @@ def test_what_it_does_not_have_is_refused(file, overrides, message):
         validate(configs.load(file, overrides), platform="cpu")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_its_keys_go_round_with_the_fused_kernel(file):
+    """It has no window, which the kernel could not keep to."""
+    words = "parallel.dp=2 parallel.cp=2 parallel.cp_method=ring model.attention=cudnn"
+    validate(configs.load(file, [*words.split(), "train.compute_dtype=bfloat16"]))

@@ -20,6 +20,7 @@ from jaxpipe.model.moe.dispatch import equal_places, from_slots, into_slots, sor
 from jaxpipe.model.moe.products import by_kernel
 from jaxpipe.model.moe.router import Routes, choose
 from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.experts import ALL_EXPERTS
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.split import Cotangent, split_layer
@@ -47,6 +48,11 @@ def test_sizes_that_do_not_go_together(sizes, message):
     if not given["n_experts"]:
         given["experts_per_token"] = 1
     assert message in " ".join(LlamaConfig(**given).broken_rules(tp=2))
+
+
+def test_who_has_all_experts_sends_no_row():
+    rows = jnp.ones((1, 3, 4))
+    assert ALL_EXPERTS.exchange(rows) is rows
 
 
 @pytest.mark.parametrize("model", MODELS)
