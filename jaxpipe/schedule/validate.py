@@ -1,6 +1,6 @@
 """Is a schedule complete, well placed and free of deadlock? Errors name the rank and the action."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError
 from jaxpipe.schedule.progress import in_line
@@ -44,11 +44,15 @@ def _check_complete(schedule: Schedule) -> None:
     for action, times in seen.items():
         if times > 1:
             raise ScheduleError(f"{action} appears {times} times: it must appear once.")
-    trained = any(action.op is not Op.F for action in seen)
+    found: dict[tuple[int, int], set[Op]] = defaultdict(set)
+    for op, stage, m in seen:
+        if op is not Op.U:
+            found[stage, m].add(op)
+    trained = any(op is not Op.F for op, _, _ in seen)
+    legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
-            ops = {op for op in Op if op is not Op.U and Action(op, stage, m) in seen}
-            legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
+            ops = found[stage, m]
             if ops not in legal:
                 have = " ".join(str(Action(op, stage, m)) for op in Op if op in ops) or "nothing"
                 raise ScheduleError(
@@ -90,6 +94,8 @@ def _check_slices(schedule: Schedule) -> None:
         raise ScheduleError(
             f"{schedule.microbatches} slices are not whole sequences of {slices}: use a multiple."
         )
+    if slices == 1:
+        return
     when = {
         action: (rank, position)
         for rank, order in enumerate(schedule.ranks)
