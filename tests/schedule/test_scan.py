@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from legal import QUICK, near
 from oracles.scan import scan_time as by_events
@@ -165,6 +165,7 @@ def test_zb_auto_is_no_worse_than_what_fits_the_same_memory(pp, more, limit, loc
     lockstep=st.builds(Lockstep, st.integers(1, 2), vocab_parallel=st.booleans()),
     times=st.tuples(*[st.floats(0.3, 3.0)] * 3, st.floats(0.0, 0.5)),
 )
+@example(pp=2, more=1, lockstep=Lockstep(1), times=(1.0, 1.0, 1.0, 0.0))  # nothing to move
 @settings(max_examples=4, deadline=None)
 def test_a_search_for_the_scan_is_no_worse_than_one_for_the_span(name, pp, more, lockstep, times):
     costs = Costs(*times)
