@@ -30,6 +30,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_aux_loss: NotNegative = 0.0  # times the loss of uneven loads
     router_z_loss: NotNegative = 0.0  # times the mean of log(Z)^2, Z of the router's softmax
     router_bias_rate: NotNegative = 0.0  # of a bias on the choice that evens loads; 0: no bias
+    router_bias_step: Literal["sign", "error"] = "sign"  # what the rate multiplies
     capacity_factor: NotNegative = 0.0  # times the mean load: what an expert takes; 0: everything
 
     def resolved(self) -> Self:
