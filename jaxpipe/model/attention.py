@@ -17,7 +17,7 @@ from jaxpipe.model.blocks import Blocks, Products, Sight, halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
-from jaxpipe.model.ring import Course, ring_attention
+from jaxpipe.model.ring import Course, places_in_slice, ring_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
 
@@ -87,7 +87,7 @@ class Attend:
             v_BSGK = _write(past.values_BSGK, v_BSGK, slice_begin)
             past = Past(k_BSGK, v_BSGK, begin)
         position_BL = None if documents is None else documents.positions
-        place_L = begin + sequence.places(length)
+        place_L = begin + places_in_slice(sequence, length)
         if self._makes_blocks(tokens, length, past, documents) and not _drops(masks):
             sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
             of_keys = WHOLE_SEQUENCE if self._gathers else sequence

@@ -147,6 +147,13 @@ def _backward(course: Course, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> 
 ring_attention.defvjp(_forward, _backward)
 
 
+def places_in_slice(sequence: WholeSequence, own: int) -> jax.Array:
+    """Where in a slice a device's `own` tokens stand, `[own]`: no constant where they count up."""
+    if sequence.ring == 1:
+        return sequence.start(own) + jnp.arange(own, dtype=jnp.int32)
+    return sequence.places(own)
+
+
 class _Slices:
     """The keys and values of a device in slices of a sequence."""
 
@@ -160,7 +167,7 @@ class _Slices:
         parts = self.whole
         if self.several:
             parts = (lax.dynamic_slice_in_dim(x, begin, self.tokens, axis=1) for x in parts)
-        place_S = begin * self.sequence.ring + self.sequence.places(self.tokens)
+        place_S = begin * self.sequence.ring + places_in_slice(self.sequence, self.tokens)
         shape = len(self.whole[0]), self.tokens
         return Keys(*parts, jnp.broadcast_to(place_S.astype(jnp.int32), shape))
 
