@@ -35,7 +35,7 @@ SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")
         ("one_kv", "interleaved_1f1b", (2, 4, 1), BOTH | {"zero_stage": 3}),
         ("packed_windowed", "zb_h1", (2, 4, 1), BOTH | {"remat": "selective"}),
         ("grouped", "1f1b", (1, 4, 2), BOTH | {"sequence": True, "loss_chunks": 2}),
-        ("packed", "zb_h1", (2, 4, 1), BOTH | {"slices": 2, "poison_bubbles": True}),
+        ("grouped", "zb_h1", (2, 4, 1), BOTH | {"slices": 2, "poison_bubbles": True}),
         ("windowed", "1f1b", (2, 2, 2), RING | {"slices": 2, "remat": "full"}),
         ("grouped", "interleaved_1f1b", (2, 4, 1), RING | {"slices": 2, "zero_stage": 3}),
     ],
