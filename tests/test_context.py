@@ -74,7 +74,7 @@ def test_every_method_under_every_schedule(model, schedule, mesh, how):
         ("dualpipe", (2, 4, 1), RING | {"zero_stage": 2}),
         ("1f1b", (2, 4, 1), ULYSSES | {"remat": "full", "slices": 2}),
         ("1f1b", (2, 4, 1), BOTH | {"remat": "full"}),
-        ("zb_h1", (2, 4, 1), BOTH | {"slices": 2}),
+        ("interleaved_1f1b", (2, 4, 1), BOTH | {"slices": 2}),
         ("zb_h1", (2, 1, 1), {"slices": 4, "remat": "selective"}),
     ],
     ids=str,
