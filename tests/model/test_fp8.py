@@ -63,6 +63,24 @@ def test_plain_products_have_no_state():
     assert PLAIN.variables(layers=2, products=3) == PLAIN.next_variables({}, Side()) == {}
 
 
+@pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
+def test_products_of_experts_are_those_of_each(history):
+    """Of each by itself, also where values of two experts are further apart than 8 bits reach."""
+    sizes = np.array([1.0, 2.0**-40, 2.0**30]).reshape(3, 1, 1)
+    rng, scale = np.random.default_rng(1), 2.0 ** np.array([-8, -7, -38])
+    x, weight, dy = (sizes * rng.normal(size=(3, *shape)) for shape in ((6, 16), (16, 32), (6, 32)))
+    with jax.enable_x64(True):
+        variables = {"fp8_scale": jnp.asarray(scale, "float32")[None, None]}
+        dot = Fp8(history).dot(("up",), ONE_DEVICE, Context({}, jnp.int32(0), None, variables))
+        (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
+        dx, dweight = pull((jnp.asarray(dy),))
+        for expert in range(3):
+            given = x[expert][None], [weight[expert]], [dy[expert][None]]
+            want = emulated(*given, [scale] if history else None)
+            got = [made[expert][None]], dx[expert][None], [dweight[expert]]
+            assert_same(got, want, 1e-14)
+
+
 def test_scales_follow_the_largest_of_the_history():
     fp8 = Fp8(2)
     first = fp8.variables(layers=1, products=1)
