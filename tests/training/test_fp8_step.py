@@ -72,7 +72,7 @@ def wanted(model, history, microbatches):
         ("mixture", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
         ("llama", 4, "1f1b", (2, 2, 1), False, {"overlap_sums": True, "poison_bubbles": True}),
         ("slots", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full"}),
-        ("slots", 4, "dualpipe", (2, 2, 2, 2), True, {"zero_stage": 2, "poison_bubbles": True}),
+        ("slots", 4, "1f1b", (2, 2, 2, 2), True, {"zero_stage": 2, "poison_bubbles": True}),
         ("slots", 0, "1f1b", (2, 1, 2), False, {}),
     ],
 )
