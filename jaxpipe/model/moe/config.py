@@ -72,6 +72,15 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         """Which layers have experts."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == SPARSE)
 
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """Those of experts too, of which the routed ones are products with a capacity alone."""
+        width, shared = self.expert_width // tp, {}
+        if self.shared_experts:
+            name = "model.shared_experts x model.d_expert / parallel.tp"
+            shared[name] = self.shared_experts * width
+        routed = {"model.d_expert / parallel.tp": width} if self.capacity_factor else {}
+        return super().product_sizes(tp) | shared | routed
+
     def mlp_parameters(self, experts: int) -> int:
         """Values of all layers' MLPs, of whose routed experts so many are counted."""
         sparse = len(self.sparse_layers)
