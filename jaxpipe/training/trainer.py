@@ -37,7 +37,7 @@ from jaxpipe.training import moments
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
-from jaxpipe.training.rates import Rates, step_metrics
+from jaxpipe.training.rates import Rates, other_losses, step_metrics
 from jaxpipe.training.state import State
 
 Tree = Any
@@ -207,16 +207,10 @@ class Trainer:
         maxima of layers.
         """
 
-        def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            shares, gradients, side, _ = self.pipeline.step(
-                state.params, batch, state.variables, state.guard.loss_scale
-            )
-            first, *others = self._by_loss(shares)
-            state, metrics = self.update(state, first.sum(), gradients, side)
-            names = self.model.functions.losses[1:]
-            more = {name: losses.sum() for name, losses in zip(names, others)}
-            return state, metrics | more | {"loss_max": first.max() * first.size}
+        return self.compiled(self.step)
 
+    def compiled(self, step: Any) -> Any:
+        """A function like `step`, compiled; the state is given up to it."""
         return jax.jit(
             step,
             in_shardings=(self.state_shardings, self.feed.sharding),
@@ -224,6 +218,19 @@ class Trainer:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
+
+    def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """`train_step`, for use within compiled functions."""
+        shares, gradients, side, _ = self.pipeline.step(
+            state.params, batch, state.variables, state.guard.loss_scale
+        )
+        first, *others = self.by_loss(shares)
+        state, metrics = self.update(state, first.sum(), gradients, side)
+        return state, metrics | other_losses(self.model.functions.losses, first, others)
+
+    def by_loss(self, shares: jax.Array) -> list[jax.Array]:
+        """Each microbatch's share, `[M]`, of each of the head's losses."""
+        return [shares] if shares.ndim == 1 else list(shares.T)
 
     def update(
         self, state: State, loss: jax.Array, gradients: Tree, side: Side
@@ -270,17 +277,13 @@ class Trainer:
                 held = moments.fetched(held, state.step)
             params = optimizers.averaged(self.config.optimizer, held, state.params)
             shares = self.pipeline.losses(params, batch, state.variables)
-            return self._by_loss(shares)[0].sum()
+            return self.by_loss(shares)[0].sum()
 
         return jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.feed.sharding),
             compiler_options=self._compiler_options,
         )
-
-    def _by_loss(self, shares: jax.Array) -> list[jax.Array]:
-        """Each microbatch's share, `[M]`, of each of the head's losses."""
-        return [shares] if shares.ndim == 1 else list(shares.T)
 
     @cached_property
     def feed(self) -> Feed:
