@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from jaxpipe.pipeline import Pipeline, Side
 from jaxpipe.schedule import fused
+from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.rates import other_losses, step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -60,7 +60,11 @@ class FusedSteps:
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         config = self.trainer.config
-        made = self.pipeline.updated(state.params, state.optimizer, batch, self._update)
+        # Numbers that only the devices know: of a norm and a truth that it knows XLA would make
+        # another update, whose products and sums are rounded otherwise.
+        known = {"norm": jnp.where(state.step < 0, 1.0, 0.0), "finite": state.step >= 0}
+        before = {"moments": state.optimizer, **known}
+        made = self.pipeline.updated(state.params, before, batch, self._update)
         shares = made.losses.reshape(self.count, -1, *made.losses.shape[1:])
         norms = jnp.sqrt(made.squares)
         goes_on = state.guard.in_row <= config.train.skip_non_finite
@@ -77,7 +81,7 @@ class FusedSteps:
             if config.train.skip_non_finite:
                 more["skipped_steps"] = jnp.full(self.count, guard.skipped)
             step = state.step + self.count
-            after = State(made.params, made.moments, step, state.variables, guard)
+            after = State(made.params, made.moments["moments"], step, state.variables, guard)
             return after, metrics | more
 
         return lax.cond(valid, taken, lambda: self._in_turn(state, batch))
@@ -86,9 +90,14 @@ class FusedSteps:
         by_step = jax.tree.map(lambda leaf: leaf.reshape(self.count, -1, *leaf.shape[1:]), batch)
         return lax.scan(self.trainer.step, state, by_step)
 
-    def _update(self, gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, moments = self.trainer.optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments
+    def _update(self, gradients: Tree, before: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """As `Trainer.update` makes it of gradients that are finite and not clipped."""
+        limit = self.trainer.config.optimizer.clip_norm
+        gradients = optimizers.clip_by_global_norm(gradients, before["norm"], limit)
+        params, moments = optimizers.apply(
+            self.trainer.optimizer, gradients, before["moments"], params, before["finite"]
+        )
+        return params, before | {"moments": moments}
 
     def _metrics_of(self, shares: jax.Array, norm: jax.Array) -> dict[str, jax.Array]:
         """Those of a step, as `Trainer.step` has them."""

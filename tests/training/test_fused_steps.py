@@ -1,6 +1,6 @@
 """Steps that overlap in one program leave, to the bit, what the same steps leave one by one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import jax
