@@ -39,7 +39,7 @@ class BubbleMeter:
         self._compiled = False
 
     def run(self, numbers: range, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
-        """The state after the steps of a program, and their metrics, stacked if they are several."""
+        """State and metrics after the steps of a program; these are stacked if they are several."""
         several, pipeline = len(numbers) > 1, self._trainer.pipeline
         step = self._steps.train_step
         if several:

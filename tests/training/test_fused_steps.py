@@ -1,7 +1,7 @@
 """Steps that overlap in one program leave, to the bit, what the same steps leave one by one."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import jax
 import jax.numpy as jnp
@@ -21,56 +21,65 @@ SIZES = [
     f"model.n_layers={LAYERS}", f"train.seq_len={LENGTH}", "train.eval_every=0",
     "checkpoint.every=0", f"train.grad_accum_steps={MICROBATCHES}", f"train.fused_steps={STEPS}",
 ]  # fmt: skip
+TWO = ["parallel.pp=2", "parallel.dp=1"]
+TWICE = ["parallel.schedule=zb_auto", "parallel.memory_limit=2p"]
+BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in range(STEPS)]
+# The norms of gradients are 0.61, 0.56, 0.55 and 0.60.
+CLIPS_THE_FIRST, CLIPS_NONE = "optimizer.clip_norm=0.6", "optimizer.clip_norm=0.7"
+BROKEN = BATCHES[0] | {"positions": np.full_like(BATCHES[0]["positions"], -1)}
 
 
 @dataclass(frozen=True)
 class Toy:
     """What a trainer asks its model for."""
 
-    functions: StageFunctions = TOY
+    functions: StageFunctions
 
     def init_ends(self, key):
         return toy_params(key, 0)[0]
 
     def init_layer(self, key, index, kind):
-        return jax.tree.map(lambda leaf: leaf, _layer(jax.random.fold_in(key, index)))
-
-
-def _layer(key):
-    return toy_params(key, 1)[1][0]
+        return toy_params(jax.random.fold_in(key, index), 1)[1][0]
 
 
 @dataclass(frozen=True)
 class ToyTrainer(Trainer):
-    """A trainer of the toy."""
+    """A trainer of the toy; with `poison` where nobody may read."""
+
+    functions: StageFunctions = TOY
+    poison: bool = False
 
     @cached_property
     def model(self):
-        return Toy()
+        return Toy(self.functions)
+
+    @cached_property
+    def execution(self):
+        return replace(super().execution, poison_bubbles=self.poison)
 
 
-def trainer_of(*overrides):
+def trainer_of(*overrides, **more):
     """On as many devices as the mesh takes; every mesh has the same batch."""
-    config = configs.load(SMALL, [*SIZES, *overrides])
-    parallel = config.parallel
+    parallel = configs.load(SMALL, overrides).parallel
     examples = f"train.microbatch_size={EXAMPLES // parallel.dp}"
     config = configs.load(SMALL, [*SIZES, *overrides, examples])
-    return ToyTrainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return ToyTrainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]), **more)
 
 
-def steps_of(trainer, batches):
-    """State and metrics after each, one by one."""
-    state, found = trainer.init(), []
+def one_by_one(trainer, batches, state=None):
+    """State and metrics of so many steps."""
+    state, found = state or trainer.init(), []
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.put(batch))
         found.append(metrics)
     return state, {name: np.stack([each[name] for each in found]) for name in found[0]}
 
 
-def at_once(trainer, batches):
+def at_once(steps, batches, state=None):
     """The same in one program."""
+    trainer = steps.trainer
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    return FusedSteps(trainer).train_steps(trainer.init(), trainer.put(together))
+    return steps.train_steps(state or trainer.init(), trainer.put(together))
 
 
 def same(got, want):
@@ -82,18 +91,55 @@ def same(got, want):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6 if name == "grad_norm" else 0)
 
 
-BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in range(STEPS)]
+class Overlapping(FusedSteps):
+    """Steps that are never made in turn: what they then leave is nothing."""
+
+    def _in_turn(self, state, batch):
+        made = jax.eval_shape(super()._in_turn, state, batch)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_auto", "1f1b", "zbv", "interleaved_1f1b"])
-def test_steps_that_overlap(schedule, monkeypatch):
-    monkeypatch.setattr(FusedSteps, "_in_turn", nothing)
-    trainer = trainer_of("parallel.pp=2", "parallel.dp=1", f"parallel.schedule={schedule}", "optimizer.clip_norm=0")
-    same(at_once(trainer, BATCHES), steps_of(trainer, BATCHES))
+@pytest.mark.parametrize(
+    ("overrides", "poison"),
+    [
+        ([*TWO, "parallel.schedule=zb_h2"], True),
+        ([*TWO, "parallel.schedule=zb_h1"], False),
+        ([*TWO, *TWICE], False),
+        ([*TWO, "parallel.schedule=zbv", "parallel.defer_ends=true"], True),
+        ([*TWO, "parallel.schedule=interleaved_1f1b", "parallel.transfer_ticks=2"], True),
+        ([*TWO, "parallel.schedule=dualpipev"], False),
+        (["parallel.pp=4", "parallel.dp=1", "parallel.in_flight=7"], True),
+        (["parallel.pp=1", "parallel.dp=1", "optimizer.name=lion"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_h2"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=1"], False),
+        (["parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=3"], False),
+        ([*TWO, "parallel.layer_split=[3,1]", "train.compute_dtype=bfloat16"], False),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_steps_that_overlap_are_steps_in_turn(overrides, poison):
+    trainer = trainer_of(CLIPS_NONE, *overrides, poison=poison)
+    same(at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES))
 
 
-def nothing(self, state, batch):
-    """Steps in turn that were never to be asked for."""
-    _, metrics = jax.eval_shape(lambda s, b: jax.lax.scan(self.trainer.step, s, jax.tree.map(lambda leaf: leaf.reshape(self.count, -1, *leaf.shape[1:]), b)), state, batch)
-    zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-    return zeros(state), zeros(metrics)
+@cache
+def steps_of(schedule):
+    """Of which up to one in a row may be left out, compiled once."""
+    how = TWICE if schedule == "zb_auto" else [f"parallel.schedule={schedule}"]
+    return FusedSteps(trainer_of(*TWO, *how, CLIPS_THE_FIRST, "train.skip_non_finite=1"))
+
+
+@pytest.mark.parametrize(
+    "broken", [(), (2,), (0, 2), (1, 2)], ids=["clipped", "left out", "two left out", "stopped"]
+)
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_auto", "dualpipe"])
+def test_steps_that_are_clipped_or_not_finite(schedule, broken):
+    """And then four more, which after a stop change nothing."""
+    steps = steps_of(schedule)
+    batches = [BROKEN if number in broken else each for number, each in enumerate(BATCHES)]
+    got, want = at_once(steps, batches), one_by_one(steps.trainer, batches)
+    same(got, want)
+    assert int(want[0].guard.skipped) == {(): 0, (2,): 1, (0, 2): 2, (1, 2): 1}[broken]
+    more = BATCHES[1:3] + BATCHES[1:3]
+    same(at_once(steps, more, got[0]), one_by_one(steps.trainer, more, want[0]))
