@@ -182,8 +182,8 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
     assert lower(one, lockstep).columns.steps is None
 
 
-def test_without_updates_the_scan_can_run_them():
+def test_they_take_no_more_slots_and_fewer_ticks():
     one = build("zb_h2", pp=4, microbatches=8)
-    tables = lower(fused(one, 3, updates=False))
+    tables = lower(fused(one, 3))
     assert tables.slots == lower(one).slots
     assert tables.ticks < 3 * lower(one).ticks
