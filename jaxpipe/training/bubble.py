@@ -40,16 +40,15 @@ class BubbleMeter:
 
     def run(self, numbers: range, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """State and metrics after the steps of a program; these are stacked if they are several."""
-        several, pipeline = len(numbers) > 1, self._trainer.pipeline
-        step = self._steps.train_step
-        if several:
-            step, pipeline = self._steps.train_steps, self._steps.fused.pipeline
+        several = len(numbers) > 1
+        step = self._steps.train_steps if several else self._steps.train_step
         due = self._compiled and self._every and any(n % self._every == 0 for n in numbers)
         self._compiled = True
         if not due:
             return step(state, batch)
         state = jax.block_until_ready(state)
         with tempfile.TemporaryDirectory() as folder:
+            pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
             (state, metrics), events = recorded(lambda: step(state, batch), Path(folder))
             try:
                 found = bubbles(ticks(pipeline, events))

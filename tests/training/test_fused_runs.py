@@ -3,11 +3,13 @@
 import os
 import shutil
 import signal
+from io import StringIO
 
 import jax
 import numpy as np
 import pytest
 from commands import complete, losses, metrics
+from rich.console import Console
 from routed import batches, restored, run
 from test_fused_steps import trainer_of
 
@@ -59,12 +61,14 @@ def test_a_step_that_is_not_finite_stops_a_run_within_a_program(tmp_path):
     said = []
     for fused in (1, 3):
         trainer, path = so_many(fused), tmp_path / str(fused)
-        assert run(trainer, path, said.append, data=without_step_five) == 1
+        console = Console(file=StringIO(), width=400)
+        assert run(trainer, path, console=console, data=without_step_five) == 1
+        (error,) = [line for line in console.file.getvalue().splitlines() if "error:" in line]
+        said.append(error)
         assert complete(path)[-1] == 4
         assert list(metrics(path)) == [1, 2, 3, 4, 5]
-    errors = [line for line in said if "error" in str(line)]
-    assert errors[0] == errors[1]
-    assert "at step 5, samples 64..79" in errors[0]
+    assert said[0] == said[1]
+    assert "at step 5, samples 64..79" in said[0]
     same_runs(tmp_path / "3", tmp_path / "1", so_many(1))
 
 
