@@ -32,12 +32,11 @@ class Window:
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         first, count = config.log.profile_start, config.log.profile_steps
-        # The steps after which it begins and ends; a step 0 is there before each run. Of steps in
-        # one program all are recorded, or none.
-        each, last = config.train.fused_steps, first - 1 + count
-        self._begin, self._end = ((first - 1) // each * each, -(-last // each) * each)
-        if not first:
-            self._begin = self._end = -1
+        # The steps after which it begins and ends; a step 0 is there before each run.
+        self._begin, self._end = (first - 1, first - 1 + count) if first else (-1, -1)
+        if first:  # of the steps of a program all are recorded, or none
+            each = config.train.fused_steps
+            self._begin, self._end = self._begin // each * each, -(-self._end // each) * each
         self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
         self._say = say
         self._open = contextlib.ExitStack()
