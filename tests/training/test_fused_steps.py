@@ -12,7 +12,9 @@ from routed import batch_at
 from toy import LENGTH, TOY, toy_params
 
 from jaxpipe import config as configs
-from jaxpipe.pipeline import StageFunctions
+from jaxpipe.parallel import make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
+from jaxpipe.schedule import Lockstep, build, fused
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 
@@ -150,3 +152,28 @@ def test_steps_that_are_clipped_or_not_finite(schedule, broken):
     assert int(want[0].guard.skipped) == {(): 0, (2,): 1, (0, 2): 2, (1, 2): 1}[broken]
     more = BATCHES[1:3] + BATCHES[1:3]
     same(at_once(steps, more, got[0]), one_by_one(steps.trainer, more, want[0]))
+
+
+@pytest.mark.parametrize(
+    ("functions", "execution", "message"),
+    [
+        (TOY, Execution(Lockstep(vocab_parallel=True)), "but vocab_parallel=True"),
+        (TOY, Execution(zero_stage=3, reshard_after_forward=True), "reshard_after_forward=True"),
+        (replace(TOY, variables={"bias": np.zeros(3)}), Execution(), "functions without variables"),
+        (
+            replace(TOY, head=lambda shared, x, rows: (x @ shared["embed"].T).sum()),
+            Execution(),
+            "embedding and head read the same leaf",
+        ),
+    ],
+)
+def test_what_cannot_overlap(functions, execution, message):
+    schedule, mesh = (
+        fused(build("1f1b", pp=2, microbatches=2), 2),
+        make_mesh(2, devices=jax.devices()[:2]),
+    )
+    pipeline = Pipeline(functions, schedule, mesh, execution=execution)
+    shared, layers = toy_params(jax.random.key(0), 2)
+    params = {"shared": shared, "layers": pipeline.layout(1).stack(layers)}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(partial(pipeline.updated, update=None), params, (), batch_at(0, 4, 2))
