@@ -129,7 +129,7 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
 
 
 def pipeline_of(
-    model, schedule, pp, dp, tp, *, cp=1, method="gather", slices=1, sequence=False, loss_chunks=1,
+    model, schedule, pp, dp, tp, *, cp=1, heads=0, slices=1, sequence=False, loss_chunks=1,
     z_loss=0.0, replicate=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, its parameters as they are stored, and batch."""
@@ -140,13 +140,13 @@ def pipeline_of(
     factors = Factors(rp=replicate)
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
-    stretches = ContextParallel(cp, method) if cp > 1 else WHOLE_SEQUENCE
+    stretches = ContextParallel(cp, heads) if cp > 1 else WHOLE_SEQUENCE
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
         config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
         loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
     )  # fmt: skip
-    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, method=method)
+    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     execution = Execution(lockstep, **execution)
     pipeline = Pipeline(decoder.functions, built, mesh, layout.counts, execution)
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})

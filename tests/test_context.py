@@ -1,5 +1,7 @@
 """Sequences that replicas share, by every method on whole meshes, against one device."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,24 +9,35 @@ from compare import assert_same
 from meshes import run
 from oracles import fused
 
-RING, ULYSSES = {"cp": 2, "method": "ring"}, {"cp": 2, "method": "ulysses"}
+from jaxpipe.pipeline import POLICIES
+
+RING, ULYSSES, BOTH = {"cp": 2, "heads": 1}, {"cp": 2, "heads": 2}, {"cp": 4, "heads": 2}
+RING_OF_4, ULYSSES_OF_4 = {"cp": 4, "heads": 1}, {"cp": 4, "heads": 4}
+GATHER, GATHER_OF_4 = {"cp": 2}, {"cp": 4}
+SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")
 
 
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
-        ("one_kv", "1f1b", (2, 4, 1), RING | {"cp": 4, "zero_stage": 3}),
+        ("one_kv", "1f1b", (2, 4, 1), RING_OF_4 | {"zero_stage": 3}),
         ("grouped", "zb_h1", (2, 2, 2), RING | {"sequence": True, "remat": "selective"}),
         ("normed", "dualpipe", (2, 2, 2), RING | {"zero_stage": 2, "remat": "full"}),
         ("windowed", "interleaved_1f1b", (2, 4, 1), RING | {"loss_chunks": 2}),
-        ("packed", "zb_h1", (2, 4, 1), RING | {"cp": 4, "zero_stage": 2}),
+        ("packed", "zb_h1", (2, 4, 1), RING_OF_4 | {"zero_stage": 2}),
         ("packed_windowed", "1f1b", (2, 2, 2), RING | {"sequence": True, "remat": "full"}),
-        ("one_kv", "1f1b", (2, 4, 1), ULYSSES | {"cp": 4, "zero_stage": 3}),
+        ("one_kv", "1f1b", (2, 4, 1), ULYSSES_OF_4 | {"zero_stage": 3}),
         ("grouped", "zb_h1", (2, 2, 2), ULYSSES | {"sequence": True, "remat": "selective"}),
-        ("normed", "dualpipe", (2, 4, 1), ULYSSES | {"cp": 4, "zero_stage": 2, "remat": "full"}),
+        ("normed", "dualpipe", (2, 4, 1), ULYSSES_OF_4 | {"zero_stage": 2, "remat": "full"}),
         ("packed_windowed", "interleaved_1f1b", (2, 4, 1), ULYSSES | {"loss_chunks": 2}),
         ("grouped", "zb_h1", (2, 4, 1), ULYSSES | {"slices": 2, "poison_bubbles": True}),
         ("packed", "1f1b", (2, 2, 2), ULYSSES | {"slices": 4, "remat": "full"}),
+        ("one_kv", "interleaved_1f1b", (2, 4, 1), BOTH | {"zero_stage": 3}),
+        ("packed_windowed", "zb_h1", (2, 4, 1), BOTH | {"remat": "selective"}),
+        ("grouped", "1f1b", (1, 4, 2), BOTH | {"sequence": True, "loss_chunks": 2}),
+        ("grouped", "zb_h1", (2, 4, 1), BOTH | {"slices": 2, "poison_bubbles": True}),
+        ("windowed", "1f1b", (2, 2, 2), RING | {"slices": 2, "remat": "full"}),
+        ("grouped", "interleaved_1f1b", (2, 4, 1), RING | {"slices": 2, "zero_stage": 3}),
     ],
     ids=str,
 )  # fmt: skip
@@ -33,13 +46,35 @@ def test_on_whole_meshes(model, schedule, mesh, how):
         assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
 
 
+def cases():
+    """Every method under every schedule; what may stand beside them takes turns."""
+    ways = RING, ULYSSES, BOTH, GATHER, RING_OF_4, ULYSSES_OF_4, GATHER_OF_4
+    for (w, way), (s, schedule) in product(enumerate(ways), enumerate(SCHEDULES)):
+        turn = w + s
+        how = way | {"zero_stage": 2 + (s + w // 2) % 2, "remat": list(POLICIES)[turn % 3]}
+        if way["cp"] == 2:
+            how["sequence"] = turn % 2 == 0
+        if schedule != "dualpipe" and way != RING_OF_4 and turn % 4 > 1:
+            how["slices"] = 2
+        model = "packed" if (s // 2 + w) % 2 else "grouped"
+        yield model, schedule, (2, 2, 2) if way["cp"] == 2 else (2, 4, 1), how
+
+
+@pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()], ids=str)
+def test_every_method_under_every_schedule(model, schedule, mesh, how):
+    with jax.enable_x64(True):
+        assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
+
+
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [
         ("zb_h1", (2, 2, 2), RING | {"sequence": True, "remat": "selective"}),
-        ("interleaved_1f1b", (2, 4, 1), RING | {"cp": 4, "zero_stage": 3, "remat": "full"}),
+        ("interleaved_1f1b", (2, 4, 1), RING_OF_4 | {"zero_stage": 3, "remat": "full"}),
         ("dualpipe", (2, 4, 1), RING | {"zero_stage": 2}),
         ("1f1b", (2, 4, 1), ULYSSES | {"remat": "full", "slices": 2}),
+        ("1f1b", (2, 4, 1), BOTH | {"remat": "full"}),
+        ("interleaved_1f1b", (2, 4, 1), BOTH | {"slices": 2}),
         ("zb_h1", (2, 1, 1), {"slices": 4, "remat": "selective"}),
     ],
     ids=str,

@@ -33,9 +33,9 @@ CASES = [
     ("deepseek", "1f1b", (2, 2, 1, 2), {"slices": 2, "routed": True}),
     # replicas that share sequences; all tokens to one expert; a choice from outside
     ("qwen", "1f1b", (2, 2), {"cp": 2, "remat": "full"}),
-    ("qwen", "1f1b", (2, 4, 1, 4), {"cp": 4, "method": "ring", "zero_stage": 2}),
-    ("deepseek", "zb_h1", (2, 4, 1, 4), {"cp": 2, "method": "ulysses", "remat": "full"}),
-    ("qwen", "1f1b", (1, 4, 2, 2), {"cp": 4, "method": "gather", "sequence": True}),
+    ("qwen", "1f1b", (2, 4, 1, 4), {"cp": 4, "heads": 1, "zero_stage": 2}),
+    ("deepseek", "zb_h1", (2, 4, 1, 4), {"cp": 2, "heads": 2, "remat": "full"}),
+    ("qwen", "1f1b", (1, 4, 2, 2), {"cp": 4, "sequence": True}),
     ("one", "zb_h1", (2, 2, 1, 2), {"crowded": True}),
     ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
 ]

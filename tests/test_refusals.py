@@ -97,11 +97,19 @@ def test_load_rejects(overrides, message):
         (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
         (
             [*SHARED, "parallel.cp_method=ring", "train.seq_len=30"],
-            "train.seq_len=30 must be a multiple of parallel.cp=2 x the stretches of a device=2",
+            "train.seq_len=30 must be a multiple of the stretches of a ring=4: it is cut into equ",
         ),
         (
-            [*SHARED, "parallel.cp_method=ring", "parallel.slices=2"],
-            "parallel.cp_method='ring' with parallel.slices=2: .* parallel.cp_method=ulysses or ga",
+            [*SHARED, "parallel.cp_method=ring", "parallel.slices=2", "train.seq_len=36"],
+            "train.seq_len=36 must be a multiple of parallel.slices=2 x the stretches of a ring=4",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "parallel.cp_heads=3"],
+            "parallel.cp_heads=3 must divide parallel.cp=2: so many replicas are one place",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ulysses", "parallel.cp_heads=2"],
+            "parallel.cp_heads=2 with parallel.cp_method='ulysses': .* set parallel.cp_method=ring",
         ),
         (
             [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
@@ -117,7 +125,7 @@ def test_load_rejects(overrides, message):
         ),
         (
             [*SHARED, "parallel.cp_method=ring", "model.attention_dropout=0.1"],
-            "model.attention_dropout=0.1 with parallel.cp_method='ring'",
+            "model.attention_dropout=0.1 with replicas that share .* set parallel.cp_method=gather",
         ),
         (
             [
@@ -127,7 +135,7 @@ def test_load_rejects(overrides, message):
                 "model.n_kv_heads=1",
                 "model.head_dim=8",
             ],
-            "parallel.cp=2 must divide the 3 heads of a device .* set parallel.cp_method=ring",
+            "2 replicas exchange heads .* of the 3 heads and 1 .* and parallel.cp_heads=1, or",
         ),
         (
             [
@@ -139,7 +147,7 @@ def test_load_rejects(overrides, message):
                 "model.n_kv_heads=6",
                 "model.head_dim=8",
             ],
-            "parallel.cp=4 and the 6 key/value heads of a device: one must be a multiple",
+            "4 replicas exchange heads .* of the 12 heads and 6 .* and parallel.cp_heads=2, or",
         ),
         (["parallel.cp_method=rings"], "unknown parallel.cp_method='rings': use one of 'gather'"),
         (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),

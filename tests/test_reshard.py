@@ -19,7 +19,7 @@ BASE = ("model.n_layers=8", "train.seq_len=16", "train.grad_accum_steps=8",
 LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from both ends
     {"pp": 4, "dp": 2},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3, "reshard_after_forward": True},
-    {"pp": 1, "dp": 4, "cp": 2, "cp_method": "ring", "zero_stage": 2},
+    {"pp": 1, "dp": 4, "cp": 4, "cp_method": "ring", "cp_heads": 2, "zero_stage": 2},
     {"pp": 3, "layer_split": [1, 4, 3]},
     {"pp": 8, "zero_stage": 0},
     {"pp": 2, "schedule": "interleaved_zb", "transfer_ticks": 2},

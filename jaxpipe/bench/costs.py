@@ -106,8 +106,8 @@ def of_one_rank(config: Config, devices: int) -> Config:
             )
         config = of_one_device(config)
     parallel = configs.ParallelConfig(
-        dp=given.cp, cp=given.cp, cp_method=given.cp_method, tp=config.parallel.tp,
-        slices=given.slices,
+        dp=given.cp, cp=given.cp, cp_method=given.cp_method, cp_heads=given.cp_heads,
+        tp=config.parallel.tp, slices=given.slices,
         sequence_parallel=given.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
     )  # fmt: skip
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)

@@ -38,6 +38,8 @@ class ParallelConfig(_Section, kw_only=True):
     cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
     # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
     cp_method: Method = "gather"
+    # ring: so many neighbours are one place of it, and exchange heads there; cp: that is ulysses
+    cp_heads: Positive = 1
     ep: Positive = 1  # so many of them have parts of every layer's experts
     # rows that one can send to each of these, over the mean of what tokens choose; 0: all there are
     ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
@@ -75,20 +77,37 @@ class ParallelConfig(_Section, kw_only=True):
     @property
     def mesh(self) -> str:
         """The sizes of the mesh in words."""
-        shared = f" cp={self.cp} ({self.cp_method})" if self.cp > 1 else ""
+        shared = f" cp={self.cp} ({self.sharing})" if self.cp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
+    def sharing(self) -> str:
+        """How replicas that share a sequence reach all of it, in words."""
+        groups = f" of {self.ring} groups" if self.cp_heads > 1 else ""
+        return f"{self.cp_method}{groups}"
+
+    @property
+    def exchanging(self) -> int:
+        """Replicas that exchange heads of a sequence; 0: none do, and keys are gathered."""
+        return {"gather": 0, "ring": self.cp_heads, "ulysses": self.cp}[self.cp_method]
+
+    @property
+    def ring(self) -> int:
+        """Groups of replicas round which keys and values of a sequence go; 1: they do not."""
+        return self.cp // self.exchanging if self.exchanging else 1
+
+    @property
     def rings(self) -> bool:
         """Whether keys and values go round the replicas that share a sequence."""
-        return self.cp > 1 and self.cp_method == "ring"
+        return self.ring > 1
 
     @property
     def stretches(self) -> int:
-        """Equal parts that a sequence is cut into, in time and over devices, two each in a ring."""
-        return self.slices * self.cp * (1 + self.rings) * (self.tp if self.sequence_parallel else 1)
+        """Equal parts that a sequence is cut into, in time and over devices, two a ring's place."""
+        over_devices = math.lcm(self.cp, 2 * self.ring if self.rings else 1)
+        return self.slices * over_devices * (self.tp if self.sequence_parallel else 1)
 
     @property
     def least_devices(self) -> int:

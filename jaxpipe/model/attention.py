@@ -17,8 +17,7 @@ from jaxpipe.model.blocks import Blocks, Products, Sight, halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
-from jaxpipe.model.ring import ring_attention
-from jaxpipe.model.sliced import sliced_attention
+from jaxpipe.model.ring import Course, places_in_slice, ring_attention
 from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
 
 
@@ -47,14 +46,12 @@ class Attend:
       kernel: plain products of XLA, or the fused one of cuDNN.
       window: how many last tokens a query sees, its own included; 0: all.
       documents: how many a row may hold that do not see each other; 0: a row is one text.
-      in_blocks: whether plain products are made block by block, and none of them stored.
     """
 
     sequence: WholeSequence = WHOLE_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
     documents: int = 0
-    in_blocks: bool = False
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
@@ -66,35 +63,43 @@ class Attend:
         after those of the past. The plain kernel drops shares as the masks say. Of a packed row
         the queries mix values of their own document, of which `documents` tells.
         """
-        if self.sequence.method == "ring":
-            return self._around(q_BLHK, k_BLGK, v_BLGK, documents), None
-        if self.sequence.method == "ulysses":
-            return self._by_heads((q_BLHK, k_BLGK, v_BLGK), past, documents)
-        length = q_BLHK.shape[1]
-        k_BSGK, v_BSGK = self.sequence.gather(k_BLGK), self.sequence.gather(v_BLGK)
-        tokens = k_BSGK.shape[1]
+        sequence = self.sequence
+        own = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
+        if documents is not None:
+            documents = jax.tree.map(sequence.together, documents)
+        exchanged = replace(self, sequence=sequence.exchanged)
+        mixed_BLHK, past = exchanged._mixed(*own, past, masks, documents)
+        return sequence.to_tokens(mixed_BLHK), past
+
+    def _mixed(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None,
+        masks: Masks, documents: Documents | None,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+        """Of the heads that are here: their keys are too, or are gathered, or go round."""
+        sequence, length = self.sequence, q_BLHK.shape[1]
+        k_BSGK, v_BSGK = k_BLGK, v_BLGK
+        if self._gathers:
+            k_BSGK, v_BSGK = map(sequence.gather, (k_BLGK, v_BLGK))
+        tokens, begin, slice_begin = k_BSGK.shape[1], 0, 0
         if past is not None:
-            past = Past(
-                _write(past.keys_BSGK, k_BSGK, past.begin),
-                _write(past.values_BSGK, v_BSGK, past.begin),
-                past.begin,
-            )
-            k_BSGK, v_BSGK, _ = past
-        begin = self.sequence.start(length) + (0 if past is None else past.begin)
-        if self.kernel == "cudnn" and documents is not None:
-            found = documents_of(documents, begin, self.documents)
-            begin = jnp.asarray(begin, jnp.int32)
-            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, begin, self.window), past
+            begin, slice_begin = past.begin, past.begin // sequence.ring
+            k_BSGK = _write(past.keys_BSGK, k_BSGK, slice_begin)
+            v_BSGK = _write(past.values_BSGK, v_BSGK, slice_begin)
+            past = Past(k_BSGK, v_BSGK, begin)
         position_BL = None if documents is None else documents.positions
-        place_L = begin + jnp.arange(length)
-        if self._makes_blocks(tokens, length, past) and not _drops(masks):
+        place_L = begin + places_in_slice(sequence, length)
+        if self._makes_blocks(tokens, length, past, documents) and not _drops(masks):
             sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
-            slice_begin = jnp.asarray(0 if past is None else past.begin, jnp.int32)
-            return sliced_attention(
-                tokens, self._blocks(length), q_BLHK, k_BSGK, v_BSGK, sight, slice_begin
-            ), past
+            of_keys = WHOLE_SEQUENCE if self._gathers else sequence
+            course = Course(of_keys, tokens, self._blocks(length))
+            slice_begin = jnp.asarray(slice_begin, jnp.int32)
+            return ring_attention(course, q_BLHK, k_BSGK, v_BSGK, sight, slice_begin), past
+        if self.kernel == "cudnn" and documents is not None:
+            first = jnp.asarray(begin + sequence.start(length), jnp.int32)
+            found = documents_of(documents, first, self.documents)
+            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, first, self.window), past
         mask_B1LS = None
-        if self.sequence.size > 1 or past is not None:
+        if self._gathers or past is not None:
             mask_B1LS = _seen(place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL)
         if self.kernel == "cudnn":
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
@@ -105,40 +110,28 @@ class Attend:
             mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept)
         return mixed_BLHK, past
 
-    def _around(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, documents: Documents | None
-    ) -> jax.Array:
-        """With keys and values that go round the devices."""
-        batch, length = q_BLHK.shape[:2]
-        position_BL = None if documents is None else documents.positions
-        sight = Sight.of(self.sequence.places(length), batch, self.window, position_BL)
-        blocks = self._blocks(length)
-        return ring_attention(self.sequence, blocks, q_BLHK, k_BLGK, v_BLGK, sight)
+    @property
+    def _gathers(self) -> bool:
+        return self.sequence.size > 1 and not self.sequence.heads
 
-    def _makes_blocks(self, tokens: int, length: int, past: Past | None) -> bool:
-        """Whether blocks are made one by one: of slices, or of a device's heads of a sequence.
+    def _makes_blocks(
+        self, tokens: int, length: int, past: Past | None, documents: Documents | None
+    ) -> bool:
+        """Whether blocks are made one by one: in a ring, of slices, of a device's heads.
 
         cuDNN's kernel, which masks no block, makes those of slices that a device has whole; all
         tokens of a sequence it makes at once.
         """
+        if self.sequence.ring > 1:
+            return True
         if self.kernel == "cudnn":
-            return past is not None and tokens == length and not self.window
-        return past is not None or self.in_blocks
+            whole = tokens == length and documents is None and not self.window
+            return past is not None and whole
+        return past is not None or bool(self.sequence.heads)
 
     def _blocks(self, length: int) -> Blocks:
         """What makes blocks of so many queries."""
         return FusedBlocks() if self.kernel == "cudnn" else Products(halvings(length))
-
-    def _by_heads(
-        self, own: tuple[jax.Array, ...], past: Past | None, documents: Documents | None
-    ) -> tuple[jax.Array, Past | None]:
-        """Of the whole sequence, or of a slice of it, with this device's share of the heads."""
-        sequence, whole = self.sequence, replace(self, sequence=WHOLE_SEQUENCE, in_blocks=True)
-        if documents is not None:
-            documents = jax.tree.map(sequence.gather, documents)
-        q_BSHK, k_BSGK, v_BSGK = map(sequence.to_heads, own)
-        mixed_BSHK, past = whole(q_BSHK, k_BSGK, v_BSGK, past, documents=documents)
-        return sequence.to_tokens(mixed_BSHK), past
 
 
 def _drops(masks: Masks) -> bool:

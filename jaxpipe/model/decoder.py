@@ -162,11 +162,13 @@ class CausalDecoder:
         return None
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
-        """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed."""
+        """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed.
+
+        In a ring S are the tokens of a device's group.
+        """
         heads = max(self.config.key_heads // self.devices.size, 1)
-        if self.sequence.method == "ulysses":
-            heads = max(heads // self.sequence.size, 1)
-        tokens = self.slices * self._length(x) * self.sequence.size
+        heads = max(heads // max(self.sequence.heads, 1), 1)
+        tokens = self.slices * self._length(x) * self.sequence.size // self.sequence.ring
         empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
         return empty, empty
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.family import Count, ModelConfig, Positive
+from jaxpipe.partition.sequence import WholeSequence
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Chance = Annotated[float, Meta(ge=0, lt=1)]
@@ -79,33 +80,38 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
     def unmet_by_context(
-        self, method: str, cp: int, *, tp: int, dtype: str, packed: bool
+        self, sequence: WholeSequence, *, tp: int, dtype: str, packed: bool
     ) -> Iterator[str]:
-        """A sentence for every reason why `cp` replicas cannot share sequences by this method."""
-        if method == "gather":
+        """A sentence for every reason why replicas cannot share a `sequence` as it says."""
+        if not sequence.heads:
             return
         if self.attention_dropout:
             yield (
-                f"model.attention_dropout={self.attention_dropout} with parallel.cp_method="
-                f"{method!r}: shares that may be dropped are not kept there; set "
+                f"model.attention_dropout={self.attention_dropout} with replicas that share a "
+                f"sequence: shares that may be dropped are kept with gathered keys alone; set "
                 f"parallel.cp_method=gather, or model.attention_dropout=0."
             )
-        if method == "ring":
+        if sequence.ring > 1:
             yield from self._unmet_by_fused_ring(dtype, packed)
-            return
+        yield from self._unmet_by_exchange(sequence, tp)
+
+    def _unmet_by_exchange(self, sequence: WholeSequence, tp: int) -> Iterator[str]:
+        """A sentence where replicas that exchange heads cannot have equal shares of them."""
         heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
-        if heads % cp:
-            yield (
-                f"parallel.cp={cp} must divide the {heads} heads of a device (model.n_heads="
-                f"{self.n_heads}, parallel.tp={tp}) with parallel.cp_method='ulysses': each device "
-                f"then has some of them whole; set parallel.cp_method=ring, or another parallel.cp."
-            )
-        if keys % cp and cp % keys:
-            yield (
-                f"parallel.cp={cp} and the {keys} key/value heads of a device: one must be a "
-                f"multiple of the other with parallel.cp_method='ulysses'; set "
-                f"parallel.cp_method=ring, or another parallel.cp."
-            )
+
+        def shared_by(count: int) -> bool:
+            return heads % count == 0 and (keys % count == 0 or count % keys == 0)
+
+        if shared_by(sequence.heads):
+            return
+        counts = range(sequence.heads, 0, -1)
+        most = next(count for count in counts if sequence.size % count == 0 and shared_by(count))
+        yield (
+            f"{sequence.heads} replicas exchange heads (parallel.cp={sequence.size}), but of the "
+            f"{heads} heads and {keys} key/value heads of a device (model.n_heads={self.n_heads}, "
+            f"parallel.tp={tp}) each would not have an equal share: set parallel.cp_method=ring "
+            f"and parallel.cp_heads={most}, or another parallel.cp."
+        )
 
     def _unmet_by_fused_ring(self, dtype: str, packed: bool) -> Iterator[str]:
         """A sentence for everything that cuDNN's kernel cannot do with keys that go round."""

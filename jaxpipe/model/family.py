@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model.published import HuggingFace
+from jaxpipe.partition.sequence import WholeSequence
 
 if TYPE_CHECKING:
     import jax
@@ -87,17 +88,18 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return iter(())
 
     def unmet_by_context(
-        self, method: str, cp: int, *, tp: int, dtype: str, packed: bool
+        self, sequence: WholeSequence, *, tp: int, dtype: str, packed: bool
     ) -> Iterator[str]:
-        """A sentence for every reason why `cp` replicas cannot share sequences by this method.
+        """A sentence for every reason why replicas cannot share a `sequence` as it says.
 
-        That is `parallel.cp_method`; each is one of `tp` devices that share the layers, in `dtype`.
-        `packed`: rows hold documents.
+        Each is one of `tp` devices that share the layers, in `dtype`. `packed`: rows hold
+        documents.
         """
-        if method != "gather":
+        if sequence.heads:
             yield (
-                f"parallel.cp_method={method!r} is not for models of the family {self.family!r}: "
-                f"set it to gather, or choose another model.family."
+                f"replicas that share a sequence reach all of it by parallel.cp_method=gather "
+                f"alone in models of the family {self.family!r}: set that, or choose another "
+                f"model.family."
             )
 
     def unmet_by_packing(

@@ -76,36 +76,51 @@ class Fp8Dot(Dot):
     scales: Mapping[str, jax.Array] | None
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
-        """Of each weight `[..., in] x [in, out] -> [..., out]`; x has the scale of the first.
+        """As `Dot` says; x has the scale of the first weight.
 
-        What the gradient leaves at given scales is the largest absolute value of each operand.
+        Of experts' products each has scales of its own where they are made from the operands. What
+        the gradient leaves at given scales is the largest absolute value of each operand.
         """
         every = tuple(weight.astype(x.dtype) for weight in weights.values())
         scales = None if self.scales is None else tuple(self.scales[name] for name in weights)
-        return _products(self.devices, x, every, scales)
+        return _products(_Rounding(self.devices, every[0].ndim - 2), x, every, scales)
 
 
 class _Operand(NamedTuple):
-    """A tensor in 8 bits, its scale, and its largest absolute value on this device."""
+    """A tensor in 8 bits, its scale or those of E experts, and its largest value on this device."""
 
     values: jax.Array
     scale: jax.Array
     largest: jax.Array
 
-    @classmethod
-    def of(cls, place: int, x: jax.Array, scales: Any, devices: OneDevice) -> "_Operand":
-        """x, the weight or dy (0, 1, 2)."""
-        form, _ = _OPERANDS[place]
-        largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-        scale = scale_of(devices.largest(largest), form) if scales is None else scales[place]
-        return cls(rounded(x, scale, form), scale, largest)
 
-    def times(self, other: "_Operand", sums: Any, dtype: Any, precision: Any) -> jax.Array:
+class _Rounding(NamedTuple):
+    """How operands become 8-bit floats, and are multiplied; the first `experts` dims are E."""
+
+    devices: OneDevice
+    experts: int
+
+    def of(self, place: int, x: jax.Array, scales: Any) -> _Operand:
+        """x, the weight or dy (0, 1, 2)."""
+        (form, _), dims = _OPERANDS[place], tuple(range(self.experts, x.ndim))
+        largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
+        scale = scale_of(self.devices.largest(largest), form) if scales is None else scales[place]
+        return _Operand(rounded(x, _with_dims(scale, x.ndim), form), scale, largest.max())
+
+    def product(
+        self, left: _Operand, right: _Operand, sums: Any, dtype: Any, precision: Any
+    ) -> jax.Array:
         """The product, summed over these dims of both."""
+        dims = sums, (tuple(range(self.experts)),) * 2
         made = lax.dot_general(
-            self.values, other.values, (sums, ((), ())), precision, preferred_element_type=dtype
+            left.values, right.values, dims, precision, preferred_element_type=dtype
         )
-        return made * (self.scale * other.scale).astype(dtype)
+        return made * _with_dims((left.scale * right.scale).astype(dtype), made.ndim)
+
+
+def _with_dims(scale: jax.Array, ndim: int) -> jax.Array:
+    """A scale, or those of E experts, with further dims of 1."""
+    return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
 
 # On Hopper products add up with fewer bits unless the highest precision is asked for, which is
@@ -114,25 +129,29 @@ _FORWARD, _BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(devices: OneDevice, x: jax.Array, weights: Any, scales: Any) -> Any:
-    return _forward(devices, x, weights, scales)[0]
+def _products(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> Any:
+    return _forward(rounding, x, weights, scales)[0]
 
 
-def _forward(devices: OneDevice, x: jax.Array, weights: Any, scales: Any) -> Any:
+def _forward(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> Any:
     each = scales or (None,) * len(weights)
-    left, sums = _Operand.of(0, x, each[0], devices), ((x.ndim - 1,), (0,))
-    rights = [_Operand.of(1, *given, devices) for given in zip(weights, each)]
-    made = tuple(left.times(right, sums, x.dtype, _FORWARD) for right in rights)
+    left, sums = rounding.of(0, x, each[0]), ((x.ndim - 1,), (rounding.experts,))
+    rights = [rounding.of(1, *given) for given in zip(weights, each)]
+    made = tuple(rounding.product(left, right, sums, x.dtype, _FORWARD) for right in rights)
     return made, (left, rights, scales)
 
 
-def _backward(devices: OneDevice, kept: Any, dys: Any) -> Any:
+def _backward(rounding: _Rounding, kept: Any, dys: Any) -> Any:
     x, weights, scales = kept
-    last, dtype = dys[0].ndim - 1, dys[0].dtype
-    rows, each = tuple(range(last)), scales or (None,) * len(weights)
-    at_y = [_Operand.of(2, *given, devices) for given in zip(dys, each)]
-    dx = sum(dy.times(w, ((last,), (1,)), dtype, _BACKWARD) for dy, w in zip(at_y, weights))
-    dweights = tuple(x.times(dy, (rows, rows), dtype, _BACKWARD) for dy in at_y)
+    first, last, dtype = rounding.experts, dys[0].ndim - 1, dys[0].dtype
+    rows, each = tuple(range(first, last)), scales or (None,) * len(weights)
+    at_y = [rounding.of(2, *given) for given in zip(dys, each)]
+
+    def product(left: _Operand, right: _Operand, *sums: Any) -> jax.Array:
+        return rounding.product(left, right, sums, dtype, _BACKWARD)
+
+    dx = sum(product(dy, w, (last,), (first + 1,)) for dy, w in zip(at_y, weights))
+    dweights = tuple(product(x, dy, rows, rows) for dy in at_y)
     if scales is not None:
         every = zip(weights, at_y)
         scales = tuple(jnp.stack([x.largest, w.largest, dy.largest]) for w, dy in every)

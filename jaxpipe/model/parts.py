@@ -80,7 +80,10 @@ class Dot:
     """The products of activations with weights, in the dtype of the activations."""
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
-        """Of each weight, by its name in its layer, `[..., in] x [in, out] -> [..., out]`."""
+        """Of each weight, by its name in its layer, `[..., in] x [in, out] -> [..., out]`.
+
+        Of E experts `[E, ..., in] x [E, in, out] -> [E, ..., out]`.
+        """
         return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
 
 

@@ -19,14 +19,31 @@ Method = Literal["gather", "ring", "ulysses"]
 class WholeSequence:
     """A device that has all tokens of its sequences.
 
-    `method` says how attention reaches the tokens of others, where there are any.
+    Where `size` devices share one, this is how attention reaches the tokens of others: `heads`
+    neighbours exchange theirs, so that each has all of these tokens for a share of the heads, and
+    groups of so many form a `ring`, round which keys and values go. With 0 keys and values of all
+    are gathered.
     """
 
     size: int = 1
-    method: Method = "gather"
+    heads: int = 0
+
+    @property
+    def ring(self) -> int:
+        """Groups round which keys and values go; 1: they do not.
+
+        >>> [WholeSequence(4, heads).ring for heads in (0, 1, 2, 4)]
+        [1, 4, 2, 1]
+        """
+        return self.size // self.heads if self.heads else 1
+
+    @property
+    def exchanged(self) -> "WholeSequence":
+        """The same sequence where heads are exchanged: a group of neighbours is as one device."""
+        return self
 
     def start(self, own: int) -> Any:
-        """Where in the sequence this device's first token stands, of `own`."""
+        """Where in the sequence this device's first token stands, of `own` in their order."""
         return 0
 
     def places(self, own: int) -> Any:
@@ -35,6 +52,22 @@ class WholeSequence:
 
     def gather(self, x: Any) -> Any:
         """The `[B, L, ...]` of all tokens, from those of this device's."""
+        return x
+
+    def turned(self, tree: Any) -> Any:
+        """What the device before this one has, in the ring of an `exchanged` sequence."""
+        return tree
+
+    def together(self, x: Any) -> Any:
+        """The `[B, L, ...]` of the tokens of neighbours that exchange heads."""
+        return x
+
+    def to_heads(self, x: Any) -> Any:
+        """The tokens of such neighbours for a share of the heads, from its own for all."""
+        return x
+
+    def to_tokens(self, x: Any) -> Any:
+        """All heads of this device's tokens, from a share of them of all neighbours'."""
         return x
 
 

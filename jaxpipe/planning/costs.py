@@ -35,6 +35,7 @@ class LayerCosts:
       state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
       exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
       shared: bytes that it sends to those that share its sequences, in each.
+      turned: those of them that go round a ring.
     """
 
     F: float
@@ -46,6 +47,7 @@ class LayerCosts:
     parameters: tuple[Parameter, ...]
     exchanged: Mapping[str, float]
     shared: Mapping[str, float]
+    turned: Mapping[str, float]
 
     @property
     def for_b(self) -> int:
@@ -107,6 +109,7 @@ def essentials(config: Config) -> Config:
             dp=lcm(parallel.cp, parallel.ep),
             cp=parallel.cp,
             cp_method=parallel.cp_method,
+            cp_heads=parallel.cp_heads,
             ep=parallel.ep,
             ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,

@@ -195,26 +195,32 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
     """Seconds for which the mean layer waits for those that share its sequences.
 
-    What a ring sends is on its way while the keys that are here are computed with, as long as these
-    take: of the causal half of attention all but the share of the last ones.
+    What goes round a ring is on its way while the keys that are here are computed with, as long as
+    these take: of the causal half of attention all but the share of the last ones. For what else is
+    sent they wait.
     """
-    costs, cp = costs_of(config), config.parallel.cp
-    if cp == 1:
+    costs, parallel = costs_of(config), config.parallel
+    if parallel.cp == 1:
         return NO_EXCHANGE
     layers = [costs.kinds[kind] for kind in costs.order]
     behind = dict.fromkeys(("F", "B", "W"), 0.0)
-    if config.parallel.rings:
+    if parallel.rings:
         model, train = config.model, config.train
         whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
-        tokens = train.microbatch_size * train.seq_len / (cp * config.parallel.tp)
+        parts = parallel.slices * parallel.cp * parallel.tp
+        tokens = train.microbatch_size * train.seq_len / parts
+        others = (parallel.ring - 1) / parallel.ring
         # Of 12 per query and key two of four are made forwards, for half of the keys.
-        forwards = whole / len(layers) * tokens / 6 / hardware.flops * (cp - 1) / cp
+        forwards = whole / len(layers) * tokens / 6 / hardware.flops * others
         again = 1 if train.remat == "full" else 0
         behind |= {"F": forwards, "B": (2.5 + again) * forwards}
 
     def waits(op: str) -> float:
-        sent = sum(kind.shared[op] for kind in layers) / len(layers)
-        return max(0.0, sent / hardware.network - behind[op])
+        sent, turned = (
+            sum(each[op] for each in sizes) / len(layers) / hardware.network
+            for sizes in zip(*((kind.shared, kind.turned) for kind in layers))
+        )
+        return sent - turned + max(0.0, turned - behind[op])
 
     return LayerSeconds(*map(waits, ("F", "B", "W")))
 

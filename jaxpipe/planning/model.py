@@ -27,7 +27,7 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
     sequence = WHOLE_SEQUENCE
     if parallel.cp > 1:
-        sequence = ContextParallel(parallel.cp, parallel.cp_method)
+        sequence = ContextParallel(parallel.cp, parallel.exchanging)
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)

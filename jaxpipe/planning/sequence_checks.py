@@ -3,6 +3,7 @@
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.partition.sequence import WholeSequence
 
 
 def check_sequences(config: Config) -> None:
@@ -24,6 +25,17 @@ def _check_replicas(config: Config) -> None:
             f"parallel.cp={parallel.cp} must divide parallel.dp={parallel.dp}: so many of the "
             f"replicas share every sequence; change one of them."
         )
+    if parallel.cp_heads > 1 and parallel.cp_method != "ring":
+        raise ConfigError(
+            f"parallel.cp_heads={parallel.cp_heads} with parallel.cp_method="
+            f"{parallel.cp_method!r}: it says how many replicas are one place of a ring; set "
+            f"parallel.cp_method=ring, or leave parallel.cp_heads out."
+        )
+    if parallel.cp % parallel.cp_heads:
+        raise ConfigError(
+            f"parallel.cp_heads={parallel.cp_heads} must divide parallel.cp={parallel.cp}: so many "
+            f"replicas are one place of a ring; change one of them."
+        )
     if parallel.dp % (parallel.dp_replicate * parallel.cp):
         raise ConfigError(
             f"parallel.dp_replicate={parallel.dp_replicate} x parallel.cp={parallel.cp} must "
@@ -42,9 +54,9 @@ def _check_parts(config: Config) -> None:
     parallel, train = config.parallel, config.train
     stretches = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
-    over_halves = {"the stretches of a device": 1 + parallel.rings}
+    halves = {"parallel.slices": parallel.slices, "the stretches of a ring": _halves(config)}
     chunks = {"train.loss_chunks": train.loss_chunks}
-    for more in (stretches | over_halves, stretches | over_tp, stretches | chunks):
+    for more in (halves, stretches | over_tp, stretches | chunks):
         if train.seq_len % prod(more.values()):
             product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
             raise ConfigError(
@@ -53,19 +65,18 @@ def _check_parts(config: Config) -> None:
             )
 
 
+def _halves(config: Config) -> int:
+    """Stretches that the tokens of a slice are cut into for a ring; 1: there is none."""
+    return 2 * config.parallel.ring if config.parallel.rings else 1
+
+
 def _check_method(config: Config) -> None:
     """Replicas that share sequences reach all keys in a way that this model has."""
     parallel, model = config.parallel, config.model
     if parallel.cp == 1:
         return
-    if parallel.cp_method == "ring" and parallel.slices > 1:
-        raise ConfigError(
-            f"parallel.cp_method='ring' with parallel.slices={parallel.slices}: keys go round for "
-            f"whole sequences; set parallel.slices=1, or parallel.cp_method=ulysses or gather."
-        )
     for sentence in model.unmet_by_context(
-        parallel.cp_method,
-        parallel.cp,
+        WholeSequence(parallel.cp, parallel.exchanging),
         tp=parallel.tp,
         dtype=config.train.compute_dtype,
         packed=bool(config.data.documents),

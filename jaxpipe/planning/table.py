@@ -159,7 +159,7 @@ def _traffic(config: Config) -> Iterator[str]:
     costs, parallel = costs_of(config), config.parallel
     for name, kind in costs.kinds.items():
         of_experts = f"all-to-alls over ep={parallel.ep}", kind.exchanged
-        of_sequences = f"{parallel.cp_method} over cp={parallel.cp}", kind.shared
+        of_sequences = f"{parallel.sharing} over cp={parallel.cp}", kind.shared
         for what, sent in (of_experts, of_sequences):
             if not any(sent.values()):
                 continue

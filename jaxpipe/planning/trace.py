@@ -89,27 +89,35 @@ def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float
     return _total(jaxpr, partial(_flops_of, fp8=fp8), turns)
 
 
-def sent_bytes(jaxpr: Jaxpr, axes: tuple[str, ...], devices: int) -> float:
+def sent_bytes(
+    jaxpr: Jaxpr, axes: tuple[str, ...], devices: int, turns: float = 1, *, round_ring: bool = False
+) -> float:
     """Bytes that each device sends in a jaxpr's collectives of so many devices over these axes.
 
-    A permute sends what it is given, an all-to-all and a scatter all but a device's own part of it;
-    a gather sends it to every other device.
+    They may be in groups of fewer. A permute sends what it is given, an all-to-all and a scatter
+    all but a device's own part of it; a gather sends it to every other device. Loops as in
+    `product_flops`. With `round_ring` only the permutes.
     """
-    others = devices - 1
-    times = {
-        "ppermute": 1,
-        "all_gather": others,
-        "all_to_all": others / devices,
-        "reduce_scatter": others / devices,
-    }
+
+    def times(name: str, members: int) -> float | None:
+        others = members - 1
+        if name == "ppermute":
+            return 1
+        known = {
+            "all_gather": others,
+            "all_to_all": others / members,
+            "reduce_scatter": others / members,
+        }
+        return None if round_ring else known.get(name)
 
     def sent(eqn: JaxprEqn) -> float | None:
-        over = eqn.params.get("axis_name", ())
-        if eqn.primitive.name not in times or axes != ((over,) if isinstance(over, str) else over):
+        over, groups = eqn.params.get("axis_name", ()), eqn.params.get("axis_index_groups")
+        size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
+        if size is None or axes != ((over,) if isinstance(over, str) else over):
             return None
-        return _bytes([var.aval for var in eqn.invars]) * times[eqn.primitive.name]
+        return _bytes([var.aval for var in eqn.invars]) * size
 
-    return _total(jaxpr, sent, 1)
+    return _total(jaxpr, sent, turns)
 
 
 def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: float) -> float:
@@ -176,14 +184,17 @@ def _layer_costs(
         "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
     }
 
-    def sent(axes: tuple[str, ...], devices: int) -> dict[str, float]:
-        return {op: sent_bytes(traced.jaxpr, axes, devices) for op, traced in ops.items()}
+    def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
+        return {
+            op: sent_bytes(traced.jaxpr, axes, devices, before, **of) for op, traced in ops.items()
+        }
 
     return LayerCosts(
         **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
         in_fp8={op: product_flops(traced.jaxpr, before, fp8=True) for op, traced in ops.items()},
         exchanged=sent((EP,), parallel.ep),
         shared=sent(SHARDS, parallel.cp),
+        turned=sent(SHARDS, parallel.cp, round_ring=True),
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,

@@ -98,9 +98,8 @@ class Feed:
         parallel = self.config.parallel
         own = next(iter(batch.values())).shape[1]
         dp = parallel.dp * own // self.config.batch_shape["batch_size"]
-        return deal_batch(
-            batch, slices=parallel.slices, cp=parallel.cp, dp=dp, method=parallel.cp_method
-        )
+        heads = parallel.exchanging
+        return deal_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
 
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
         """The global array of which this process has the rows of `own` examples from `first` on."""

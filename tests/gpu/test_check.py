@@ -136,6 +136,19 @@ def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
 
 
 @needs_compiler
+def test_experts_with_a_capacity_multiply_in_8_bits():
+    """Three products of all experts at once beside attention's four, in F, in B and in W."""
+    found = report(
+        *EXPERTS, "parallel.schedule=zb_h1", "parallel.dp=2", "parallel.ep=2",
+        "model.capacity_factor=1.0", "train.fp8=delayed", "train.grad_accum_steps=4",
+    )  # fmt: skip
+    narrow = [one for one in found["products"] if "f8" in one["operands"]]
+    assert {one["library"] for one in narrow} == {"__cublas$lt$matmul$f8"}
+    assert {one["op"]: one["count"] for one in narrow} == {"F": 7, "B": 7, "W": 7 + 7}
+    assert found["graphs"]["whole"]
+
+
+@needs_compiler
 @pytest.mark.skipif(not importlib.util.find_spec("tokamax"), reason="needs jaxpipe[experts]")
 def test_experts_have_a_kernel_each_for_f_b_and_w():
     found = report(*EXPERTS, "parallel.schedule=zb_h1", "train.remat=selective")

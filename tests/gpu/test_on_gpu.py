@@ -17,8 +17,9 @@ from jaxpipe.model.blocks import Products, Sight
 from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.packed import Documents
-from jaxpipe.model.sliced import sliced_attention
+from jaxpipe.model.ring import Course, ring_attention
 from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.training.trainer import Trainer
 
@@ -135,7 +136,8 @@ def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
 
     def found(blocks):
         def attention(q, k, v):
-            return sliced_attention(256, blocks, q, k, v, sight, jnp.int32(begin))
+            course = Course(WHOLE_SEQUENCE, 256, blocks)
+            return ring_attention(course, q, k, v, sight, jnp.int32(begin))
 
         mixed, pull = jax.vjp(attention, *given)
         return mixed, *pull(weight)

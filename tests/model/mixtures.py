@@ -158,7 +158,7 @@ def unpadded(model):
 
 def pipeline_of(
     model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1,
-    method="gather", room=0.0, slices=1, product=lax.ragged_dot, documents=0, **execution,
+    heads=0, room=0.0, slices=1, product=lax.ragged_dot, documents=0, **execution,
 ):  # fmt: skip
     """The pipeline on a mesh, of as many layers a stage in all of them."""
     config = MODELS[model]
@@ -168,7 +168,7 @@ def pipeline_of(
     decoder = Decoder(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
-        sequence=ContextParallel(cp, method) if cp > 1 else WHOLE_SEQUENCE,
+        sequence=ContextParallel(cp, heads) if cp > 1 else WHOLE_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
@@ -178,9 +178,7 @@ def pipeline_of(
 
 
 @jax.enable_x64(True)
-def run(
-    model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, method="gather", **how
-):
+def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, heads=0, **how):
     """`(got, want)` of a step on a mesh and of the twin, gradients in stage form.
 
     With `padding` rows end in it, which "packed" ones tell, or "real"; the twin's have none.
@@ -188,14 +186,14 @@ def run(
     _, shared, layers, batch, variables = problem(model, crowded, routed)
     documents = padding == "packed"
     pipeline = pipeline_of(
-        model, *mesh, slices=slices, cp=cp, method=method, documents=documents, **how
+        model, *mesh, slices=slices, cp=cp, heads=heads, documents=documents, **how
     )
     layout = pipeline.layout(len(layers))
     params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
     if padding:
         batch = padded(batch, documents)
     dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICAS)
-    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, method=method)
+    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = unpadded(model) if padding else wanted(model, crowded, routed, slices)
     if padding:

@@ -10,9 +10,9 @@ from oracles import fused
 
 from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
 from jaxpipe.model.fused import FusedBlocks
-from jaxpipe.model.ring import ring_attention
-from jaxpipe.model.sliced import sliced_attention
-from jaxpipe.parallel import ContextParallel, Factors, make_mesh
+from jaxpipe.model.ring import Course, ring_attention
+from jaxpipe.parallel import ContextParallel, Factors, deal_batch, make_mesh
+from jaxpipe.partition.sequence import WHOLE_SEQUENCE
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
@@ -40,28 +40,44 @@ def twin(q, k, v, window, positions):
 def alone(depth):
     def attention(q, k, v, window, positions):
         sight = Sight.of(np.arange(L), B, window, positions)
-        return sliced_attention(L, Products(depth), q, k, v, sight, jnp.int32(0))
+        course = Course(WHOLE_SEQUENCE, L, Products(depth))
+        return ring_attention(course, q, k, v, sight, jnp.int32(0))
 
     return attention
 
 
-def around(size, blocks, ep=1):
-    """Of devices that share the sequence, put together again."""
-    sequence, axes = ContextParallel(size, "ring"), PartitionSpec(("rp", "dp", "ep"))
+def around(size, blocks, ep=1, slices=1):
+    """Of devices that share the sequence, slice by slice, put together again."""
+    sequence, axes = ContextParallel(size, heads=1), PartitionSpec(("rp", "dp", "ep"))
     mesh = make_mesh(1, size, devices=jax.devices()[:size], factors=Factors(ep=ep))
-    order = [half for i in range(size) for half in (i, 2 * size - 1 - i)]
+    own = L // (size * slices)
+    course = Course(sequence, own, blocks)
+
+    def dealt(x):
+        """Slice by slice and device by device, `[slices, size * B, own, ...]`."""
+        return deal_batch({"": x[None]}, slices=slices, cp=size, dp=size, heads=1)[""]
 
     def attention(q, k, v, window, positions):
-        def on_device(q, k, v, *own):
-            sight = Sight.of(sequence.places(L // size), B, window, own[0] if own else None)
-            return ring_attention(sequence, blocks, q, k, v, sight)
+        def on_device(q, k, v, *position):
+            whole_k, whole_v = (jnp.concatenate([*x], 1) for x in (k, v))
+            made = []
+            for i in range(slices):
+                places = i * (L // slices) + sequence.places(own)
+                sight = Sight.of(places, B, window, position[0][i] if position else None)
+                later = jnp.arange(L // size)[None, :, None, None] >= (i + 1) * own
+                so_far = (jnp.where(later, jnp.nan, x) for x in (whole_k, whole_v))
+                made.append(ring_attention(course, q[i], *so_far, sight, jnp.int32(i * own)))
+            return jnp.stack(made)
 
-        whole = (q, k, v) if positions is None else (q, k, v, positions)
-        dealt = [sequence.deal(x[None], size)[0] for x in whole]
-        run = jax.shard_map(on_device, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
-        halves = run(*dealt).reshape(size, B, 2, -1, H, K).transpose(0, 2, 1, 3, 4, 5)
-        halves = halves.reshape(2 * size, B, -1, H, K)[np.argsort(order)]
-        return halves.transpose(1, 0, 2, 3, 4).reshape(B, L, H, K)
+        given = (q, k, v) if positions is None else (q, k, v, positions)
+        in_slices = PartitionSpec(None, *axes)
+        run = jax.shard_map(
+            on_device, mesh=mesh, in_specs=in_slices, out_specs=in_slices, check_vma=False
+        )
+        order = dealt(jnp.broadcast_to(jnp.arange(L), (B, L)))
+        mixed, at = (x.reshape(slices, size, B, own, -1) for x in (run(*map(dealt, given)), order))
+        mixed, at = (x.transpose(2, 0, 1, 3, 4).reshape(B, L, -1) for x in (mixed, at))
+        return mixed[:, jnp.argsort(at[0, :, 0])].reshape(B, L, H, K)
 
     return attention
 
@@ -71,6 +87,7 @@ WAYS = {
     "halvings": alone(3),
     "ring of 2": around(2, HALVES),
     "ring of 4": around(4, HALVES, ep=2),
+    "slices in a ring": around(2, HALVES, slices=4),
 }
 
 
@@ -83,12 +100,12 @@ def test_blocks_make_what_all_scores_make(way, sight):
         assert_same(got, made(twin, given, *SIGHTS[sight]))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_fused_kernel_makes_blocks_too(size, monkeypatch):
+@pytest.mark.parametrize(("size", "slices"), [(2, 1), (4, 1), (2, 4)])
+def test_the_fused_kernel_makes_blocks_too(size, slices, monkeypatch):
     """All but cuDNN itself: what it is asked for, and how its blocks are put together."""
     fused.stands_in(monkeypatch)
     with jax.enable_x64(True):
-        given, way = operands(jnp.float64), around(size, FusedBlocks())
+        given, way = operands(jnp.float64), around(size, FusedBlocks(), slices=slices)
         got = jax.jit(lambda *given: made(way, given, 0, None))(*given)
         assert_same(got, made(twin, given, 0, None))
 

@@ -17,6 +17,7 @@ from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import Hardware, analytic
 
 NAMES = ("up", "gate")
+EXPERTS = {"n_experts": 4, "experts_per_token": 2, "capacity_factor": 1.0}
 
 
 def problem(dtype):
@@ -63,6 +64,47 @@ def test_plain_products_have_no_state():
     assert PLAIN.variables(layers=2, products=3) == PLAIN.next_variables({}, Side()) == {}
 
 
+@pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
+def test_products_of_experts_are_those_of_each(history):
+    """Of each by itself, also where values of two experts are further apart than 8 bits reach."""
+    sizes = np.array([1.0, 2.0**-40, 2.0**30]).reshape(3, 1, 1)
+    rng, scale = np.random.default_rng(1), 2.0 ** np.array([-8, -7, -38])
+    x, weight, dy = (sizes * rng.normal(size=(3, *shape)) for shape in ((6, 16), (16, 32), (6, 32)))
+    with jax.enable_x64(True):
+        variables = {"fp8_scale": jnp.asarray(scale, "float32")[None, None]}
+        dot = Fp8(history).dot(("up",), ONE_DEVICE, Context({}, jnp.int32(0), None, variables))
+        (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
+        dx, dweight = pull((jnp.asarray(dy),))
+        for expert in range(3):
+            given = x[expert][None], [weight[expert]], [dy[expert][None]]
+            want = emulated(*given, [scale] if history else None)
+            got = [made[expert][None]], dx[expert][None], [dweight[expert]]
+            assert_same(got, want, 1e-14)
+
+
+def test_what_is_lost_is_bits_and_not_range():
+    """Errors are those of as many bits with any exponent: no finer scales would make them less."""
+    rng = np.random.default_rng(2)
+
+    def heavy(*shape):
+        return jnp.asarray(rng.normal(size=shape) * np.exp(1.5 * rng.normal(size=shape)), "float32")
+
+    def distance(got, want):
+        return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+    def bits(a, count):
+        return jax.lax.reduce_precision(a, 8, count)
+
+    x, weight, dy = heavy(64, 48), heavy(48, 32), heavy(64, 32)
+    dot = Fp8().dot(("up",), ONE_DEVICE, Context({}, jnp.int32(0), None, {}))
+    (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
+    got, want = (made, *pull((dy,))), (x @ weight, dy @ weight.T, x.T @ dy)
+    x_3, weight_3, dy_2 = bits(x, 3), bits(weight, 3), bits(dy, 2)
+    least = x_3 @ weight_3, dy_2 @ weight_3.T, x_3.T @ dy_2
+    for each in zip(got, least, want):
+        assert 0.01 < distance(each[0], each[2]) < 1.02 * distance(each[1], each[2])
+
+
 def test_scales_follow_the_largest_of_the_history():
     fp8 = Fp8(2)
     first = fp8.variables(layers=1, products=1)
@@ -106,6 +148,11 @@ def settings(parallel=None, train=None, **model):
         (settings({"tp": 2}, d_ff=176), "but model.d_ff / parallel.tp is 88"),
         (settings(n_kv_heads=1, head_dim=8), "a device's keys, heads x model.head_dim, is 8"),
         (settings({"slices": 4}, {"microbatch_size": 1}), "train.seq_len / parallel.slices is 8"),
+        (settings(**EXPERTS, d_expert=24), "but model.d_expert / parallel.tp is 24"),
+        (
+            settings({"tp": 2}, **EXPERTS, d_expert=48, shared_experts=1),
+            "but model.shared_experts x model.d_expert / parallel.tp is 24",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(config, message):
@@ -137,3 +184,14 @@ def test_a_plan_knows_what_is_in_8_bits():
     assert 0.5 < seconds[0].layer.F / seconds[1].layer.F < 1
     waits = {value.dtype for value in fp8.waits["stash"]}
     assert waits == {jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")}
+
+
+def test_a_plan_knows_which_experts_multiply_in_8_bits():
+    """Those with a capacity, all of their slots; groups of rows stay as they are."""
+    tokens, attention, expert = 2 * 32, 64 * 64 * 2 + 2 * 64 * 32, 3 * 64 * 32
+    slots = 2 * 32 * 2  # two a token
+    for factor, rows in ((1.0, slots), (0.0, 0)):
+        config = settings(**EXPERTS | {"capacity_factor": factor}, d_expert=32)
+        sparse = costs_of(config).kinds["sparse"]
+        want = 2.0 * (tokens * attention + rows * expert)
+        assert sparse.in_fp8 == dict.fromkeys("FBW", want)

@@ -10,9 +10,10 @@ import pytest
 from jax import lax
 from kernels import TOKAMAX
 from mixtures import MODELS, SIZES, problem
+from msgspec import structs
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
-from jaxpipe.contract import Context
+from jaxpipe.contract import Context, Side
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.moe.balance import Balance
@@ -120,14 +121,18 @@ def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
     assert loss(uneven, skewed) == pytest.approx(8 * 4)
 
 
-def test_a_bias_rises_where_few_tokens_chose():
-    decoder = Decoder(MODELS["one"])
-    functions = decoder.functions
-    counts = jnp.tile(jnp.arange(8), (4, 1)).at[:, 4].set(4).astype(jnp.int32)
-    side = type("Side", (), {"sums": {"expert_counts": counts.at[:, 3].set(0).at[:, 7].set(14)}})
-    after = functions.next_variables(functions.variables, side)
-    signs = np.sign(np.asarray(side.sums["expert_counts"]).mean() - side.sums["expert_counts"])
-    np.testing.assert_allclose(after["router_bias"], 0.01 * signs, rtol=1e-6)
+@pytest.mark.parametrize("step", ["sign", "error"])
+def test_a_bias_rises_where_few_tokens_chose(step):
+    functions = Decoder(structs.replace(MODELS["one"], router_bias_step=step)).functions
+    counts = np.tile([0, 1, 2, 0, 4, 5, 6, 14], (4, 1))  # 4 is the mean
+    counts[1] *= 2
+    side = Side(sums={"expert_counts": jnp.asarray(counts, jnp.int32)})
+    after = functions.next_variables(functions.variables, side)["router_bias"]
+    few = 1 - np.array([0, 1, 2, 0, 4, 5, 6, 14]) / 4
+    few = np.sign(few) if step == "sign" else few
+    np.testing.assert_allclose(after, np.tile(0.01 * few, (4, 1)), rtol=1e-6, atol=0)
+    nobody = Side(sums={"expert_counts": jnp.zeros((4, 8), jnp.int32)})
+    assert not functions.next_variables(functions.variables, nobody)["router_bias"].any()
 
 
 def primitives(function, *args):

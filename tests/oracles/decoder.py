@@ -9,8 +9,9 @@ Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, 
 parallelism splits the stream between them along the sequence, the matrices' inputs included, which
 are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Context
 parallelism gives each of `cp` devices a stretch of every sequence; keys and values are stored
-where they are made, and gathered again. Of sequences cut into `slices` in time, everything is for
-one slice, except that all keys and values are held once a sequence: `state_bytes`.
+where they are made, and gathered again, or go round groups of `heads` devices that exchange heads.
+Of sequences cut into `slices` in time, everything is for one slice, except that all keys and values
+are held once a sequence: `state_bytes`.
 
 Letters: T tokens of a microbatch, D model, H query heads, G key/value heads, K head width, F
 hidden width of the MLP, L tokens of a sequence.
@@ -54,7 +55,7 @@ def layer_flops(
     remat: str = "none",
     tp: int = 1,
     cp: int = 1,
-    method: str = "gather",
+    heads: int = 0,
     slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
@@ -70,12 +71,12 @@ def layer_flops(
     widths = _Widths(model, tp)
     _check_remat(remat)
     tokens = batch * _stretch(seq_len, cp, slices)
-    blocks = _in_blocks(model, cp, method, slices)
+    blocks = _in_blocks(model, cp, heads, slices)
     keys = _keys(model, seq_len, cp * slices)
     if causal:
         keys = _seen(model, seq_len)
     elif blocks:
-        keys = _keys_of_blocks(seq_len, cp, method, slices)
+        keys = _keys_of_blocks(seq_len, cp, heads, slices)
     pairs = tokens * keys
     down = 2.0 * tokens * model.d_model * widths.hidden
     weights = 2.0 * tokens * model.d_model * (2 * widths.q + 2 * widths.kv) + 3 * down
@@ -113,7 +114,7 @@ def layer_bytes(
     remat: str = "none",
     tp: int = 1,
     cp: int = 1,
-    method: str = "gather",
+    heads: int = 0,
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
@@ -129,7 +130,7 @@ def layer_bytes(
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    blocks = _in_blocks(model, cp, method, slices)
+    blocks = _in_blocks(model, cp, heads, slices)
     fused = model.attention == "cudnn" or blocks
     own = _stretch(seq_len, cp, slices)
     tokens = batch * own
@@ -145,10 +146,10 @@ def layer_bytes(
     logsumexp = 4 * tokens * widths.heads if fused else 0
     # What attention gives by heads, beside the same by tokens, which W reads; keys of fewer heads
     # than devices, of which each has one; queries and keys before their norms.
-    by_heads = cp > 1 and method == "ulysses"
-    exchanged = by_heads * q
-    copied = by_heads * (max(cp // widths.kv_heads, 1) - 1) * 2 * kv * (slices == 1)
-    copied += by_heads * model.qk_norm * (q + kv * (slices == 1) * max(cp // widths.kv_heads, 1))
+    by_heads = heads > 1
+    exchanged, copies = by_heads * q, max(heads // widths.kv_heads, 1)
+    copied = by_heads * (copies - 1) * 2 * kv * (slices == 1)
+    copied += by_heads * model.qk_norm * (q + kv * (slices == 1) * copies)
     match remat:
         case "full":
             return LayerBytes(stream, 0, inputs + gradients)
@@ -171,13 +172,15 @@ def layer_bytes(
 
 def state_bytes(
     model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1, cp: int = 1,
-    method: str = "gather",
+    heads: int = 0,
 ) -> int:  # fmt: skip
-    """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many."""
-    heads = _Widths(model, tp).kv_heads
-    if method == "ulysses":
-        heads = max(heads // cp, 1)
-    return 2 * batch * seq_len * heads * model.head_size * itemsize
+    """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many.
+
+    Of `heads` devices each has a share of the heads, of the tokens that they have in a ring.
+    """
+    keys = max(_Widths(model, tp).kv_heads // max(heads, 1), 1)
+    tokens = seq_len * heads // cp if heads else seq_len
+    return 2 * batch * tokens * keys * model.head_size * itemsize
 
 
 def hidden_bytes(
@@ -264,31 +267,30 @@ def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
     return sum(end - first for first, end in blocks) / len(blocks)
 
 
-def _in_blocks(model: LlamaConfig, cp: int, method: str, slices: int) -> bool:
+def _in_blocks(model: LlamaConfig, cp: int, heads: int, slices: int) -> bool:
     """Whether attention is made block by block, of which nothing is stored; cuDNN's in tiles.
 
     cuDNN's makes all that it masks: of stretches that are gathered, and of windows over slices.
     """
-    gathered = cp > 1 and method == "gather"
+    gathered = cp > 1 and not heads
     if model.attention == "cudnn":
         return not gathered and not (slices > 1 and model.sliding_window)
     return slices > 1 or (cp > 1 and not gathered)
 
 
-def _keys_of_blocks(seq_len: int, cp: int, method: str, slices: int) -> float:
+def _keys_of_blocks(seq_len: int, cp: int, heads: int, slices: int) -> float:
     """Keys whose scores a query has on average where later blocks are left out.
 
-    n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice; of half
-    of the other slices, or of the tokens of others in a ring, all or none. A gather has no halves.
-    Tiles of 128 are as many, for no block is of fewer tokens.
+    n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice, for some
+    heads; of half of the other slices, or of the tokens of others in a ring, all or none. A gather
+    has no halves. Tiles of 128 are as many, for no block is of fewer tokens.
     """
-    own = seq_len // slices
-    others = (slices - 1) / 2 * own
-    if method == "ring":
-        own //= cp
-        others = (cp - 1) / 2 * own
-    elif method == "gather" and cp > 1:
-        return own + others
+    of_slice = seq_len // slices
+    others = (slices - 1) / 2 * of_slice
+    if not heads and cp > 1:
+        return of_slice + others
+    own = of_slice // (cp // heads) if heads else of_slice
+    others += (of_slice - own) / 2
     return own * (1 + 0.5 ** halvings(own)) / 2 + others
 
 

@@ -46,7 +46,8 @@ def traced(
         steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
         compute_dtype=dtype, remat=remat, loss_chunks=chunks,
     )  # fmt: skip
-    how = {"cp_method" if name == "method" else name: value for name, value in how.items()}
+    if heads := how.pop("heads", 0):
+        how |= {"cp_method": "ring", "cp_heads": heads}
     parallel, data = ParallelConfig(dp=how.get("cp", 1), **how), DataConfig(packing=packing)
     return costs_of(Config(model=model, parallel=parallel, train=train, data=data))
 
@@ -61,12 +62,12 @@ def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, *
     assert (layer.for_b, layer.for_w, layer.stash) == (stored.for_b, stored.for_w, stored.stash)
     work = layer_flops(model, remat=remat, **sizes)
     assert (layer.F, layer.B, layer.W) == (work.F, work.B, work.W)
-    method = sizes.pop("method", "gather")
+    heads = sizes.pop("heads", 0)
     head = head_flops(model, **sizes)
     assert costs.head == head.F + head.B + head.W
     assert costs.message == hidden_bytes(model, itemsize=itemsize, **sizes, **stream)
     sliced, tp = how.get("slices", 1) > 1, how.get("tp", 1)
-    shared = {"tp": tp, "cp": how.get("cp", 1), "method": method}
+    shared = {"tp": tp, "cp": how.get("cp", 1), "heads": heads}
     state = state_bytes(model, batch=batch, seq_len=length, itemsize=itemsize, **shared)
     assert layer.state == sliced * state
 
@@ -132,8 +133,9 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("remat", "dtype"), list(product(POLICIES, ["float32", "bfloat16"])))
 @pytest.mark.parametrize(
-    "how", [{"slices": 4}, {"cp": 2}, {"cp": 2, "slices": 2}, {"cp": 2, "method": "ring"},
-            {"cp": 2, "method": "ulysses"}, {"cp": 4, "method": "ulysses", "slices": 2}],
+    "how", [{"slices": 4}, {"cp": 2}, {"cp": 2, "slices": 2}, {"cp": 2, "heads": 1},
+            {"cp": 2, "heads": 2}, {"cp": 4, "heads": 4, "slices": 2}, {"cp": 4, "heads": 2},
+            {"cp": 2, "heads": 1, "slices": 4}, {"cp": 4, "heads": 2, "slices": 2}],
     ids=str,
 )  # fmt: skip
 def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
@@ -142,8 +144,8 @@ def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
 
 
 @pytest.mark.parametrize(
-    "how", [{"cp": 2, "method": "ring"}, {"cp": 4, "method": "ring"},
-            {"cp": 4, "method": "ulysses"}, {"slices": 4}],
+    "how", [{"cp": 2, "heads": 1}, {"cp": 4, "heads": 1}, {"cp": 4, "heads": 4}, {"slices": 4},
+            {"cp": 4, "heads": 2}, {"cp": 2, "heads": 1, "slices": 4}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
@@ -162,29 +164,32 @@ def test_attention_costs_the_causal_half(how, attention):
     assert layer.B - weights == 2.5 * (layer.F - weights)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize(("attention", "method"), [
-    ("xla", "ring"), ("cudnn", "ring"), ("cudnn", "ulysses"), ("cudnn", "gather"),
-])  # fmt: skip
-def test_what_is_sent_to_those_that_share_sequences(attention, method, cp):
-    """Of a layer's keys and values; in a ring beside their places, in B with wide gradients."""
-    length, others = 64, cp - 1
-    model = model_of(attention=attention)
-    how = {"batch": 1, "length": length, "cp": cp, "method": method}
-    sent = traced(model, "bfloat16", **how).kinds["layer"].shared
-    own, width = length // cp, model.head_size
-    keys, queries = (2 * own * heads * width * 2 for heads in (model.n_kv_heads, model.n_heads))
-    if method == "ring":
-        places = 4 * own
-        forwards = others * (keys + places)
-        want = {"F": forwards, "B": forwards + cp * 2 * keys}
-    elif method == "gather":
-        want = {"F": others * keys, "B": 2 * others * keys}
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(("cp", "heads"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("attention", ["xla", "cudnn"])
+def test_what_is_sent_to_those_that_share_sequences(attention, cp, heads, slices):
+    """Of a layer's keys and values; in a ring beside their places, in B with wide gradients.
+
+    Of two slices a layer has half of the other's keys before it on the average.
+    """
+    length, model = 64, model_of(attention=attention)
+    how = {"batch": 1, "length": length, "cp": cp, "heads": heads, "slices": slices}
+    layer = traced(model, "bfloat16", **how).kinds["layer"]
+    own, width = length // (cp * slices), model.head_size
+    keys, queries = (2 * own * count * width * 2 for count in (model.n_kv_heads, model.n_heads))
+    turned = dict.fromkeys("FBW", 0)
+    if heads:
+        copied = keys * max(1, heads // model.n_kv_heads)
+        exchanged = (queries + copied) * (heads - 1) / heads
+        want = {"F": exchanged, "B": exchanged, "W": 0}
+        if (ring := cp // heads) > 1:
+            places, rounds = 4 * own * heads, (slices + 1) / 2
+            forwards = (ring - 1) * (copied + places) * rounds
+            turned |= {"F": forwards, "B": forwards + ring * 2 * copied * rounds}
     else:
-        copied = keys * max(1, cp // model.n_kv_heads)
-        want = {"F": (queries + copied) * others / cp}
-        want["B"] = want["F"]
-    assert sent == {**want, "W": 0}
+        want = {"F": (cp - 1) * keys, "B": (1 + (slices == 1)) * (cp - 1) * keys, "W": 0}
+    assert layer.turned == turned
+    assert layer.shared == {op: want[op] + turned[op] for op in want}
 
 
 @pytest.mark.parametrize("remat", POLICIES)

@@ -15,19 +15,23 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SHARED = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "train.seq_len=256"]
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
-def test_compute_waits_for_all_that_nothing_hides(method):
-    config = load(SMALL, [*SHARED, f"parallel.cp_method={method}"])
-    sent, slow = costs_of(config).kinds["layer"].shared, Hardware(network=1e6)
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("heads", [0, 1, 2, 4])
+def test_compute_waits_for_all_that_nothing_hides(heads, slices):
+    method = f"parallel.cp_method={'ring' if heads else 'gather'}"
+    how = [method, f"parallel.cp_heads={max(heads, 1)}", f"parallel.slices={slices}"]
+    config = load(SMALL, [*SHARED, "parallel.dp=4", "parallel.cp=4", *how])
+    layer, slow = costs_of(config).kinds["layer"], Hardware(network=1e6)
     found, behind = sharing_of(config, slow), 0.0
-    if method == "ring":  # of causal attention, two products, the half that is not of own keys
-        model, tokens = config.model, config.train.microbatch_size * 256 / 2
-        behind = 2 * model.n_heads * model.head_size * 256 * tokens / slow.flops / 2
-    assert pytest.approx(sent["F"] / 1e6 - behind) == found.F
-    assert pytest.approx(sent["B"] / 1e6 - 2.5 * behind) == found.B
+    if ring := 4 // heads if heads else 0:  # of causal attention, two products, not of own keys
+        model, tokens = config.model, config.train.microbatch_size * 256 / (4 * slices)
+        behind = 2 * model.n_heads * model.head_size * 256 * tokens / slow.flops * (1 - 1 / ring)
+    assert pytest.approx(layer.shared["F"] / 1e6 - behind) == found.F
+    assert pytest.approx(layer.shared["B"] / 1e6 - 2.5 * behind) == found.B
     assert found.W == 0
     free = sharing_of(config, Hardware(network=1e15, efficiency=1e-3))
-    assert (free.F == 0) == (method == "ring")
+    assert (free.F == 0) == (heads == 1)
+    assert pytest.approx((layer.shared["F"] - layer.turned["F"]) / 1e15) == free.F
 
 
 def test_nobody_waits_alone():

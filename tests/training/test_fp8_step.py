@@ -4,6 +4,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from commands import SMALL
@@ -16,7 +17,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.decoder import GPT2
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
-from jaxpipe.parallel import TensorParallel, make_mesh
+from jaxpipe.parallel import ExpertParallel, Factors, TensorParallel, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import build
 from jaxpipe.training.trainer import Trainer
@@ -28,7 +29,9 @@ MIXTURE = Decoder, LlamaConfig(
     **SIZES, n_kv_heads=2, head_dim=16, n_experts=4, experts_per_token=2, d_expert=16,
     shared_experts=1, first_dense_layers=1, router_bias_rate=0.001,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "mixture": MIXTURE, "gpt2": (GPT2, GPT2Config(**SIZES, max_seq_len=16))}
+SLOTS = Decoder, msgspec.structs.replace(MIXTURE[1], capacity_factor=1.25)
+GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
+MODELS = {"llama": LLAMA, "mixture": MIXTURE, "slots": SLOTS, "gpt2": GPT}
 
 
 def batch(microbatches, sequences):
@@ -68,19 +71,24 @@ def wanted(model, history, microbatches):
         ("gpt2", 4, "dualpipe", (2, 2, 1), False, {}),
         ("mixture", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
         ("llama", 4, "1f1b", (2, 2, 1), False, {"overlap_sums": True, "poison_bubbles": True}),
+        ("slots", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full"}),
+        ("slots", 4, "1f1b", (2, 2, 2, 2), True, {"zero_stage": 2, "poison_bubbles": True}),
+        ("slots", 0, "1f1b", (2, 1, 2), False, {}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):
-    pp, dp, tp = mesh
+    pp, dp, tp, ep = (*mesh, 1)[:4]
     with jax.enable_x64(True):
         # Of current scales a device's part of a microbatch has its own, as if it were one.
         twin = MICROBATCHES * dp if not history else MICROBATCHES
         shared, layers, variables, want = wanted(model, history, twin)
         make, config = MODELS[model]
-        devices = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
-        functions = make(config, precision=Fp8(history), **devices).functions
+        more = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
+        more |= {"replicas": ExpertParallel(ep)} if ep > 1 else {}
+        functions = make(config, precision=Fp8(history), **more).functions
         schedule = build(name, pp=pp, microbatches=MICROBATCHES)
-        mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp])
+        devices = jax.devices()[: pp * dp * tp]
+        mesh = make_mesh(pp, dp, tp, devices=devices, factors=Factors(ep=ep))
         counts = (LAYERS // schedule.stages,) * schedule.stages
         pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**execution))
         layout = pipeline.layout(LAYERS // pp)

@@ -15,7 +15,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
 from jaxpipe.model.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.moe.config import SPARSE
-from jaxpipe.model.moe.experts import in_rounds
+from jaxpipe.model.moe.experts import PRODUCTS, in_rounds
 from jaxpipe.model.moe.layer import KEEP
 from jaxpipe.model.parts import EndParts, Init, Parts
 
@@ -36,8 +36,9 @@ class Decoder(CausalDecoder):
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The weights of a layer by name, but for the router's and the routed experts'."""
-        return "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"
+        """The weights of a layer by name, but for the router's and those of groups of rows."""
+        own = "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"
+        return (*own, *PRODUCTS) if self.config.capacity_factor else own
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
         """A layer of a kind as a module."""

@@ -49,11 +49,13 @@ class Balance:
     def next_variables(self, variables: Any, side: Side) -> Any:
         """A bias rises where fewer tokens than the mean chose, and falls where more did.
 
-        Of all tokens of a step (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+        Of all tokens of a step, by the same for each expert, or by how far it is from the mean, as
+        a share of that (Wang et al. 2024, "Auxiliary-loss-free load balancing", section 4.3).
         """
-        counts = side.sums["expert_counts"]
-        few = jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
-        bias = variables["router_bias"]
+        counts, bias = side.sums["expert_counts"], variables["router_bias"]
+        mean = counts.mean(axis=1, keepdims=True)
+        few = (mean - counts) / jnp.maximum(mean, 1)  # a step may be of nothing but padding
+        few = jnp.sign(few) if self.config.router_bias_step == "sign" else few
         return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
 
     def bias(self, context: Context) -> jax.Array | None:

@@ -30,6 +30,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_aux_loss: NotNegative = 0.0  # times the loss of uneven loads
     router_z_loss: NotNegative = 0.0  # times the mean of log(Z)^2, Z of the router's softmax
     router_bias_rate: NotNegative = 0.0  # of a bias on the choice that evens loads; 0: no bias
+    router_bias_step: Literal["sign", "error"] = "sign"  # what the rate multiplies
     capacity_factor: NotNegative = 0.0  # times the mean load: what an expert takes; 0: everything
 
     def resolved(self) -> Self:
@@ -70,6 +71,15 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def sparse_layers(self) -> tuple[int, ...]:
         """Which layers have experts."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == SPARSE)
+
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """Those of experts too, of which the routed ones are products with a capacity alone."""
+        width, shared = self.expert_width // tp, {}
+        if self.shared_experts:
+            name = "model.shared_experts x model.d_expert / parallel.tp"
+            shared[name] = self.shared_experts * width
+        routed = {"model.d_expert / parallel.tp": width} if self.capacity_factor else {}
+        return super().product_sizes(tp) | shared | routed
 
     def mlp_parameters(self, experts: int) -> int:
         """Values of all layers' MLPs, of whose routed experts so many are counted."""

@@ -26,12 +26,13 @@ from jaxpipe.model.moe.dispatch import (
     sorted_places,
 )
 from jaxpipe.model.moe.products import Product
-from jaxpipe.model.parts import Init
+from jaxpipe.model.parts import Dot, Init
 from jaxpipe.partition.experts import AllExperts
 from jaxpipe.partition.leaf import EP, TP, Leaf
 
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]  # rows with their experts' matrices
+Multiply = Callable[..., tuple[jax.Array, ...]]  # rows with their experts' matrices, as a `Dot`
 Made = tuple[jax.Array, jax.Array]
+PRODUCTS = "expert_gate", "expert_up", "expert_down"  # the matrices by the names that `dot` gets
 
 
 class Experts(nnx.Module):
@@ -45,23 +46,28 @@ class Experts(nnx.Module):
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
 
-    def __call__(self, x: jax.Array, weights: jax.Array, product: Multiply) -> jax.Array:
+    def __call__(self, x: jax.Array, weights: jax.Array, dot: Multiply) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; of devices along tp a summand."""
-        of_experts = (self.w_gate, self.w_up, self.w_down)
-        gate, up, down = (matrices[...].astype(x.dtype) for matrices in of_experts)
-        return product(jax.nn.silu(product(x, gate)) * product(x, up) * weights, down)
+        gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
+        (down,) = dot(jax.nn.silu(gate) * up * weights, expert_down=self.w_down[...])
+        return down
 
 
 class Dispatch(Protocol):
     """A way of bringing tokens to experts and what these make back."""
 
     def __call__(
-        self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
+        self,
+        x_BLD: jax.Array,
+        weights_BLK: jax.Array,
+        choice_BLK: jax.Array,
+        experts: Experts,
+        dot: Dot,
     ) -> Made:
         """`[B, L, D]`: the weighted sum of what a token's experts make; how many rows dropped.
 
         A token whose choice is no expert's number, but past the last one, is padding: it goes
-        nowhere, takes no one's place, and is not counted.
+        nowhere, takes no one's place, and is not counted. Of products of one shape `dot` makes all.
         """
 
 
@@ -79,7 +85,12 @@ class Dropless:
     product: Product
 
     def __call__(
-        self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
+        self,
+        x_BLD: jax.Array,
+        weights_BLK: jax.Array,
+        choice_BLK: jax.Array,
+        experts: Experts,
+        dot: Dot,
     ) -> Made:
         """As `Dispatch` says."""
         copies, x_ND = choice_BLK.shape[-1], x_BLD.reshape(-1, x_BLD.shape[-1])
@@ -118,11 +129,12 @@ class Dropless:
         copies, places = len(expert_R) // len(x_ND), sorted_places(expert_R)
         sizes = counts_of(expert_R, self.count // self.replicas.size)
 
-        def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-            return self.product(rows, matrices, sizes)
+        def dot(rows: jax.Array, **matrices: jax.Array) -> tuple[jax.Array, ...]:
+            every = (each.astype(rows.dtype) for each in matrices.values())
+            return tuple(self.product(rows, each, sizes) for each in every)
 
         x_SD, weights_S1 = into_slots(x_ND, places, copies), into_slots(weights_R1, places, 1)
-        return from_slots(experts(x_SD, weights_S1, product), places, copies)
+        return from_slots(experts(x_SD, weights_S1, dot), places, copies)
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,12 @@ class Capacity:
     factor: float
 
     def __call__(
-        self, x_BLD: jax.Array, weights_BLK: jax.Array, choice_BLK: jax.Array, experts: Experts
+        self,
+        x_BLD: jax.Array,
+        weights_BLK: jax.Array,
+        choice_BLK: jax.Array,
+        experts: Experts,
+        dot: Dot,
     ) -> Made:
         """As `Dispatch` says."""
         (examples, length, copies), size = choice_BLK.shape, self.replicas.size
@@ -155,7 +172,7 @@ class Capacity:
         came = _exchanged(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
-        made = experts(of_expert[..., :d], of_expert[..., d:], jnp.matmul)
+        made = experts(of_expert[..., :d], of_expert[..., d:], dot)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
         y_SD = _exchanged(self.replicas, made.reshape(-1, d), "tokens")
         dropped = dropped_of(places, group_R, groups)

@@ -29,13 +29,13 @@ class Mixture(nnx.Module):
         self.balance = Balance(config, parts.devices, sequence, parts.recorded)
 
     def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Side]:
-        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it; shared ones use `dot`."""
+        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it."""
         x_BLD = self.parts.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
         routes = routes._replace(real_BL=real_tokens(context.rows))
         weights_BLK = routes.weights_BLK.astype(x_BLD.dtype)
-        y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.taken_BLK, self.experts)
+        y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.taken_BLK, self.experts, dot)
         if self.balance.config.shared_experts:
             y_BLD += self.shared.of_whole(x_BLD, dot)
         side = self.balance.side(routes, dropped, context.index)
