@@ -75,7 +75,7 @@ def profile(config: Config, out: Path) -> Ranks:
         _, events = recorded(lambda: trainer.train_step(state, batch), out)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}).") from error
-    ranks = ticks(trainer, events)
+    ranks = ticks(trainer.pipeline, events)
     write_trace(ranks, out / "ticks.json")
     return ranks
 

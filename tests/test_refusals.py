@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.config import ConfigError, load
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.planning import decided
 from jaxpipe.planning.checks import validate
 
 BASE = Path(__file__).parent / "data" / "base.toml"
@@ -245,3 +247,40 @@ def test_validate_rejects(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         validate(load(BASE, overrides), devices=2, devices_of_host=1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.eval_every=6"], "train.eval_every=6 must be a multiple of train.fused_steps=4"),
+        (["checkpoint.every=2"], "checkpoint.every=2 must be a multiple of train.fused_steps=4"),
+        (["train.variable_length=true"], "with train.variable_length=true: steps of one program"),
+        (["train.offload_moments=true"], "with train.offload_moments=true: ranks update in the"),
+        (["model.tie_embeddings=true"], "with a head that is the embedding: two ranks would"),
+        (["parallel.vocab_parallel_pp=true"], "with parallel.vocab_parallel_pp=true: ranks that"),
+        (["model.n_experts=4", "model.experts_per_token=2"], "with model.n_experts=4: what"),
+        (["train.fp8=current", "train.compute_dtype=bfloat16"], "with train.fp8='current': its"),
+        (["train.compute_dtype=float16"], "with train.compute_dtype='float16': its loss scale"),
+        (["parallel.slices=2"], "with parallel.slices=2: slices of sequences do not overlap"),
+        (
+            ["parallel.zero_stage=3", "parallel.reshard_after_forward=true"],
+            "with parallel.reshard_after_forward=true: ops gather what others have updated",
+        ),
+        (["optimizer.name=muon"], "with optimizer.name='muon': a rank updates value by value"),
+        (
+            ["parallel.schedule=dualpipe", "log.bubble_every=4"],
+            "with log.bubble_every=4: its steps are one after the other",
+        ),
+    ],
+)
+def test_validate_rejects_steps_in_one_program(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(load(BASE, ["train.fused_steps=4", *overrides]), devices=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_ends_are_not_shared_by_steps_in_one_program():
+    """Left to itself, that is. The head of a GPT-2 is always its embedding."""
+    config = load(BASE, ["train.fused_steps=4"])
+    assert decided(config, "gpu").parallel.vocab_parallel_pp is False
+    assert GPT2Config(n_layers=1, d_model=8, n_heads=1, d_ff=8, vocab_size=8).tied

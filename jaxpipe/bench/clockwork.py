@@ -7,7 +7,7 @@ modules that sleep as long. A message takes what a tick of the same step takes i
 
   idle = share of the time of all ranks in which a step leaves them without F, B or W.
 
-With --fused-steps N each measured step is N that overlap, without an update between them.
+With --fused-steps N each measured step is N that overlap, with updates that take no time.
 
 Processes take turns on the cores: on a machine with other work, give the command priority over it
 (`chrt -r 10`, as root).
@@ -168,15 +168,12 @@ def _line(steps: Steps) -> str:
 
 
 def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Variant]:
-    """One of each family, and 1F1B also with as many in flight as fill every tick.
-
-    Not so of steps that overlap: without an update nothing keeps forwards from running ahead.
-    """
+    """One of each family, and 1F1B also with as many in flight as fill every tick."""
     for name in arguments.schedules:
         family = family_of(name)
         in_chunks = family.in_rounds and family.placement == "loop"
         yield Variant(family.name, virtual_stages=2 if in_chunks else None)
-        if family.name == "1f1b" and arguments.fused_steps == 1:
+        if family.name == "1f1b":
             yield Variant(family.name, in_flight=2 * ranks - 1)
 
 

@@ -28,7 +28,7 @@ class Work:
     """A step: a schedule, and seconds of F, B and W of one microbatch on one rank.
 
     A rank with several stages has a part of them in each. Of several `steps` each begins while the
-    one before it ends, as `fused` says, but no update is made.
+    one before it ends, as `fused` says, with updates that take no time.
     """
 
     family: str
@@ -60,7 +60,7 @@ class Work:
         if family_of(self.family).searched:
             how = {"costs": ops, "lockstep": replace(self.lockstep, in_flight=None)}
         one = build(self.family, **sizes, **how, **self.options)
-        return one if self.steps == 1 else fused(one, self.steps, updates=False)
+        return one if self.steps == 1 else fused(one, self.steps)
 
     @property
     def costs(self) -> Costs:
@@ -94,7 +94,8 @@ class Worker:
         batch = {"inputs": np.ones((todo.schedule.microbatches, 1, 1), np.float32)}
         params = jax.tree.map(_placed, params, pipeline.sharding.shardings(params))
         batch = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, batch_spec())), batch)
-        self.steps[name] = jax.jit(pipeline.step).lower(params, batch).compile(), params, batch
+        step = pipeline.step if todo.steps == 1 else partial(_updated, pipeline)
+        self.steps[name] = jax.jit(step).lower(params, batch).compile(), params, batch
         return self.step(name)
 
     def step(self, name: str, *, asleep: bool = True) -> dict[str, Any]:
@@ -137,6 +138,15 @@ class Worker:
             return np.asarray(x)
 
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def _updated(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
+    """Steps that overlap, each of which changes what the next one reads."""
+
+    def update(gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
+        return jax.tree.map(lambda leaf, by: leaf - 1e-6 * by, params, gradients), moments
+
+    return pipeline.updated(params, (), batch, update)
 
 
 def _placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:

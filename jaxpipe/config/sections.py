@@ -131,6 +131,8 @@ class TrainConfig(_Section, kw_only=True):
     """`[train]`: the size of a step and the number of steps."""
 
     steps: Positive  # updates in the whole run
+    # in one program; a rank updates its stages and begins the next step while others drain
+    fused_steps: Positive = 1
     grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
     batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with cp, stretches

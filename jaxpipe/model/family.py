@@ -41,6 +41,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of experts among which the router of a layer chooses; 0: there are none."""
         return 0
 
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return False
+
     def resolved(self) -> Self:
         """The same with every size filled in that follows from others where it is not given."""
         return self

@@ -95,6 +95,22 @@ class Stored:
         rest = tuple(axis for axis in _NESTING if axis in axes and axis not in cutting)
         return lax.psum(gradient, rest) if rest else gradient
 
+    @property
+    def on_each_rank(self) -> "Stored":
+        """The same where every rank of the pipeline has for itself what is else cut over them."""
+        names = tuple(tuple(axis for axis in entry if axis != PP) for entry in self.names)
+        summed = tuple(axis for axis in self.leaf.summed if axis != PP)
+        return replace(self, names=names, leaf=replace(self.leaf, summed=summed))
+
+    def to_each_rank(self, part: jax.Array) -> jax.Array:
+        """What `on_each_rank` has, from what is stored."""
+        return self.on_each_rank.part(self.gather(part, {PP, *REPLICAS}), REPLICAS)
+
+    def of_owner(self, held: jax.Array, owns: jax.Array) -> jax.Array:
+        """What is stored, from what the one rank has that `owns` it: the inverse."""
+        whole = self.on_each_rank.gather(jnp.where(owns, held, 0), REPLICAS)
+        return self.part(self.reduce(whole, {PP}), REPLICAS)
+
     def padded(self, leaf: jax.Array) -> jax.Array:
         """A leaf, whole along the replicas, with its padding."""
         if not self.padding:

@@ -9,10 +9,11 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Side, StageFunctions
-from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec
+from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec, is_stage_form
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.program import RankProgram
 from jaxpipe.pipeline.reference import StepOutput
+from jaxpipe.pipeline.updates import Update, Updated, UpdatingProgram
 from jaxpipe.schedule import Schedule, Tables, forward_only, lower
 
 Tree = Any
@@ -110,6 +111,32 @@ class Pipeline:
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
+    def updated(self, params: Tree, moments: Tree, batch: Tree, update: Update) -> Updated:
+        """What is left of a schedule of several steps: parameters and moments after each update.
+
+        The batch is `[N M, B, ...]`, the microbatches of N steps in turn. `update` is `(gradients,
+        moments, params) -> (params, moments)`, value by value, since a device gives it its parts of
+        trees in stage form; other leaves of the moments (a count, say) are on every device.
+
+        Raises `ValueError` also for what steps that overlap cannot have (`updates.py`).
+        """
+        self._check_fit(params, batch)
+        self._check_updates()
+        specs = self.sharding.specs(params)
+
+        def of(node: Tree) -> Tree:
+            return self.sharding.specs(node) if is_stage_form(node) else PartitionSpec()
+
+        outlives = specs, jax.tree.map(of, moments, is_leaf=is_stage_form)
+        program = self._rank_program(self.tables, params, self.schedule.updates)
+        return jax.shard_map(
+            UpdatingProgram(program, update),
+            mesh=self.mesh,
+            in_specs=(*outlives, batch_spec(), PartitionSpec(None, PP)),
+            out_specs=Updated(*outlives, PartitionSpec(), PartitionSpec()),
+            check_vma=False,
+        )(params, moments, batch, self.tables.columns)
+
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None
     ) -> tuple[jax.Array, Tree]:
@@ -133,13 +160,9 @@ class Pipeline:
 
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
         """The step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
-        stored = self.sharding.stored(params)
-        specs = jax.tree.map(lambda leaf: leaf.spec, stored)
-        all_have, rows = PartitionSpec(), batch_spec()
-        layout = self.layout(len(params["layers"]))
-        program = RankProgram(self.functions, tables, self.execution, layout, stored)
+        specs, all_have, rows = self.sharding.specs(params), PartitionSpec(), batch_spec()
         return jax.shard_map(
-            program,
+            self._rank_program(tables, params),
             mesh=self.mesh,
             in_specs=(specs, rows, all_have, PartitionSpec(None, PP)),
             out_specs=StepOutput(
@@ -150,6 +173,20 @@ class Pipeline:
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
         )
+
+    def _rank_program(self, tables: Tables, params: Tree, steps: int = 0) -> RankProgram:
+        layout, stored = self.layout(len(params["layers"])), self.sharding.stored(params)
+        return RankProgram(self.functions, tables, self.execution, layout, stored, steps)
+
+    def _check_updates(self) -> None:
+        how, schedule = self.execution, self.schedule
+        lockstep = how.lockstep
+        if lockstep.vocab_parallel or how.reshard_after_forward or schedule.slices > 1:
+            raise ValueError(
+                f"{schedule.name} with updates={schedule.updates}: steps overlap where ranks have "
+                f"whole ends, layers and sequences, but vocab_parallel={lockstep.vocab_parallel}, "
+                f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
+            )
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         schedule, functions = self.schedule, self.functions

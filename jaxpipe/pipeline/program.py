@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxpipe.contract import Context, Side, StageFunctions
 from jaxpipe.parallel import PP, REPLICAS, TP, StageLayout
+from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import RunKind
@@ -25,30 +26,27 @@ Tree = Any
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The whole step as one rank sees it: local shapes, the axes of the mesh bound."""
+    """The whole step as one rank sees it: local shapes, the axes of the mesh bound.
+
+    Of several `steps` in one schedule `updates.py` makes the updates; 0: of one, without.
+    """
 
     functions: StageFunctions
     tables: Tables
     execution: Execution
     layout: StageLayout
     stored: Tree
+    steps: int = 0
 
     def __call__(
         self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: Row
     ) -> StepOutput:
         """The step on this rank; `uncut` are the variables and the loss scale, if there is one."""
-        variables, loss_scale = uncut
         own = RankParameters.of(params, self.stored, self.execution)
-        rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
-        x = jax.eval_shape(self.functions.embed, own.shared, rows)
-        step = self._step_data(own, x, rows, batch, variables, loss_scale)
-        kinds = self._kinds(own, x, rows, variables)
-        mirrored = self.layout.placement.mirrored_from is not None
-        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
-        work = RankWork(step, self._ends(step, x, rows), chunks, kinds)
-        closing = closing_tick(self.tables, self.execution)
+        work, carry = self.begun(own, batch, *uncut)
+        step, closing = work.step, closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        carry = run_ticks(work, work.first_carry(x, own.totals(chunks)), columns, closing)
+        carry = run_ticks(work, carry, columns, closing)
         every = (PP, *REPLICAS)
         losses = lax.psum(carry.losses, every)
         side = Side(
@@ -67,6 +65,19 @@ class RankProgram:
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, side, outputs)
+
+    def begun(
+        self, own: RankParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
+    ) -> tuple[RankWork, Carry]:
+        """What this rank does in every tick, and what it hands to the first."""
+        rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
+        x = jax.eval_shape(self.functions.embed, own.shared, rows)
+        step = self._step_data(own, x, rows, batch, variables, loss_scale)
+        kinds = self._kinds(own, x, rows, variables)
+        mirrored = self.layout.placement.mirrored_from is not None
+        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
+        work = RankWork(step, self._ends(step, x, rows), chunks, kinds)
+        return work, work.first_carry(x, own.totals(chunks))
 
     def _kinds(
         self, own: RankParameters, x: Any, rows: Tree, variables: Tree
@@ -94,7 +105,7 @@ class RankProgram:
         self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
         loss_scale: jax.Array | None,
     ) -> StepData:  # fmt: skip
-        terms = lax.psum(jax.vmap(self.functions.count)(batch).sum(), REPLICAS)
+        terms = lax.psum(self._counted(batch), REPLICAS)
         loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
         names, outputs = self.functions.losses, self.functions.outputs
         if loss.shape != (() if len(names) == 1 else (len(names),)):
@@ -120,6 +131,11 @@ class RankProgram:
             unscale=unscale,
             poison=self.execution.poison_bubbles,
         )
+
+    def _counted(self, batch: Tree) -> jax.Array:
+        """The terms of the step's loss in this device's rows, or `[N]` of so many steps."""
+        counts = jax.vmap(self.functions.count)(batch)
+        return counts.reshape(self.steps, -1).sum(axis=1) if self.steps else counts.sum()
 
     def _ends(self, step: StepData, x: Any, rows: Tree) -> Ends:
         """Embedding and head, traced at the shapes of `x` and `rows`."""

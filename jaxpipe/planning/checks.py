@@ -10,6 +10,7 @@ from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.planning.fp8_checks import check_fp8
+from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.hardware import read_measured
 from jaxpipe.planning.sequence_checks import check_sequences
 from jaxpipe.runtime.devices import compute_capability
@@ -39,6 +40,7 @@ def validate(
     _check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
+    check_fused(config)
     for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
         check(config)
     parallel = config.parallel

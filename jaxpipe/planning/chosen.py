@@ -162,7 +162,7 @@ def _gains_by_sharing(config: Config) -> bool:
     """
     parallel = config.parallel
     uneven = config.model.vocab_size % (parallel.pp * parallel.tp)
-    if parallel.pp == 1 or parallel.defer_ends or uneven:
+    if parallel.pp == 1 or parallel.defer_ends or uneven or config.train.fused_steps > 1:
         return False
     if parallel.costs == "measure":
         config = structs.replace(config, parallel=structs.replace(parallel, costs=""))

@@ -27,7 +27,8 @@ class RankBytes:
     or the next slice, and the messages that wait. `head`: logits and their gradient in float32, of
     a chunk and with the gradient of the head's matrix if there are chunks, while the head runs.
     `host`: what waits in its host's memory, not on the device: residuals (`train.offload_layers`),
-    moments (`train.offload_moments`).
+    moments (`train.offload_moments`). `kept`: with `train.fused_steps` a second state, beside that
+    before the steps; in it every rank has embedding and head whole.
     """
 
     parameters: int
@@ -37,6 +38,7 @@ class RankBytes:
     activations: int
     head: int
     host: int = 0
+    kept: int = 0
 
     @property
     def total(self) -> int:
@@ -56,7 +58,8 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
     end = _values(config, costs)
     sums = held.part if parallel.reshards else held.whole
-    cast = item != _FLOAT32
+    overlaps = train.fused_steps > 1 and not mirrored
+    cast = item != _FLOAT32 or overlaps  # what changes in a program is copied where ops read it
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the one that follows
         gathered = ahead * max(values.whole for values in by_kind.values())
@@ -80,6 +83,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
+        kept=_FLOAT32 * overlaps * (held.part + held.moments + end.of_rank),
     )
 
 
@@ -161,11 +165,15 @@ def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> 
 
 
 class _Values(NamedTuple):
-    """Values on one device: of what is stored, of that put together over pp and dp, of moments."""
+    """Values on one device: of what is stored, of that put together over pp and dp, of moments.
+
+    `of_rank` are those of parameter and moments put together over pp alone.
+    """
 
     part: int
     whole: int
     moments: int
+    of_rank: int
 
 
 def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Values:
@@ -185,10 +193,12 @@ def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Valu
     stored = how.part_size(shape, mesh)
     ranks = () if of_layer else (PP,)
     gathered = tuple(axis for axis in (*SHARDS, *ranks) if axis not in leaf.parted)
+    moments = _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
     return _Values(
         part=stored,
         whole=how.part_size(shape, mesh, whole=gathered),
-        moments=stored * _moments(config.optimizer.name, of_layer and leaf.matrix is not None),
+        moments=stored * moments,
+        of_rank=how.part_size(shape, mesh, whole=ranks) * (1 + moments),
     )
 
 

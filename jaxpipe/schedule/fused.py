@@ -12,10 +12,8 @@ from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.scan import paced, scan_time
 
 
-def fused(schedule: Schedule, steps: int, *, updates: bool = True) -> Schedule:
+def fused(schedule: Schedule, steps: int) -> Schedule:
     """So many steps of a schedule in turn; microbatch m of step k is k M + m.
-
-    Without `updates` gradients go on adding up: what the scan can run and measure.
 
     Raises `ScheduleError` for less than one step, and where a stage is on two ranks: before an
     update these would exchange what they have of its gradients.
@@ -35,7 +33,7 @@ def fused(schedule: Schedule, steps: int, *, updates: bool = True) -> Schedule:
     length = schedule.microbatches
     orders = tuple(
         tuple(
-            _of_step(cell, first, first + length - 1 if updates and ends else None)
+            _of_step(cell, first, first + length - 1 if ends else None)
             for first in range(0, steps * length, length)
             for cell, ends in zip(order, _ends(order))
         )
@@ -43,7 +41,7 @@ def fused(schedule: Schedule, steps: int, *, updates: bool = True) -> Schedule:
     )
     return Schedule(
         schedule.name, schedule.placement, steps * length, orders, schedule.slices,
-        updates=steps if updates else 0,
+        updates=steps,
     )  # fmt: skip
 
 

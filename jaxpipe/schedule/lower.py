@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule
 from jaxpipe.schedule.cells import Grid, place
 from jaxpipe.schedule.ends import ranks_of, shared_end_columns
 from jaxpipe.schedule.lanes import Lane, Message, Routes, assign_lanes, hop_of, messages, routes_of
 from jaxpipe.schedule.lifetimes import Buffers, colour, lifetimes, owner_of, sequence_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.row import Row, unused_columns
+from jaxpipe.schedule.row import Row, StepColumns, unused_columns
 
 SlotOf = Buffers[Mapping[Hashable, int]]  # of one rank: the slot by owner, or by reading action
 At = tuple[int, int]  # tick, rank
@@ -100,19 +100,13 @@ def grid_of(schedule: Schedule, lockstep: Lockstep) -> Grid:
 def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
 
-    Raises `ScheduleError` for other placements, for updates, which no program makes, and what
-    `place` raises.
+    Raises `ScheduleError` for other placements, and what `place` raises.
 
     >>> from jaxpipe.schedule import build
     >>> columns = lower(build("1f1b", pp=2, microbatches=2)).columns
     >>> columns.forward_mb.T.tolist(), columns.BW.T.tolist()
     ([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], [[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 0]])
     """
-    if schedule.updates:
-        raise ScheduleError(
-            f"{schedule.name} has updates={schedule.updates}, and no program makes them: "
-            f"lower the schedule of one step."
-        )
     grid = grid_of(schedule, lockstep)
     inputs = messages(schedule, grid, lockstep.transfer_ticks)
     alive = lifetimes(schedule, grid, inputs, lockstep)
@@ -126,13 +120,14 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     ends = None
     if lockstep.vocab_parallel:
         ends = shared_end_columns(schedule, grid, slot_of, spare=slots.inbox)
-    columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends)
+    steps = _steps(schedule, grid) if schedule.updates else None
+    columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends, steps)
     for tick, row in enumerate(grid):
         columns.turn[tick] = tick % lockstep.turns
         for rank, cell in enumerate(row):
             at = tick, rank
             _fill_ops(columns, at, cell, schedule.placement, pairs)
-            for action in cell.actions:
+            for action in filter(None, cell[:2]):
                 fill = _fill_forward if action.op is Op.F else _fill_gradient
                 fill(columns, at, action, schedule, slot_of[rank])
                 if action in inputs and inputs[action].stored is None:
@@ -146,6 +141,14 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
     routes = routes_of(schedule, lockstep.turns)
     return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
+
+
+def _steps(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
+    """Where ranks end and begin steps: a rank's update is made with the last of its stages'."""
+    updates = np.array([[cell.update is not None for cell in row] for row in grid], np.int32)
+    stages = np.bincount(schedule.placement.rank_of)
+    ends = updates * (updates.cumsum(axis=0) % stages == 0)
+    return StepColumns(ends, np.concatenate([np.zeros_like(ends[:1]), ends[:-1]]))
 
 
 def _leaves(columns: tuple) -> list[np.ndarray]:
@@ -163,7 +166,7 @@ def _pair_of(cell: Cell, placement: Placement) -> Pair | None:
     """The pair that a cell is, if its halves cannot depend on each other."""
     if not (cell.forward and cell.gradient):
         return None
-    forward, gradient = (placement.chunk(a.stage, a.microbatch) for a in cell.actions)
+    forward, gradient = (placement.chunk(a.stage, a.microbatch) for a in cell[:2])
     return Pair(forward, cell.gradient.op, gradient) if forward != gradient else None
 
 
@@ -175,7 +178,7 @@ def _fill_ops(
     if pair in pairs:
         columns.pair[at] = 1 + pairs.index(pair)
         return
-    for op, stage, m in cell.actions:
+    for op, stage, m in filter(None, cell[:2]):
         columns.chunk_of(op)[at] = 1 + placement.chunk(stage, m)
 
 

@@ -33,6 +33,15 @@ class EndColumns(NamedTuple, Generic[Leaf]):
     """Slot of the inbox for a gradient at y, of the rank that made y."""
 
 
+class StepColumns(NamedTuple, Generic[Leaf]):
+    """Where steps that are one schedule end and begin, on every rank at its own time."""
+
+    ends: Leaf
+    """Flag: the rank's sums of gradients are whole for this step: its update follows."""
+    begins: Leaf
+    """Flag: its sums begin anew, in the tick after an update."""
+
+
 class Row(NamedTuple, Generic[Leaf]):
     """One integer per column, for each tick and rank.
 
@@ -114,6 +123,8 @@ class Row(NamedTuple, Generic[Leaf]):
 
     ends: EndColumns[Leaf] | None
     """None where the ranks of the first and last stages compute the ends alone."""
+    steps: StepColumns[Leaf] | None
+    """None where the update stands outside: of one step."""
 
     def chunk_of(self, op: Op) -> Leaf:
         """1 + the chunk that this op is run of, outside pairs.
@@ -126,7 +137,11 @@ class Row(NamedTuple, Generic[Leaf]):
 
 
 def unused_columns(
-    shape: tuple[int, int], slots: Buffers[int], lanes: int, ends: EndColumns[np.ndarray] | None
+    shape: tuple[int, int],
+    slots: Buffers[int],
+    lanes: int,
+    ends: EndColumns[np.ndarray] | None,
+    steps: StepColumns[np.ndarray] | None,
 ) -> Row[np.ndarray]:
     """Columns `[T, P]` for so many lanes in which no cell uses anything yet."""
 
@@ -150,4 +165,5 @@ def unused_columns(
         dx_write=unused(slots.embed), dx_read=unused(slots.embed),
         state=unused(slots.state), state_read=unused(slots.state), dstate=unused(slots.dstate),
         ends=ends,
+        steps=steps,
     )  # fmt: skip

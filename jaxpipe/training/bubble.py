@@ -4,63 +4,67 @@ import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.ticks import closing_tick
-from jaxpipe.planning import Candidate, estimate, op_seconds
-from jaxpipe.planning.candidates import variant_of
+from jaxpipe.planning import op_seconds
+from jaxpipe.schedule import simulate
 from jaxpipe.schedule.lower import grid_of
 from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
+from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.recording import recording
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-Step = Callable[[State, Tree], tuple[State, dict[str, Any]]]
 
 
 class BubbleMeter:
     """Runs the steps of a run, and records every `log.bubble_every`-th of them, but not its first.
 
     Such a step waits for those before it, and its metrics have `bubble`, the mean over the ranks of
-    this process, and `bubble_predicted`, the simulator's for the scan.
+    this process, and `bubble_predicted`, the simulator's for the scan. Of steps in one program all
+    have that of the program.
     """
 
-    def __init__(self, trainer: Trainer, train_step: Step, say: Callable[[str], None]):
-        self._trainer, self._train_step, self._say = trainer, train_step, say
+    def __init__(self, trainer: Trainer, steps: CompiledSteps, say: Callable[[str], None]):
+        self._trainer, self._steps, self._say = trainer, steps, say
         self._every = trainer.config.log.bubble_every
         self._compiled = False
 
-    def step(self, number: int, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
-        """The state and the metrics of this step."""
-        due = self._compiled and self._every and number % self._every == 0
+    def run(self, numbers: range, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
+        """State and metrics after the steps of a program; these are stacked if they are several."""
+        several = len(numbers) > 1
+        step = self._steps.train_steps if several else self._steps.train_step
+        due = self._compiled and self._every and any(n % self._every == 0 for n in numbers)
         self._compiled = True
         if not due:
-            return self._train_step(state, batch)
+            return step(state, batch)
         state = jax.block_until_ready(state)
         with tempfile.TemporaryDirectory() as folder:
-            (state, metrics), events = recorded(
-                lambda: self._train_step(state, batch), Path(folder)
-            )
+            pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
+            (state, metrics), events = recorded(lambda: step(state, batch), Path(folder))
             try:
-                found = bubbles(ticks(self._trainer, events))
+                found = bubbles(ticks(pipeline, events))
             except ProfileError as error:
                 self._say(f"log.bubble_every: {error}")
                 self._every = 0
                 return state, metrics
-        mean = fmean(found.values())
-        return state, metrics | {"bubble": mean, "bubble_predicted": self._predicted}
+        both = {"bubble": fmean(found.values()), "bubble_predicted": self._predicted(pipeline)}
+        if several:
+            both = {name: np.full(len(numbers), value) for name, value in both.items()}
+        return state, metrics | both
 
-    @cached_property
-    def _predicted(self) -> float:
+    def _predicted(self, pipeline: Pipeline) -> float:
         config, choice = self._trainer.config, self._trainer.choice
-        own = Candidate(variant_of(config), choice, configured=True)
-        return estimate(config, own, op_seconds(config)).report.bubble_scan
+        costs = choice.costs(choice.settled(config), op_seconds(config))
+        return simulate(pipeline.schedule, costs, choice.lockstep).bubble_scan
 
 
 def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Event]]:
@@ -74,20 +78,20 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
     return made, events_of(newest)
 
 
-def ticks(trainer: Trainer, events: Iterator[Event]) -> Ranks:
+def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:
     """The ticks of a recorded step, of the ranks of this process's part of the first replica.
 
     They are those of the loop: ticks behind it (`overlap_sums`) are other operations. Raises
     `ProfileError` where the recording does not show them.
     """
-    first = enumerate(trainer.mesh.devices[:, 0, 0, 0, 0])
-    own, how = jax.process_index(), trainer.execution
+    first = enumerate(pipeline.mesh.devices[:, 0, 0, 0, 0])
+    own, how = jax.process_index(), pipeline.execution
     return ticks_of(
         events,
-        grid_of(trainer.schedule, how.lockstep)[: closing_tick(trainer.pipeline.tables, how)],
+        grid_of(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)],
         {device.id: rank for rank, device in first if device.process_index == own},
         turns=how.lockstep.turns,
-        stages=trainer.schedule.labels_stages,
+        stages=pipeline.schedule.labels_stages,
     )
 
 

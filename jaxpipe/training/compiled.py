@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxpipe.data.batches import Split
+from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -17,7 +18,7 @@ _AT_ONCE = 4  # so many of them between two steps
 
 
 class CompiledSteps:
-    """`train_step` and `eval_step` of a trainer, for batches of any length that its rows may have.
+    """The compiled steps of a trainer, for batches of any length that its rows may have.
 
     With `train.variable_length` a program is compiled for every (microbatches, length), by one
     thread, in the order in which they are asked for. Which lengths come is a function of (seed,
@@ -28,6 +29,7 @@ class CompiledSteps:
     def __init__(self, trainer: Trainer, say: Callable[[str], None]):
         self._trainer, self._say = trainer, say
         self._varies = trainer.config.train.variable_length
+        self.fused = FusedSteps(trainer)
         self._programs: OrderedDict[tuple[str, int, int], Future[Any]] = OrderedDict()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         self._looked = 0  # position up to which lengths have been looked up
@@ -41,6 +43,10 @@ class CompiledSteps:
     def train_step(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """As `Trainer.train_step`."""
         return self._program("train_step", batch)(state, batch)
+
+    def train_steps(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
+        """As `FusedSteps.train_steps`."""
+        return self.fused.train_steps(state, batch)
 
     def eval_step(self, state: State, batch: Tree) -> Any:
         """As `Trainer.eval_step`."""

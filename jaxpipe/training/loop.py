@@ -32,13 +32,21 @@ class _Dispatched:
     """A step that the devices were given, and whose metrics nobody has read."""
 
     step: int
+    program: range  # the steps of its program
     before: Seen  # of the data
     after: Seen
     contents: Contents | None  # if its rows may have padding
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # stacked, of all steps of its program, if they are several
     begun: float  # seconds, of the host's clock
     spent: dict[str, float]  # seconds of the host since the step before it, by what they went to
-    first: bool  # of this run: it waited for its compiler
+    first: bool  # of its program in this run, which waited for the compiler
+
+    def numbers(self) -> dict[str, Any]:
+        """Its metrics as numbers or nested lists; waits for them."""
+        found = {name: np.asarray(value) for name, value in self.metrics.items()}
+        if len(self.program) > 1:
+            found = {name: value[self.program.index(self.step)] for name, value in found.items()}
+        return {name: value.tolist() for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -68,25 +76,30 @@ class Run:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
         batches = self.data.train.batches(seen.samples, **trainer.feed.sizes)
-        unread, spent = _Unread(), {}
-        meter = BubbleMeter(trainer, self.steps.train_step, self.progress.say)
+        unread, spent, ran = _Unread(), {}, set()
+        meter = BubbleMeter(trainer, self.steps, self.progress.say)
         window = Window(trainer.config, self.progress.say)
         with contextlib.closing(batches), self.steps, window, _signals() as received:
             window.turn(done)
-            for step in range(done + 1, train.steps + 1):
+            for program in _programs(done, train.steps, train.fused_steps):
                 agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
                 with _timed(spent, "data_seconds"):
-                    batch = trainer.put(next(batches), seen.samples)
-                state, metrics = meter.step(step, state, batch)
-                before, (seen, contents) = seen, self._see(seen)
-                first = step == done + 1
-                unread.add(
-                    _Dispatched(step, before, seen, contents, metrics, begun, spent, first=first)
-                )
+                    batch = trainer.put(_joined(batches, len(program)), seen.samples)
+                state, metrics = meter.run(program, state, batch)
+                first = len(program) not in ran
+                ran.add(len(program))
+                for step in program:
+                    before, (seen, contents) = seen, self._see(seen)
+                    unread.add(
+                        _Dispatched(
+                            step, program, before, seen, contents, metrics, begun, spent, first
+                        )
+                    )
+                    spent = {}
                 self.steps.look_ahead(self.data.train, before.samples, train.steps - step)
-                spent = {}
-                if failed := self._log_all_but(0 if window.turns_at(step) else 1, unread, state):
+                newest = 0 if window.turns_at(step) else len(program)
+                if failed := self._log_all_but(newest, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 window.turn(step)
                 number = agreed()
@@ -185,6 +198,7 @@ class _Unread:
     def __init__(self) -> None:
         self._steps: deque[_Dispatched] = deque()
         self._read_last = -math.inf  # when
+        self._seconds = 0.0  # of that step
         self.not_finite = 0  # steps in a row, among them the one read last
 
     def __len__(self) -> int:
@@ -198,14 +212,42 @@ class _Unread:
         """Wait for the oldest step: it, its metrics as numbers or nested lists, and its seconds.
 
         They count from when the step before it was done, or from its own begin if that is later, so
-        they add up to the time of a run without its held-out losses and saves.
+        they add up to the time of a run without its held-out losses and saves. Steps of one program
+        take equal shares of its time.
         """
         dispatched = self._steps.popleft()
-        values = {name: np.asarray(value).tolist() for name, value in dispatched.metrics.items()}
+        values = dispatched.numbers()
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         self.not_finite = 0 if finite else self.not_finite + 1
-        before, self._read_last = self._read_last, time.perf_counter()
-        return dispatched, values, self._read_last - max(before, dispatched.begun)
+        if dispatched.step == dispatched.program.start:
+            before, self._read_last = self._read_last, time.perf_counter()
+            taken = self._read_last - max(before, dispatched.begun)
+            self._seconds = taken / len(dispatched.program)
+        return dispatched, values, self._seconds
+
+
+def _programs(done: int, last: int, fused: int) -> Iterator[range]:
+    """The steps after those that are done, by the program that makes them.
+
+    So many `fused` begin with a multiple of their number; what is before and after is single.
+
+    >>> [list(program) for program in _programs(1, 7, 2)]
+    [[2], [3, 4], [5, 6], [7]]
+    """
+    while done < last:
+        count = fused if done % fused == 0 and done + fused <= last else 1
+        yield range(done + 1, done + count + 1)
+        done += count
+
+
+def _joined(batches: Iterator[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The batch of the next step, or those of several as one."""
+    first, *others = itertools.islice(batches, steps)
+    if not others:
+        return first
+    return {
+        name: np.concatenate([leaf, *(o[name] for o in others)]) for name, leaf in first.items()
+    }
 
 
 def _not_finite(values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxpipe.config import OptimizerConfig
 from jaxpipe.parallel import Stored
@@ -174,6 +175,28 @@ def _muons_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransf
 
 def _muon_or_adam(group: str) -> str:
     return "muon" if group == "matrix" else "adam"
+
+
+def apply(
+    optimizer: optax.GradientTransformation, gradients: Tree, moments: Tree, params: Tree,
+    finite: jax.Array,
+) -> tuple[Tree, Tree]:  # fmt: skip
+    """Parameters and moments after an update, or as they were if it is not `finite`.
+
+    The moments come last, from gradients that wait for the parameters: nothing then reads an old
+    moment once its successor is written, and XLA overwrites the state in place. On CPU it would
+    else copy all of it first (jax 0.12, 16 million parameters: 120 ms, not 60).
+    """
+    updates, _ = optimizer.update(gradients, moments, params)
+    made = chosen(finite, optax.apply_updates(params, updates), params)
+    gradients, made = lax.optimization_barrier((gradients, made))
+    _, after = optimizer.update(gradients, moments, params)
+    return made, chosen(finite, after, moments)
+
+
+def chosen(finite: jax.Array, new: Tree, old: Tree) -> Tree:
+    """The new tree where the step is finite, else the old one."""
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
 
 def global_norm(gradients: Tree) -> jax.Array:

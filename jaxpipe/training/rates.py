@@ -1,7 +1,7 @@
 """The names of what is logged of a step, and what of it is not computed in the step: its rates."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,3 +107,14 @@ def step_metrics(
             )
         metrics[name] = value
     return metrics
+
+
+def other_losses(
+    names: Sequence[str], first: jax.Array, others: Sequence[jax.Array]
+) -> dict[str, jax.Array]:
+    """What is logged of the head's losses beside the first of these names.
+
+    `first` and `others` are each microbatch's shares, `[M]`, in the first and in the others.
+    """
+    more = {name: losses.sum() for name, losses in zip(names[1:], others)}
+    return more | {"loss_max": first.max() * first.size}

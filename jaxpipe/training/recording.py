@@ -34,6 +34,9 @@ class Window:
         first, count = config.log.profile_start, config.log.profile_steps
         # The steps after which it begins and ends; a step 0 is there before each run.
         self._begin, self._end = (first - 1, first - 1 + count) if first else (-1, -1)
+        if first:  # of the steps of a program all are recorded, or none
+            each = config.train.fused_steps
+            self._begin, self._end = self._begin // each * each, -(-self._end // each) * each
         self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
         self._say = say
         self._open = contextlib.ExitStack()

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import Config
@@ -37,7 +36,7 @@ from jaxpipe.training import moments
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
-from jaxpipe.training.rates import Rates, step_metrics
+from jaxpipe.training.rates import Rates, other_losses, step_metrics
 from jaxpipe.training.state import State
 
 Tree = Any
@@ -207,16 +206,10 @@ class Trainer:
         maxima of layers.
         """
 
-        def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-            shares, gradients, side, _ = self.pipeline.step(
-                state.params, batch, state.variables, state.guard.loss_scale
-            )
-            first, *others = self._by_loss(shares)
-            state, metrics = self.update(state, first.sum(), gradients, side)
-            names = self.model.functions.losses[1:]
-            more = {name: losses.sum() for name, losses in zip(names, others)}
-            return state, metrics | more | {"loss_max": first.max() * first.size}
+        return self.compiled(self.step)
 
+    def compiled(self, step: Any) -> Any:
+        """A function like `step`, compiled; the state is given up to it."""
         return jax.jit(
             step,
             in_shardings=(self.state_shardings, self.feed.sharding),
@@ -224,6 +217,19 @@ class Trainer:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
+
+    def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """`train_step`, for use within compiled functions."""
+        shares, gradients, side, _ = self.pipeline.step(
+            state.params, batch, state.variables, state.guard.loss_scale
+        )
+        first, *others = self.by_loss(shares)
+        state, metrics = self.update(state, first.sum(), gradients, side)
+        return state, metrics | other_losses(self.model.functions.losses, first, others)
+
+    def by_loss(self, shares: jax.Array) -> list[jax.Array]:
+        """Each microbatch's share, `[M]`, of each of the head's losses."""
+        return [shares] if shares.ndim == 1 else list(shares.T)
 
     def update(
         self, state: State, loss: jax.Array, gradients: Tree, side: Side
@@ -243,20 +249,12 @@ class Trainer:
             metrics["loss_scale"] = state.guard.loss_scale
         finite &= ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
-        # The moments come last, from gradients that wait for the parameters: nothing then reads an
-        # old moment once its successor is written, and XLA overwrites the state in place. On CPU
-        # it would else copy all of it first (jax 0.12, 16 million parameters: 120 ms, not 60).
-        if_finite = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
         offloads, before = self.config.train.offload_moments, state.optimizer
         before = moments.fetched(before, finite) if offloads else before
-        updates, _ = self.optimizer.update(gradients, before, state.params)
-        params = if_finite(optax.apply_updates(state.params, updates), state.params)
-        gradients, params = lax.optimization_barrier((gradients, params))
-        _, made = self.optimizer.update(gradients, before, state.params)
+        params, made = optimizers.apply(self.optimizer, gradients, before, state.params, finite)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
-            variables = if_finite(following(variables, side), variables)
-        made = if_finite(made, before)
+            variables = optimizers.chosen(finite, following(variables, side), variables)
         made = moments.returned(made) if offloads else made
         return State(params, made, state.step + ~stops, variables, guard), metrics
 
@@ -270,17 +268,13 @@ class Trainer:
                 held = moments.fetched(held, state.step)
             params = optimizers.averaged(self.config.optimizer, held, state.params)
             shares = self.pipeline.losses(params, batch, state.variables)
-            return self._by_loss(shares)[0].sum()
+            return self.by_loss(shares)[0].sum()
 
         return jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.feed.sharding),
             compiler_options=self._compiler_options,
         )
-
-    def _by_loss(self, shares: jax.Array) -> list[jax.Array]:
-        """Each microbatch's share, `[M]`, of each of the head's losses."""
-        return [shares] if shares.ndim == 1 else list(shares.T)
 
     @cached_property
     def feed(self) -> Feed:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,14 +155,35 @@ def test_what_is_refused(tmp_path):
         fused(one, 0)
     with pytest.raises(ScheduleError, match="dualpipe has every stage on two ranks"):
         fused(build("dualpipe", pp=2, microbatches=4), 2)
-    with pytest.raises(ScheduleError, match="has updates=2, and no program makes them"):
-        lower(fused(one, 2))
     with pytest.raises(ScheduleError, match="the notation of files has no updates"):
         write(fused(one, 2), tmp_path / "orders.csv")
 
 
-def test_without_updates_the_scan_can_run_them():
+@pytest.mark.parametrize("name", ["zb_h2", "zbv", "interleaved_1f1b"])
+@pytest.mark.parametrize("lockstep", [Lockstep(), Lockstep(2), Lockstep(in_flight=24)])
+def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
+    """A rank ends a step in the tick of its last gradient, and begins another in the next tick."""
+    one, steps, m = near(name, 2, 6), 3, 6
+    columns = lower(fused(one, steps), lockstep).columns
+    works = columns.B + columns.W + columns.BW > 0
+    for rank in range(one.pp):
+        number = columns.gradient_mb[:, rank] // m
+        ticks = [np.flatnonzero(works[:, rank] & (number == step)) for step in range(steps)]
+        last = [each.max() for each in ticks]
+        assert all(each.min() > before for before, each in zip(last, ticks[1:]))
+        forwards = np.flatnonzero(columns.F[:, rank])
+        assert all(
+            (last[step - 1] if step else -1) < tick <= last[step]
+            for tick, step in zip(forwards, columns.forward_mb[forwards, rank] // m)
+        )
+        ends, begins = (np.flatnonzero(each[:, rank]) for each in columns.steps)
+        assert ends.tolist() == last
+        assert begins.tolist() == [tick + 1 for tick in last if tick + 1 < len(works)]
+    assert lower(one, lockstep).columns.steps is None
+
+
+def test_they_take_no_more_slots_and_fewer_ticks():
     one = build("zb_h2", pp=4, microbatches=8)
-    tables = lower(fused(one, 3, updates=False))
+    tables = lower(fused(one, 3))
     assert tables.slots == lower(one).slots
     assert tables.ticks < 3 * lower(one).ticks

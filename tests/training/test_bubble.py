@@ -38,3 +38,12 @@ def test_a_recording_without_ticks_is_said_once(tmp_path, monkeypatch, capsys):
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *HOW, *steps]) == 0
     assert capsys.readouterr().out.count("log.bubble_every: the recording has no exchange.") == 1
     assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_steps_in_one_program_have_its_bubble(tmp_path):
+    steps = ["train.fused_steps=2", "train.steps=5", "log.bubble_every=4", "checkpoint.every=0"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *HOW, *steps]) == 0
+    lines = metrics(tmp_path)
+    assert [step for step, line in lines.items() if "bubble" in line] == [3, 4]
+    assert 0 < lines[3]["bubble"] == lines[4]["bubble"] < 1
+    assert lines[3]["bubble_predicted"] == lines[4]["bubble_predicted"]

@@ -8,6 +8,7 @@ from commands import SMALL, complete, metrics
 from test_loop import Recorder
 
 from jaxpipe import train
+from jaxpipe.config import load
 from jaxpipe.training import recording
 from jaxpipe.training.bubble import events_of
 
@@ -68,3 +69,9 @@ def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
 def test_a_window_that_cannot_be_is_refused(tmp_path, capsys, more, sentence):
     assert train.main([str(SMALL), f"run.dir={tmp_path}/run", *more]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_of_steps_in_one_program_all_are_recorded():
+    how = ["train.fused_steps=4", "log.profile_start=7", "log.profile_steps=3"]
+    window = recording.Window(load(SMALL, how), print)
+    assert [step for step in range(20) if window.turns_at(step)] == [4, 12]

@@ -21,6 +21,11 @@ class GPT2Config(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only
         return self.n_heads
 
     @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding: always."""
+        return True
+
+    @property
     def _matrices(self) -> int:
         """Parameters that are multiplied with: of the layers, and of the head."""
         attention = 4 * self.d_model * self.n_heads * self.head_size

@@ -29,6 +29,11 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.n_kv_heads
 
     @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.tie_embeddings
+
+    @property
     def window(self) -> int:
         """How many last tokens one attends to."""
         return self.sliding_window

@@ -1,0 +1,60 @@
+"""The rules of several steps in one program (`train.fused_steps`)."""
+
+from collections.abc import Iterator
+
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.schedule import family_of
+
+
+def check_fused(config: Config) -> None:
+    """What looks at the state does so between programs, and these can make the updates.
+
+    Raises `ConfigError` at the first rule that is broken.
+    """
+    steps = config.train.fused_steps
+    if steps == 1:
+        return
+    every = {
+        "train.eval_every": config.train.eval_every,
+        "checkpoint.every": config.checkpoint.every,
+    }
+    for name, interval in every.items():
+        if interval % steps:
+            raise ConfigError(
+                f"{name}={interval} must be a multiple of train.fused_steps={steps}: so many steps "
+                f"are one program, and the state is there between two; change one of them."
+            )
+    for met, why in _unmet(config):
+        raise ConfigError(
+            f"train.fused_steps={steps} with {met}: {why}; change it, or set train.fused_steps=1."
+        )
+
+
+def _unmet(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that steps in one program cannot have, and why."""
+    model, parallel, train = config.model, config.parallel, config.train
+    if train.variable_length:
+        yield "train.variable_length=true", "steps of one program have rows of one length"
+    if train.offload_moments:
+        yield "train.offload_moments=true", "ranks update in the midst of others' work"
+    if family_of(parallel.schedule).placement == "both ways":
+        if config.log.bubble_every:
+            yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"
+        return  # and it updates as always
+    if model.tied:
+        yield "a head that is the embedding", "two ranks would update it"
+    if parallel.vocab_parallel_pp is True:
+        yield "parallel.vocab_parallel_pp=true", "ranks that share the ends would wait in them"
+    if model.routed_experts:
+        yield f"model.n_experts={model.routed_experts}", "what routers count goes over all ranks"
+    if train.fp8 != "none":
+        yield f"train.fp8={train.fp8!r}", "its scales are made of the maxima of all ranks"
+    if train.compute_dtype == "float16":
+        yield "train.compute_dtype='float16'", "its loss scale is known after a step alone"
+    if parallel.slices > 1:
+        yield f"parallel.slices={parallel.slices}", "slices of sequences do not overlap"
+    if parallel.reshards:
+        yield "parallel.reshard_after_forward=true", "ops gather what others have updated already"
+    if config.optimizer.name not in ("adamw", "lion"):
+        name = config.optimizer.name
+        yield f"optimizer.name={name!r}", "a rank updates value by value; adamw and lion do"

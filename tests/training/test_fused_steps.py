@@ -1,0 +1,179 @@
+"""Steps that overlap in one program leave, to the bit, what the same steps leave one by one."""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import SMALL
+from routed import batch_at
+from toy import LENGTH, TOY, toy_params
+
+from jaxpipe import config as configs
+from jaxpipe.parallel import make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
+from jaxpipe.schedule import Lockstep, build, fused
+from jaxpipe.training.fused import FusedSteps
+from jaxpipe.training.trainer import Trainer
+
+LAYERS, STEPS, MICROBATCHES, EXAMPLES = 4, 4, 6, 4
+SIZES = [
+    f"model.n_layers={LAYERS}", f"train.seq_len={LENGTH}", "train.eval_every=0",
+    "checkpoint.every=0", f"train.grad_accum_steps={MICROBATCHES}", f"train.fused_steps={STEPS}",
+]  # fmt: skip
+TWO = ["parallel.pp=2", "parallel.dp=1"]
+TWICE = ["parallel.schedule=zb_auto", "parallel.memory_limit=2p"]
+BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in range(STEPS)]
+# The norms of gradients are 0.61, 0.56, 0.55 and 0.60.
+CLIPS_THE_FIRST, CLIPS_NONE = "optimizer.clip_norm=0.6", "optimizer.clip_norm=0.7"
+BROKEN = BATCHES[0] | {"positions": np.full_like(BATCHES[0]["positions"], -1)}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What a trainer asks its model for."""
+
+    functions: StageFunctions
+
+    def init_ends(self, key):
+        return toy_params(key, 0)[0]
+
+    def init_layer(self, key, index, kind):
+        return toy_params(jax.random.fold_in(key, index), 1)[1][0]
+
+
+@dataclass(frozen=True)
+class ToyTrainer(Trainer):
+    """A trainer of the toy; with `poison` where nobody may read."""
+
+    functions: StageFunctions = TOY
+    poison: bool = False
+
+    @cached_property
+    def model(self):
+        return Toy(self.functions)
+
+    @cached_property
+    def execution(self):
+        return replace(super().execution, poison_bubbles=self.poison)
+
+
+def trainer_of(*overrides, **more):
+    """On as many devices as the mesh takes; every mesh has the same batch."""
+    parallel = configs.load(SMALL, overrides).parallel
+    examples = f"train.microbatch_size={EXAMPLES // parallel.dp}"
+    config = configs.load(SMALL, [*SIZES, *overrides, examples])
+    return ToyTrainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]), **more)
+
+
+def one_by_one(trainer, batches, state=None):
+    """State and metrics of so many steps."""
+    state, found = state or trainer.init(), []
+    for batch in batches:
+        state, metrics = trainer.train_step(state, trainer.put(batch))
+        found.append(metrics)
+    return state, {name: np.stack([each[name] for each in found]) for name in found[0]}
+
+
+def at_once(steps, batches, state=None):
+    """The same in one program."""
+    trainer = steps.trainer
+    together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+    return steps.train_steps(state or trainer.init(), trainer.put(together))
+
+
+def same(got, want):
+    """The state to the bit; losses to the bit, norms but for the order of their sums."""
+    (state, metrics), (wanted, numbers) = got, want
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    assert metrics.keys() == numbers.keys()
+    for name, value in numbers.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-6 if name == "grad_norm" else 0)
+
+
+class Overlapping(FusedSteps):
+    """Steps that are never made in turn: what they then leave is nothing."""
+
+    def _in_turn(self, state, batch):
+        made = jax.eval_shape(super()._in_turn, state, batch)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "poison"),
+    [
+        ([*TWO, "parallel.schedule=zb_h2"], True),
+        ([*TWO, "parallel.schedule=zb_h1"], False),
+        ([*TWO, *TWICE], False),
+        ([*TWO, "parallel.schedule=zbv", "parallel.defer_ends=true"], True),
+        ([*TWO, "parallel.schedule=interleaved_1f1b", "parallel.transfer_ticks=2"], True),
+        ([*TWO, "parallel.schedule=dualpipev"], False),
+        (["parallel.pp=4", "parallel.dp=1", "parallel.in_flight=7"], True),
+        (["parallel.pp=1", "parallel.dp=1", "optimizer.name=lion"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_h2"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=1"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=2"], False),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=3"], False),
+        ([*TWO, "parallel.layer_split=[3,1]", "train.compute_dtype=bfloat16"], False),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_steps_that_overlap_are_steps_in_turn(overrides, poison):
+    trainer = trainer_of(CLIPS_NONE, *overrides, poison=poison)
+    same(at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES))
+
+
+def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
+    """While the steps last they are in other parts, and so may be the order of a sum of four."""
+    trainer = trainer_of(CLIPS_NONE, "parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2")
+    (got, _), (want, _) = at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), got, want)
+
+
+@cache
+def steps_of(schedule):
+    """Of which up to one in a row may be left out, compiled once."""
+    how = TWICE if schedule == "zb_auto" else [f"parallel.schedule={schedule}"]
+    return FusedSteps(trainer_of(*TWO, *how, CLIPS_THE_FIRST, "train.skip_non_finite=1"))
+
+
+@pytest.mark.parametrize(
+    "broken", [(), (2,), (0, 2), (1, 2)], ids=["clipped", "left out", "two left out", "stopped"]
+)
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_auto", "dualpipe"])
+def test_steps_that_are_clipped_or_not_finite(schedule, broken):
+    """And then four more, which after a stop change nothing."""
+    steps = steps_of(schedule)
+    batches = [BROKEN if number in broken else each for number, each in enumerate(BATCHES)]
+    got, want = at_once(steps, batches), one_by_one(steps.trainer, batches)
+    same(got, want)
+    assert int(want[0].guard.skipped) == {(): 0, (2,): 1, (0, 2): 2, (1, 2): 1}[broken]
+    more = BATCHES[1:3] + BATCHES[1:3]
+    same(at_once(steps, more, got[0]), one_by_one(steps.trainer, more, want[0]))
+
+
+@pytest.mark.parametrize(
+    ("functions", "execution", "message"),
+    [
+        (TOY, Execution(Lockstep(vocab_parallel=True)), "but vocab_parallel=True"),
+        (TOY, Execution(zero_stage=3, reshard_after_forward=True), "reshard_after_forward=True"),
+        (replace(TOY, variables={"bias": np.zeros(3)}), Execution(), "functions without variables"),
+        (
+            replace(TOY, head=lambda shared, x, rows: (x @ shared["embed"].T).sum()),
+            Execution(),
+            "embedding and head read the same leaf",
+        ),
+    ],
+)
+def test_what_cannot_overlap(functions, execution, message):
+    schedule, mesh = (
+        fused(build("1f1b", pp=2, microbatches=2), 2),
+        make_mesh(2, devices=jax.devices()[:2]),
+    )
+    pipeline = Pipeline(functions, schedule, mesh, execution=execution)
+    shared, layers = toy_params(jax.random.key(0), 2)
+    params = {"shared": shared, "layers": pipeline.layout(1).stack(layers)}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(partial(pipeline.updated, update=None), params, (), batch_at(0, 4, 2))
