@@ -69,7 +69,7 @@ def test_it_is_read_and_written(file):
         ("parallel.tp=2", "devices cannot share a tiny layer"),
         (
             "parallel.dp=2 parallel.cp=2 parallel.cp_method=ring",
-            "parallel.cp_method='ring' is not for models of the family 'tiny'",
+            "by parallel.cp_method=gather alone in models of the family 'tiny'",
         ),
         (
             "train.compute_dtype=bfloat16 train.fp8=delayed",
