@@ -129,7 +129,7 @@ def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
     """While the steps last they are in other parts, and so may be the order of a sum of four."""
     trainer = trainer_of(CLIPS_NONE, "parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2")
     (got, _), (want, _) = at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), got, want)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
 
 
 @cache
