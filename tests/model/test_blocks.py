@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
+from jax import lax
 from jax.sharding import PartitionSpec
 from oracles import fused
 
@@ -60,14 +61,18 @@ def around(size, blocks, ep=1, slices=1):
     def attention(q, k, v, window, positions):
         def on_device(q, k, v, *position):
             whole_k, whole_v = (jnp.concatenate([*x], 1) for x in (k, v))
-            made = []
-            for i in range(slices):
+
+            def of_slice(given):
+                i, q, *position = given
                 places = i * (L // slices) + sequence.places(own)
-                sight = Sight.of(places, B, window, position[0][i] if position else None)
+                sight = Sight.of(places, B, window, *position or [None])
                 later = jnp.arange(L // size)[None, :, None, None] >= (i + 1) * own
                 so_far = (jnp.where(later, jnp.nan, x) for x in (whole_k, whole_v))
-                made.append(ring_attention(course, q[i], *so_far, sight, jnp.int32(i * own)))
-            return jnp.stack(made)
+                return ring_attention(course, q, *so_far, sight, i * own)
+
+            # In turn, as ticks have them: devices that may choose which ring of two to begin with
+            # wait for each other.
+            return lax.map(of_slice, (jnp.arange(slices, dtype=jnp.int32), q, *position))
 
         given = (q, k, v) if positions is None else (q, k, v, positions)
         in_slices = PartitionSpec(None, *axes)
