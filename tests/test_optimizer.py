@@ -127,6 +127,29 @@ def test_muon_makes_each_matrix_of_a_stack_orthogonal(stack):
     np.testing.assert_allclose(updates["shared"]["norm"], -1.0, rtol=1e-5)
 
 
+def test_muon_takes_its_leaves_in_turn():
+    """As optax's on the whole tree, in two updates; and moments asked for alone make no matrix."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(1), 5)
+        matrices = {f"w{at}": jax.random.normal(key, (2, 8, 4 + at)) for at, key in enumerate(keys)}
+        gradients = {"shared": {"norm": jnp.ones(4)}, "layers": (matrices,)}
+        optimizer = _build("muon", lr=1.0)
+        dims = dict.fromkeys(matrices, optax.contrib.MuonDimensionNumbers(1, 2))
+        twin = optax.contrib.scale_by_muon(weight_dimension_numbers=dims)
+        state, of_twin = optimizer.init(gradients), twin.init(matrices)
+        for _ in range(2):
+            updates, state = optimizer.update(gradients, state, gradients)
+            made, of_twin = twin.update(matrices, of_twin)
+            for name, update in updates["layers"][0].items():
+                size = 0.2 * max(update.shape[1:]) ** 0.5
+                np.testing.assert_allclose(update, -size * made[name], rtol=0, atol=1e-13)
+        program = jax.jit(lambda *of: optimizer.update(*of, gradients)).lower(gradients, state)
+        moments = jax.jit(lambda *of: optimizer.update(*of, gradients)[1]).lower(gradients, state)
+    assert program.as_text().count("optimization_barrier") == len(matrices) - 2
+    assert "dot_general" in program.as_text()
+    assert "dot_general" not in moments.as_text()
+
+
 def test_muons_own_learning_rate():
     """Of its group alone, decay included."""
     how = {"name": "muon", "lr": 0.1, "decay": "constant", "weight_decay": 0.5}

@@ -13,6 +13,7 @@ from jaxpipe.config import OptimizerConfig
 from jaxpipe.parallel import Stored
 
 Tree = Any
+_AT_ONCE = 2  # leaves of Muon: one is gathered while another is multiplied
 Stores = Callable[[Tree], Tree]  # of a tree in stage form, `Stored` of every leaf
 
 
@@ -147,17 +148,32 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
         rows, columns = how.leaf.matrix
         return optax.contrib.MuonDimensionNumbers(1 + rows, 1 + columns)
 
-    orthogonal = optax.contrib.scale_by_muon(
-        beta=config.muon_momentum,
-        weight_dimension_numbers=lambda tree: jax.tree.map(dims, stored(tree)),
-    )
+    def orthogonal(tree: Tree) -> optax.GradientTransformation:
+        return optax.contrib.scale_by_muon(
+            beta=config.muon_momentum, weight_dimension_numbers=jax.tree.map(dims, tree)
+        )
+
+    def in_turn(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        """As optax's, but a leaf's begins once that of the leaf `_AT_ONCE` before it is made.
+
+        XLA may else begin all at once, and hold what each needs beside the state.
+        """
+        (leaves, tree), made = jax.tree.flatten(updates), []
+        hows = tree.flatten_up_to(stored(updates))
+        for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
+            if at >= _AT_ONCE:
+                leaf, _ = lax.optimization_barrier((leaf, made[at - _AT_ONCE]))
+            made.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
+        # Moments wait for no leaf: they are asked for alone, too, and then no matrix is made.
+        return tree.unflatten(made), orthogonal(stored(updates)).update(updates, state)[1]
 
     def scale(update: jax.Array, how: Stored) -> jax.Array:
         shape = how.true_shape(update.shape)
         return update * (0.2 * max(shape[1 + dim] for dim in how.leaf.matrix) ** 0.5)
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
-    return optax.chain(orthogonal, sized)
+    made = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
+    return optax.chain(made, sized)
 
 
 def _muons_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
