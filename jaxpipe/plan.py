@@ -36,6 +36,7 @@ from jaxpipe.planning import (
     op_seconds,
     overlapped,
 )
+from jaxpipe.planning.building import by_several
 from jaxpipe.planning.checks import check_sizes, filled
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, fused, timeline, write
@@ -122,9 +123,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     )
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
-        with _no_search_for_cycles():
+        forwards = config.parallel.pp * config.train.grad_accum_steps
+        with _no_search_for_cycles(), by_several(forwards) as several:
             seconds = op_seconds(config, hardware)
-            found, refused = candidates(config, seconds, memory=memory)
+            found, refused = candidates(config, seconds, memory=memory, threads=several)
             estimates = [estimate(config, one, seconds) for one in found]
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -1,5 +1,6 @@
 """Which schedules a configuration could have: every family that its sizes allow."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -28,26 +29,33 @@ class Candidate:
 
 
 def candidates(
-    config: Config, seconds: OpSeconds, *, memory: float | None = None
+    config: Config, seconds: OpSeconds, *, memory: float | None = None, threads: int = 1
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The schedules that fit the sizes, and by label why each of the others does not.
 
     The configuration's own comes first, and stands for the variant of its label. `memory`: bytes of
-    a device, as in `chosen`.
+    a device, as in `chosen`; `threads`: how many ask for schedules (`building.by_several`).
     """
     own = variant_of(config)
     fitting: list[Candidate] = []
     refused: dict[str, str] = {}
-    for variant in (own, *(v for v in variants(config) if v != own)):
+
+    def made(variant: Variant) -> Candidate | str:
         try:
             if variant == own:
-                made = configured(config, memory=memory)
-            else:
-                made = candidate(config, seconds, variant)
+                return configured(config, memory=memory)
+            return candidate(config, seconds, variant)
         except ScheduleError as error:
-            refused[variant.label] = str(error)
-        else:
-            fitting.append(made)
+            return str(error)
+
+    every = [own, *(v for v in variants(config) if v != own)]
+    first = made(own)  # what it asks of jax is then known to all
+    with ThreadPoolExecutor(threads) as pool:
+        for variant, one in zip(every, [first, *pool.map(made, every[1:])]):
+            if isinstance(one, str):
+                refused[variant.label] = one
+            else:
+                fitting.append(one)
     return fitting, refused
 
 

@@ -4,13 +4,14 @@ Train, plan, profile and the check for GPUs all ask `chosen`, so they mean the s
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from jaxpipe.config import Config
+from jaxpipe.planning.building import built
 from jaxpipe.planning.hardware import (
     Hardware,
     OpSeconds,
@@ -30,11 +31,9 @@ from jaxpipe.schedule import (
     ScheduleError,
     Tables,
     assign_layers,
-    build,
     check_memory,
     family_of,
     lower,
-    validate,
 )
 from jaxpipe.schedule.scan import paced, scan_time
 
@@ -243,12 +242,4 @@ def _searched(
 
 def _built(config: Config, options: dict[str, Any]) -> Schedule:
     name = family_of(config.parallel.schedule).name
-    return _build(name, config.parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
-
-
-@cache
-def _build(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
-    """Built and proved once; several ask for the schedule of a run."""
-    schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
-    validate(schedule)
-    return schedule
+    return built(name, config.parallel.pp, config.train.grad_accum_steps, tuple(options.items()))

@@ -23,6 +23,7 @@ from jaxpipe.planning import (
     layout_of,
     scale,
 )
+from jaxpipe.planning.building import built, by_several
 from jaxpipe.planning.candidates import variants
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Lockstep, Variant, build, write
@@ -58,6 +59,21 @@ def test_one_candidate_is_the_runs_own(label):
     assert own.label == label
     assert own.choice == chosen(config)
     assert own.choice.schedule is chosen(config).schedule
+
+
+def test_processes_build_what_one_does():
+    """Refusals too; where schedules are short no process is begun."""
+    config = configs.load(SMALL, [*SIZES, "parallel.schedule=zb_auto", "parallel.memory_limit=0.5"])
+    other = configs.load(SMALL, [*SIZES, "train.grad_accum_steps=12"])
+    alone = [candidates(one, analytic(one, Hardware())) for one in (config, other)]
+    built.cache_clear()
+    with by_several(10**6) as several:
+        found = [
+            candidates(one, analytic(one, Hardware()), threads=several) for one in (config, other)
+        ]
+    assert found == alone
+    with by_several(10) as several:
+        assert several == 1
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
