@@ -6,6 +6,8 @@ one array under several names, as an accumulator that a loop is given, carries a
 """
 
 import re
+from collections import Counter, defaultdict
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +17,7 @@ _LIVE, _PLACES, _VALUES, _PROGRAM = (
     f"*gpu_after_optimizations{name}.txt"
     for name in ("-live-range", "-buffer-assignment", "-buffer-assignment-values", "")
 )
-_PEAK = re.compile(r"Live ranges at \d+ \(peak\):\n((?:\s+\S+ \d+ bytes .*\n)*)")
-_ALIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:", re.MULTILINE)
+_ALIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^allocation (\d+): (.*)$")
 _VALUE = re.compile(
     r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?.*?> \(size=(\d+),offset=(\d+)\): (\S+)"
@@ -51,23 +52,71 @@ def temporaries(folder: Path) -> tuple[Temporary, ...]:
 
 
 def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporary, ...]:
-    """The same from the texts."""
+    """The same from the texts.
+
+    The peak is where the places that are taken add up to most. XLA's own, which the first text
+    names too, is of values by themselves, whether or not they can share a place.
+    """
     lines = Lines(program)
-    alive = set(_ALIVE.findall(found[1])) if (found := _PEAK.search(live)) else set()
-    found_at: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
+    alive = {(name, at): (int(a), int(b)) for name, at, a, b in _ALIVE.findall(live)}
+    taken: dict[tuple[str, int], list[_Value]] = defaultdict(list)
     allocation, temporary = "", False
     for line in places.splitlines():
         if header := _ALLOCATION.match(line):
             allocation, temporary = header[1], "preallocated-temp" in header[2]
         elif temporary and (value := _VALUE.match(line)):
             name, index, size, offset, shape = value.groups()
-            if (name, index or "") in alive:
-                place = found_at.setdefault((allocation, int(offset)), [])
-                place.append((int(size), name, shape.partition("{")[0]))
+            if when := alive.get((name, index or "")):
+                one = _Value(*when, int(size), name, shape.partition("{")[0])
+                taken[allocation, int(offset)].append(one)
+    uses = [use for here in taken.values() for use in _uses(here)]
+    peak = _fullest(uses)
     every = map(instruction, (f"  {line}" for line in _FROM.findall(values)))
     named = {one.name: one for one in every if one}
-    arrays = [_made(here, named, lines) for here in found_at.values()]
+    at_once = [use.values for use in uses if use.begin <= peak <= use.end]
+    arrays = [_made([(v.size, v.name, v.shape) for v in here], named, lines) for here in at_once]
     return tuple(sorted(arrays, key=lambda one: -one.size))
+
+
+class _Value(NamedTuple):
+    """A value: when it lives, first and last moment, its bytes, name and shape."""
+
+    begin: int
+    end: int
+    size: int
+    name: str
+    shape: str
+
+
+class _Use(NamedTuple):
+    """Values that hold a place one after the other, without a moment between."""
+
+    begin: int
+    end: int
+    values: list[_Value]
+
+
+def _uses(values: list[_Value]) -> list[_Use]:
+    uses: list[_Use] = []
+    for value in sorted(values):
+        if uses and value.begin <= uses[-1].end:
+            last = uses.pop()
+            uses.append(_Use(last.begin, max(last.end, value.end), [*last.values, value]))
+        else:
+            uses.append(_Use(value.begin, value.end, [value]))
+    return uses
+
+
+def _fullest(uses: list[_Use]) -> int:
+    """The first moment at which the values alive take the most bytes."""
+    changes: Counter[int] = Counter()
+    for use in uses:
+        size = max(value.size for value in use.values)
+        changes[use.begin] += size
+        changes[use.end + 1] -= size
+    moments = sorted(changes)
+    held = list(accumulate(changes[moment] for moment in moments))
+    return moments[held.index(max(held))] if moments else 0
 
 
 def _made(

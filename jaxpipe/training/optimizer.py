@@ -161,8 +161,9 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
         (leaves, tree), made = jax.tree.flatten(updates), []
         hows = tree.flatten_up_to(stored(updates))
         for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
-            if at >= _AT_ONCE:
-                leaf, _ = lax.optimization_barrier((leaf, made[at - _AT_ONCE]))
+            if at >= _AT_ONCE:  # both are read behind it, else XLA leaves one out
+                before = at - _AT_ONCE
+                leaf, made[before] = lax.optimization_barrier((leaf, made[before]))
             made.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
         # Moments wait for no leaf: they are asked for alone, too, and then no matrix is made.
         return tree.unflatten(made), orthogonal(stored(updates)).update(updates, state)[1]

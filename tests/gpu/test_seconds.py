@@ -111,12 +111,17 @@ StackFrames
 
 """
 LIVE = """HloLiveRange (max 9):
-  Live ranges at 164 (peak):
-    state.5{18}: 64 bytes (cumulative: 64 bytes)
-    zeros{}: 64 bytes (cumulative: 128 bytes)
-    wide{1}: 96 bytes (cumulative: 224 bytes)
-    x{}: 640 bytes (cumulative: 864 bytes)
-  Stack trace breakdown for peak usage: 864 bytes
+  InstructionSequence:
+    0:zeros
+  BufferLiveRange:
+    state.5{18}:4-8
+    zeros{}:2-4
+    wide{1}:5-6
+    x{}:0-9
+    dead{}:0-1
+    dead.1{}:0-1
+  Live ranges at 1 (peak):
+    x{}: 640 bytes (cumulative: 640 bytes)
 """
 PLACES = """BufferAssignment:
 allocation 0: size 640, page 0, parameter 9, shape |f32[160]| at ShapeIndex {}, maybe-live-out:
