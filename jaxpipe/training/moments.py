@@ -18,13 +18,14 @@ def kept_on_host(shardings: Tree) -> Tree:
     return _of_moments(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
-def fetched(moments: Tree, after: jax.Array) -> Tree:
-    """The state on the device; its copy begins once `after` is there.
+def fetched(moments: Tree, after: jax.Array) -> tuple[Tree, jax.Array]:
+    """The state on the device, copied once `after` is there; and `after`, to be read from now on.
 
-    Without that XLA may begin it before the step, which it would then lie beside.
+    Else XLA may begin the copy before the step, which it would then lie beside: of what passes a
+    barrier it leaves out what nobody reads behind it.
     """
-    moments, _ = lax.optimization_barrier((moments, after))
-    return _of_moments(buffers.to_device, moments)
+    moments, after = lax.optimization_barrier((moments, after))
+    return _of_moments(buffers.to_device, moments), after
 
 
 def returned(moments: Tree) -> Tree:

@@ -250,7 +250,8 @@ class Trainer:
         finite &= ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         offloads, before = self.config.train.offload_moments, state.optimizer
-        before = moments.fetched(before, finite) if offloads else before
+        if offloads:
+            before, finite = moments.fetched(before, finite)
         params, made = optimizers.apply(self.optimizer, gradients, before, state.params, finite)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
@@ -265,7 +266,7 @@ class Trainer:
         def loss(state: State, batch: Tree) -> jax.Array:
             held = state.optimizer
             if self.config.train.offload_moments:
-                held = moments.fetched(held, state.step)
+                held, _ = moments.fetched(held, state.step)
             params = optimizers.averaged(self.config.optimizer, held, state.params)
             shares = self.pipeline.losses(params, batch, state.variables)
             return self.by_loss(shares)[0].sum()
