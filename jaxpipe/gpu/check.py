@@ -21,6 +21,7 @@ from jaxpipe.planning import Hardware
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
+from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 
 INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
@@ -145,15 +146,24 @@ def _devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
 
 
 def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
-    """The real step, for shapes instead of arrays."""
+    """The real step, or several in one program as a run has them, for shapes instead of arrays."""
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
-    batch = trainer.feed.shapes(trainer.config.train.seq_len)
+    batch, steps = trainer.feed.shapes(trainer.config.train.seq_len), FusedSteps(trainer)
+    several = {
+        name: jax.ShapeDtypeStruct(
+            (steps.count * one.shape[0], *one.shape[1:]), one.dtype, sharding=one.sharding
+        )
+        for name, one in batch.items()
+    }
     try:
         with jax.default_device(trainer.mesh.devices.flat[0]):  # which kernels ask for its kind
-            traced = trainer.train_step.trace(state, batch)
+            if steps.count > 1:
+                traced = steps.train_steps.trace(state, several)
+            else:
+                traced = trainer.train_step.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except RuntimeError as error:
         if "cuDNN not found" in str(error):

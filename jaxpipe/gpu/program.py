@@ -121,15 +121,16 @@ class Program:
 
     @cached_property
     def loop(self) -> str | None:
-        """Name of the body of the loop over ticks."""
+        """Name of the body of the loop over ticks: the largest that has conditionals, if one has."""
         bodies = [
             re.search(r"body=%?([\w.\-]+)", one.rest)[1]
             for one in self._all()
             if one.opcode == "while"
         ]
 
-        def size(body: str) -> int:
-            return sum(len(self.computations[name]) for _, name in self._below(body))
+        def size(body: str) -> tuple[bool, int]:
+            branches = any(one.opcode == "conditional" for one in self.computations[body])
+            return branches, sum(len(self.computations[name]) for _, name in self._below(body))
 
         return max(bodies, key=size, default=None)
 

@@ -62,6 +62,25 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
 
 
 @needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+def test_steps_in_one_program_are_compiled_as_they_run():
+    """Its ticks have two conditionals more: sums of gradients begin anew, and the update."""
+    one, several = (
+        report(
+            *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.schedule=zb_h2",
+            "parallel.layer_split=even", "parallel.transfer_ticks=2", "train.eval_every=0",
+            "parallel.vocab_parallel_pp=false", f"train.fused_steps={steps}",
+        )
+        for steps in (1, 2)
+    )  # fmt: skip
+    permutes, few = several["permutes"], one["permutes"]["conditionals"]
+    assert permutes["conditionals"] == few + 2
+    assert (permutes["asynchronous"], permutes["synchronous"]) == (2, 0)
+    assert min(permutes["hides"]) >= few
+    assert several["graphs"]["whole"]
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("schedule", "fp8", "mesh", "ops"),
     [
