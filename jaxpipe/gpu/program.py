@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def loop(self) -> str | None:
-        """Name of the body of the loop over ticks: the largest that has conditionals, if one has."""
+        """Name of the body of the loop over ticks: the largest with conditionals, if one has any."""
         bodies = [
             re.search(r"body=%?([\w.\-]+)", one.rest)[1]
             for one in self._all()
