@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def loop(self) -> str | None:
-        """Name of the body of the loop over ticks: the largest with conditionals, if one has any."""
+        """Name of the body of the loop over ticks: the largest that branches, if one does."""
         bodies = [
             re.search(r"body=%?([\w.\-]+)", one.rest)[1]
             for one in self._all()
