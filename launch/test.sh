@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ]; then
     oldest_packages # in a folder of its own, which is kept until they change
     export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
-    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     mapfile -t tests < <(grep -v -e '^#' -e '^$' tests/oldest.txt)
     exec "$folder/bin/python" -m pytest --short -p no:cacheprovider "${tests[@]}" "${@:2}"
 fi
@@ -24,7 +24,7 @@ version=$($python -c 'from importlib.metadata import version; print(version("jax
 cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/compiled-$version-$processor
 mkdir -p "$cache"
 find "$cache" -type f -mtime +30 -delete
-export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 if [ "${1:-}" = --mutants ]; then
     exec $python tests/mutants/run.py "${@:2}"
