@@ -1,5 +1,7 @@
 """Documents that share rows, on whole meshes, against each of them alone on one device."""
 
+from itertools import cycle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +20,7 @@ def check(*args, **how):
         assert_same(*run(*args, dtype=jnp.float64, **how))
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", BUILDERS)
+@pytest.mark.parametrize(("schedule", "pp"), [*zip(BUILDERS, cycle((2, 4)))])
 def test_schedules_of_packed_rows(schedule, pp):
     """On 2 ranks with layers and sequences shared, the latter also in slices where it can."""
     stages = schedule_of(schedule, pp=pp, microbatches=8).stages

@@ -103,7 +103,7 @@ def test_several_train_as_one(one_process, run_by, count):
 
 @pytest.mark.parametrize(
     ("saved_by", "count", "mesh"),
-    [(1, 4, "zero3"), (4, 2, "zbv"), (2, 1, "as it was")],
+    [(1, 4, "zero3"), (4, 2, "zbv")],
 )
 def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count, mesh):
     """Cut back to step 4 and go on with other processes and another mesh.

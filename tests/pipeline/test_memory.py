@@ -1,6 +1,7 @@
 """The compiled step's memory against what the tables promise."""
 
 from functools import cache
+from itertools import cycle
 from math import prod
 
 import jax
@@ -43,8 +44,7 @@ def measured(name, pp, microbatches, remat):
     return memory.temp_size_in_bytes, ring_bytes(schedule, remat)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize(("name", "remat"), [*zip(FLAT, cycle(("none", "full")))])
 def test_memory_is_the_rings_and_one_tick(name, remat):
     """No more than the rings and the working set of one tick, but for 15 %.
 
