@@ -56,6 +56,7 @@ def test_it_is_read_and_written(file):
         family="tiny", n_layers=4, d_model=16, vocab_size=256, widen=3
     )
     assert config.model.resolved() == config.model
+    assert not config.model.tied
     again = configs.from_builtins(tomllib.loads(configs.to_toml(config)))
     assert again == config
 
