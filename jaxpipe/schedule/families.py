@@ -79,6 +79,12 @@ def _running_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
     return [Variant(name), *(Variant(name, in_flight=n + less) for n in sorted(ahead))]
 
 
+def _beside_or_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
+    """In order, and with forwards that run ahead in cells of their own, within its own memory."""
+    held = sizes.pp + 1 if name == "dualpipe" else 2 * sizes.pp
+    return [Variant(name), Variant(name, in_flight=held)]
+
+
 def _in_chunks(name: str, sizes: Sizes) -> Iterable[Variant]:
     enough = (v for v in (2, 3, 4) if sizes.layers >= sizes.pp * v)
     return [Variant(name, virtual_stages=v) for v in enough]
@@ -190,9 +196,9 @@ FAMILIES = {
                "v"),
         Family("dualpipe", dualpipe,
                "microbatches from both ends, F beside BW: two copies of the parameters",
-               "both ways", least_rounds=2, even=True),
+               "both ways", least_rounds=2, even=True, variants=_beside_or_ahead),
         Family("dualpipev", dualpipev, "DualPipe folded into a V: one copy of the parameters",
-               "v", least_rounds=2),
+               "v", least_rounds=2, variants=_beside_or_ahead),
         Family("custom", custom, "the orders in a file", "file", underfills=True,
                variants=_of_no_size),
     )

@@ -152,6 +152,13 @@ def test_no_valid_token_at_all():
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize(("name", "in_flight"), [("dualpipe", 5), ("dualpipev", 8)])
+def test_forwards_from_both_ends_run_ahead(name, in_flight):
+    """F and BW of two chunks, which in their own order share cells."""
+    schedule = build(name, pp=4, microbatches=10)
+    check(schedule, uneven(schedule.stages), 2, lockstep=Lockstep(2, in_flight=in_flight))
+
+
 @pytest.mark.parametrize("in_flight", [2, 7])
 def test_running_ahead_changes_nothing(in_flight):
     """An F beside a gradient of the same stage; two-tick transfers lead to no other program."""

@@ -10,13 +10,16 @@ from oracles.scan import scan_time as by_events
 
 from jaxpipe.schedule import (
     BUILDERS,
+    FAMILIES,
     Costs,
     Lockstep,
     Memory,
     ScheduleError,
+    Sizes,
     build,
     check_memory,
     lower,
+    peak_memory,
     simulate,
 )
 from jaxpipe.schedule.scan import paced, scan_starts, scan_time
@@ -106,6 +109,19 @@ def test_idle_ticks_let_ranks_wait_less(name):
     before, after = lower(schedule, Lockstep(2)), lower(schedule, lockstep)
     assert before.slots._replace(inbox=0) == after.slots._replace(inbox=0)
     assert before.routes == after.routes
+
+
+@pytest.mark.parametrize(
+    ("pp", "name", "held", "share"),
+    [(8, "dualpipe", 9, 0.939), (8, "dualpipev", 16, 0.903), (16, "dualpipev", 32, 0.899)],
+)
+def test_forwards_from_both_ends_may_run_ahead_in_their_own_memory(pp, name, held, share):
+    (ahead,) = (v for v in FAMILIES[name].variants(name, Sizes(pp, 64)) if v.in_flight)
+    assert ahead.in_flight == held
+    schedule, lockstep = build(name, pp=pp, microbatches=4 * pp), Lockstep(2, in_flight=held)
+    assert 1 - simulate(schedule, PUBLISHED, lockstep).bubble_scan == pytest.approx(share, abs=1e-3)
+    peaks = [max(peak_memory(schedule, Memory(), how)) for how in (Lockstep(2), lockstep)]
+    assert peaks[1] == held <= peaks[0]
 
 
 @pytest.mark.parametrize(("pp", "share"), [(4, 0.817), (8, 0.795), (16, 0.784)])
