@@ -35,6 +35,19 @@ def test_blocks_without_a_key_that_is_seen_are_not_made():
     assert zigzag.tiles_made(row, dealt) == (2 * 3 + 3 * 4) * 128**2
 
 
+def test_a_key_is_seen_by_later_queries_of_its_document():
+    """As of every pair by itself, for places that no deal would put together too."""
+    dice, place = np.random.default_rng(0), np.arange(ROW.sum())
+    document = np.repeat(np.arange(len(ROW)), ROW)
+    sees = (document[:, None] == document) & (place <= place[:, None])
+    found = []
+    for _ in range(200):
+        queries, keys = (np.sort(dice.choice(place, dice.integers(1, 5))) for _ in range(2))
+        found.append(sees[np.ix_(queries, keys)].any())
+        assert zigzag._any_seen(ROW, queries, keys) == found[-1]
+    assert 0 < sum(found) < len(found)
+
+
 def test_the_command_counts_both_ways(capsys):
     sizes = ["--mean", "200", "--seq-len", "1024", "--devices", "2", "--rows", "2"]
     assert main(["zigzag", *sizes]) == 0
