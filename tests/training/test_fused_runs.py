@@ -13,6 +13,8 @@ from rich.console import Console
 from routed import batches, restored, run
 from test_fused_steps import trainer_of
 
+from jaxpipe.training.loop import _programs
+
 STEPS = ["train.steps=7", "optimizer.clip_norm=0.6", "train.grad_accum_steps=4"]
 HOW = ["parallel.schedule=zb_h2", "parallel.dp=1", *STEPS]
 SAMPLES = 16  # of a step
@@ -30,6 +32,10 @@ def same_runs(one, two, trainer):
     for name in ("position", "tokens", "guard"):
         assert meta[name] == wanted[name]
     assert losses(one) == losses(two)
+
+
+def test_programs_of_several_steps_begin_at_multiples_of_their_number():
+    assert [list(steps) for steps in _programs(4, 11, 3)] == [[5], [6], [7, 8, 9], [10], [11]]
 
 
 def test_a_run_logs_and_saves_as_one_of_single_steps(tmp_path):
