@@ -152,18 +152,16 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
     batch, steps = trainer.feed.shapes(trainer.config.train.seq_len), FusedSteps(trainer)
-    several = {
+    batch = {
         name: jax.ShapeDtypeStruct(
             (steps.count * one.shape[0], *one.shape[1:]), one.dtype, sharding=one.sharding
         )
         for name, one in batch.items()
     }
+    program = steps.train_steps if steps.count > 1 else trainer.train_step
     try:
         with jax.default_device(trainer.mesh.devices.flat[0]):  # which kernels ask for its kind
-            if steps.count > 1:
-                traced = steps.train_steps.trace(state, several)
-            else:
-                traced = trainer.train_step.trace(state, batch)
+            traced = program.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except RuntimeError as error:
         if "cuDNN not found" in str(error):
