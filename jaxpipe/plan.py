@@ -31,13 +31,12 @@ from jaxpipe.planning import (
     Hardware,
     Plan,
     advise,
-    candidates,
-    estimate,
+    estimates,
     op_seconds,
     overlapped,
 )
-from jaxpipe.planning.building import by_several
 from jaxpipe.planning.checks import check_sizes, filled
+from jaxpipe.planning.helpers import helpers
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, fused, timeline, write
 from jaxpipe.schedule.picture import picture
@@ -124,27 +123,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = arguments.memory or DEVICES[arguments.device].memory
     try:
         forwards = config.parallel.pp * config.train.grad_accum_steps
-        with _no_search_for_cycles(), by_several(forwards) as several:
+        with _no_search_for_cycles(), helpers(forwards) as pool:
             seconds = op_seconds(config, hardware)
-            found, refused = candidates(config, seconds, memory=memory, threads=several)
-            estimates = [estimate(config, one, seconds) for one in found]
+            found, refused = estimates(config, seconds, memory=memory, helpers=pool)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not estimates:
+    if not found:
         raise ConfigError(next(iter(refused.values())))
     rows = None
     if arguments.lengths:
         rows = expected(arguments.lengths, config.data, config.train.seq_len)
-        estimates = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in estimates]
+        found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
-        estimates = [overlapped(config, one, seconds, steps) for one in estimates]
-    advice = advise(config, estimates, seconds, memory=memory, bubble=arguments.bubble)
+        found = [overlapped(config, one, seconds, steps) for one in found]
+    advice = advise(config, found, seconds, memory=memory, bubble=arguments.bubble)
     if rows and advice.best:
-        best = next(one for one in estimates if one.candidate.label == advice.best)
+        best = next(one for one in found if one.candidate.label == advice.best)
         sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
-    plan = Plan(config, tuple(estimates), refused, advice, seconds, memory)
-    shown = _shown(estimates, arguments.show or advice.best)
+    plan = Plan(config, tuple(found), refused, advice, seconds, memory)
+    shown = _shown(found, arguments.show or advice.best)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
@@ -200,13 +198,13 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     return 0 if all(one.fits for one in found) else 1
 
 
-def _shown(estimates: Sequence[Estimate], label: str | None) -> Estimate:
-    for one in estimates:
-        if one.candidate.label == (label or estimates[0].candidate.label):
+def _shown(found: Sequence[Estimate], label: str | None) -> Estimate:
+    for one in found:
+        if one.candidate.label == (label or found[0].candidate.label):
             return one
     raise ConfigError(
         f"--show {label!r} is not in the table: use one of "
-        f"{', '.join(repr(e.candidate.label) for e in estimates)}."
+        f"{', '.join(repr(e.candidate.label) for e in found)}."
     )
 
 

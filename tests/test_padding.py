@@ -16,7 +16,7 @@ from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.parallel import DP, PP, TP
 from jaxpipe.partition.leaf import Leaf, cutting
-from jaxpipe.planning import Hardware, analytic, candidates, estimate
+from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import Trainer
 
@@ -157,9 +157,8 @@ def test_training_is_that_of_one_device(mesh, optimizer):
 def test_padded_bytes_are_planned(mesh, optimizer):
     trainer = trainer_of(mesh, f"optimizer.name={optimizer}")
     seconds = analytic(trainer.config, Hardware())
-    found, _ = candidates(trainer.config, seconds)
-    one = next(each for each in found if each.label == "1f1b")
-    planned = estimate(trainer.config, one, seconds).bytes
+    found, _ = estimates(trainer.config, seconds)
+    planned = next(each for each in found if each.candidate.label == "1f1b").bytes
     state, _ = trained(trainer, trainer.init(), range(1))
     first = jax.devices()[0]
 

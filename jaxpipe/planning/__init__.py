@@ -1,10 +1,10 @@
 """What a run would cost under every schedule, before any device is touched. Nothing needs jax."""
 
 from jaxpipe.planning.advice import Advice, advise
-from jaxpipe.planning.candidates import Candidate, candidate, candidates, configured, sizes_of
+from jaxpipe.planning.candidates import Candidate, candidate, configured, sizes_of
 from jaxpipe.planning.chosen import Choice, chosen, decided, layers_of, lockstep_of, op_seconds
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.estimate import Estimate, estimate, overlapped
+from jaxpipe.planning.estimate import Estimate, estimate, estimates, overlapped
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
     Hardware,
@@ -32,12 +32,12 @@ __all__ = [
     "advise",
     "analytic",
     "candidate",
-    "candidates",
     "chosen",
     "configured",
     "costs_of",
     "decided",
     "estimate",
+    "estimates",
     "layers_of",
     "layout_of",
     "lockstep_of",

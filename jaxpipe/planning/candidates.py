@@ -1,6 +1,5 @@
 """Which schedules a configuration could have: every family that its sizes allow."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -28,41 +27,26 @@ class Candidate:
         return self.variant.label
 
 
-def candidates(
-    config: Config, seconds: OpSeconds, *, memory: float | None = None, threads: int = 1
-) -> tuple[list[Candidate], dict[str, str]]:
-    """The schedules that fit the sizes, and by label why each of the others does not.
+def tried(
+    config: Config, seconds: OpSeconds, variant: Variant, *, memory: float | None = None
+) -> Candidate | str:
+    """A variant of those of `variants`, or why the sizes forbid it; `memory` as in `chosen`.
 
-    The configuration's own comes first, and stands for the variant of its label. `memory`: bytes of
-    a device, as in `chosen`; `threads`: how many ask for schedules (`building.by_several`).
+    The configuration's own is exactly what a run has, and stands for the variant of its label.
     """
-    own = variant_of(config)
-    fitting: list[Candidate] = []
-    refused: dict[str, str] = {}
-
-    def made(variant: Variant) -> Candidate | str:
-        try:
-            if variant == own:
-                return configured(config, memory=memory)
-            return candidate(config, seconds, variant)
-        except ScheduleError as error:
-            return str(error)
-
-    every = [own, *(v for v in variants(config) if v != own)]
-    first = made(own)  # what it asks of jax is then known to all
-    with ThreadPoolExecutor(threads) as pool:
-        for variant, one in zip(every, [first, *pool.map(made, every[1:])]):
-            if isinstance(one, str):
-                refused[variant.label] = one
-            else:
-                fitting.append(one)
-    return fitting, refused
+    try:
+        if variant == variant_of(config):
+            return configured(config, memory=memory)
+        return candidate(config, seconds, variant)
+    except ScheduleError as error:
+        return str(error)
 
 
 def variants(config: Config) -> list[Variant]:
-    """All that a plan of the configuration tries."""
-    sizes = sizes_of(config)
-    return [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
+    """All that a plan of the configuration tries, its own first."""
+    own, sizes = variant_of(config), sizes_of(config)
+    every = [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
+    return [own, *(variant for variant in every if variant != own)]
 
 
 def sizes_of(config: Config) -> Sizes:

@@ -4,14 +4,13 @@ Train, plan, profile and the check for GPUs all ask `chosen`, so they mean the s
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from jaxpipe.config import Config
-from jaxpipe.planning.building import built
 from jaxpipe.planning.hardware import (
     Hardware,
     OpSeconds,
@@ -31,9 +30,11 @@ from jaxpipe.schedule import (
     ScheduleError,
     Tables,
     assign_layers,
+    build,
     check_memory,
     family_of,
     lower,
+    validate,
 )
 from jaxpipe.schedule.scan import paced, scan_time
 
@@ -56,7 +57,7 @@ class Choice:
 
     def settled(self, config: Config) -> Config:
         """The configuration that it was chosen for, with the ends as they were decided."""
-        return _with_ends(config, shared=self.lockstep.vocab_parallel)
+        return _settled(config, shared=self.lockstep.vocab_parallel)
 
     def costs(self, config: Config, seconds: OpSeconds) -> Costs:
         """Seconds of its stages."""
@@ -150,7 +151,7 @@ def decided(config: Config, platform: str | None = None) -> Config:
     """
     if config.parallel.vocab_parallel_pp != "auto":
         return config
-    return _with_ends(config, shared=not _on_cpu(config, platform) and _gains_by_sharing(config))
+    return _settled(config, shared=not _on_cpu(config, platform) and _gains_by_sharing(config))
 
 
 @lru_cache(maxsize=64)  # several ask for the same run
@@ -159,13 +160,11 @@ def _gains_by_sharing(config: Config) -> bool:
 
     Both are timed in one order of actions, searched for ends of which each has its rank.
     """
-    parallel = config.parallel
-    uneven = config.model.vocab_size % (parallel.pp * parallel.tp)
-    if parallel.pp == 1 or parallel.defer_ends or uneven or config.train.fused_steps > 1:
+    if len(ends_of(config)) == 1:
         return False
-    if parallel.costs == "measure":
-        config = structs.replace(config, parallel=structs.replace(parallel, costs=""))
-    config = _with_ends(config, shared=False)
+    if config.parallel.costs == "measure":
+        config = structs.replace(config, parallel=structs.replace(config.parallel, costs=""))
+    config = _settled(config, shared=False)
     seconds, memory = op_seconds(config), DEVICES[Hardware().device].memory
 
     def scanned(choice: Choice) -> float:
@@ -179,7 +178,17 @@ def _gains_by_sharing(config: Config) -> bool:
         return False
 
 
-def _with_ends(config: Config, *, shared: bool) -> Config:
+def ends_of(config: Config) -> list[Config]:
+    """The configuration with the ends among which `decided` chooses: each rank's own, or shared."""
+    parallel = config.parallel
+    if parallel.vocab_parallel_pp != "auto":
+        return [config]
+    uneven = config.model.vocab_size % (parallel.pp * parallel.tp)
+    alone = parallel.pp == 1 or parallel.defer_ends or uneven or config.train.fused_steps > 1
+    return [_settled(config, shared=shared) for shared in ((False,) if alone else (False, True))]
+
+
+def _settled(config: Config, *, shared: bool) -> Config:
     parallel = structs.replace(config.parallel, vocab_parallel_pp=shared)
     return structs.replace(config, parallel=parallel)
 
@@ -242,4 +251,14 @@ def _searched(
 
 def _built(config: Config, options: dict[str, Any]) -> Schedule:
     name = family_of(config.parallel.schedule).name
-    return built(name, config.parallel.pp, config.train.grad_accum_steps, tuple(options.items()))
+    sizes = config.parallel.pp, config.train.grad_accum_steps
+    return _proved(name, *sizes, tuple(options.items()))
+
+
+@cache
+def _proved(
+    name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]
+) -> Schedule:
+    schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
+    validate(schedule)
+    return schedule

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,12 +88,25 @@ class ModelCosts:
     ends: tuple[Parameter, ...]
 
 
+_traced: dict[Config, ModelCosts] = {}
+
+
 def costs_of(config: Config) -> ModelCosts:
     """The costs of a configuration's model; what they do not depend on is not traced again.
 
     This imports jax, but touches no device.
     """
-    return _traced(essentials(config))
+    key = essentials(config)
+    if key not in _traced:
+        from jaxpipe.planning.trace import trace
+
+        _traced[key] = trace(key)
+    return _traced[key]
+
+
+def take_traced(known: Mapping[Config, ModelCosts]) -> None:
+    """Costs by their `essentials`, which another process has traced."""
+    _traced.update(known)
 
 
 def essentials(config: Config) -> Config:
@@ -129,10 +141,3 @@ def essentials(config: Config) -> Config:
             variable_length=config.marks_padding,
         ),
     )
-
-
-@lru_cache(maxsize=64)
-def _traced(config: Config) -> ModelCosts:
-    from jaxpipe.planning.trace import trace
-
-    return trace(config)

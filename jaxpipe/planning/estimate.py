@@ -1,16 +1,19 @@
-"""What one candidate costs: time, bubbles, bytes and messages."""
+"""What candidates cost: time, bubbles, bytes and messages."""
 
 import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import Candidate
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.candidates import Candidate, tried, variants
+from jaxpipe.planning.chosen import ends_of
+from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
-from jaxpipe.schedule import Report, Tables, simulate, time_saved
+from jaxpipe.schedule import FAMILIES, Report, Tables, Variant, simulate, time_saved
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,46 @@ class Estimate:
     def tokens_per_second(self) -> float:
         """Tokens a second of the whole step, over all replicas."""
         return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class _Request:
+    """An estimate that another process can make, which traces nothing that is `known`."""
+
+    config: Config
+    seconds: OpSeconds
+    memory: float | None
+    known: Mapping[Config, ModelCosts]
+
+    def __call__(self, variant: Variant) -> Estimate | str:
+        """That of a variant, or why the sizes forbid it."""
+        take_traced(self.known)
+        one = tried(self.config, self.seconds, variant, memory=self.memory)
+        return one if isinstance(one, str) else estimate(self.config, one, self.seconds)
+
+
+def estimates(
+    config: Config,
+    seconds: OpSeconds,
+    *,
+    memory: float | None = None,
+    helpers: Executor | None = None,
+) -> tuple[list[Estimate], dict[str, str]]:
+    """Of the schedules that fit the sizes; and by label why each of the others does not.
+
+    The configuration's own comes first. `memory`: bytes of a device, as in `chosen`; `helpers`:
+    processes that make them (`planning.helpers`); None: this one does.
+    """
+    every = variants(config)
+    known = {essentials(one): costs_of(one) for one in ends_of(config)} if helpers else {}
+    request = _Request(config, seconds, memory, known)
+    if helpers:
+        longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].searched)
+        made = dict(zip(longest_first, helpers.map(request, longest_first)))
+    else:
+        made = {variant: request(variant) for variant in every}
+    refused = {variant.label: one for variant, one in made.items() if isinstance(one, str)}
+    return [one for one in map(made.get, every) if isinstance(one, Estimate)], refused
 
 
 def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:

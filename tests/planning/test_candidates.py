@@ -17,14 +17,14 @@ from jaxpipe.planning import (
     Hardware,
     analytic,
     candidate,
-    candidates,
     chosen,
     estimate,
+    estimates,
     layout_of,
     scale,
 )
-from jaxpipe.planning.building import built, by_several
 from jaxpipe.planning.candidates import variants
+from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Lockstep, Variant, build, write
 from jaxpipe.training.trainer import Trainer
@@ -50,10 +50,15 @@ def _quick_searches(monkeypatch):
         monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", QUICK)
 
 
+def candidates(config):
+    found, _ = estimates(config, analytic(config, Hardware()))
+    return [one.candidate for one in found]
+
+
 @pytest.mark.parametrize("label", OWN)
 def test_one_candidate_is_the_runs_own(label):
     config = configs.load(SMALL, [*SIZES, *OWN[label]])
-    rows, _ = candidates(config, analytic(config, Hardware()))
+    rows = candidates(config)
     assert len({row.label for row in rows}) == len(rows)
     (own,) = (row for row in rows if row.configured)
     assert own.label == label
@@ -61,19 +66,23 @@ def test_one_candidate_is_the_runs_own(label):
     assert own.choice.schedule is chosen(config).schedule
 
 
-def test_processes_build_what_one_does():
+def test_processes_estimate_what_one_does(monkeypatch):
     """Refusals too; where schedules are short no process is begun."""
-    config = configs.load(SMALL, [*SIZES, "parallel.schedule=zb_auto", "parallel.memory_limit=0.5"])
-    other = configs.load(SMALL, [*SIZES, "train.grad_accum_steps=12"])
-    alone = [candidates(one, analytic(one, Hardware())) for one in (config, other)]
-    built.cache_clear()
-    with by_several(10**6) as several:
-        found = [
-            candidates(one, analytic(one, Hardware()), threads=several) for one in (config, other)
-        ]
-    assert found == alone
-    with by_several(10) as several:
-        assert several == 1
+    monkeypatch.undo()  # others search as long as they are told
+    how = ["parallel.schedule=zb_auto", "parallel.memory_limit=0.5",
+           "parallel.vocab_parallel_pp=auto"]  # fmt: skip
+    config = configs.load(SMALL, [*SIZES, *how])
+    seconds = analytic(config, Hardware())
+    with helpers(10**6) as pool:
+        found, refused = estimates(config, seconds, helpers=pool)
+    alone, refused_here = estimates(config, seconds)
+    assert refused == refused_here
+    assert [one.candidate for one in found] == [one.candidate for one in alone]
+    for one, other in zip(found, alone):
+        assert (one.report, one.bytes, one.sent) == (other.report, other.bytes, other.sent)
+        assert signature(one.tables) == signature(other.tables)
+    with helpers(10) as pool:
+        assert pool is None
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -81,7 +90,7 @@ def test_processes_build_what_one_does():
 def test_its_tables_are_those_that_run(label, on_cpu):
     """On virtual CPU devices of the configuration, and compiled for GPUs that are not there."""
     config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
-    own = candidates(config, analytic(config, Hardware()))[0][0].choice.tables
+    own = candidates(config)[0].choice.tables
     if on_cpu:
         run = Trainer(config, tuple(jax.devices()[:2])).pipeline.tables
     else:
@@ -119,8 +128,7 @@ def test_a_schedule_of_a_file_is_marked_too(tmp_path):
     write(build("bfs", pp=2, microbatches=8), tmp_path / "mine.csv")
     how = ["parallel.schedule=custom", f"parallel.schedule_file={tmp_path / 'mine.csv'}"]
     config = configs.load(SMALL, [*SIZES, *how])
-    rows, _ = candidates(config, analytic(config, Hardware()))
-    (own,) = (row for row in rows if row.configured)
+    (own,) = (row for row in candidates(config) if row.configured)
     assert (own.label, own.choice) == ("custom", chosen(config))
 
 

@@ -14,10 +14,9 @@ from jaxpipe.plan import main
 from jaxpipe.planning import (
     Hardware,
     analytic,
-    candidates,
     chosen,
     decided,
-    estimate,
+    estimates,
     op_seconds,
     write_own,
 )
@@ -48,8 +47,8 @@ def shares(config, platform=None):
 def estimated(config):
     """Every schedule's estimate, by its name."""
     seconds = analytic(config, Hardware())
-    found, _ = candidates(config, seconds)
-    return {one.label: estimate(config, one, seconds) for one in found}
+    found, _ = estimates(config, seconds)
+    return {one.candidate.label: one for one in found}
 
 
 def test_who_asks_is_told_alike():

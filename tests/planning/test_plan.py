@@ -14,7 +14,7 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, analytic, candidates, chosen, configured, estimate
+from jaxpipe.planning import Hardware, analytic, chosen, configured, estimate, estimates
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import ring_bytes
 from jaxpipe.schedule import BUILDERS, Lockstep, Memory, lower, peak_memory
@@ -27,10 +27,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def estimates_of(*overrides, ticks=1):
     config = configs.load(SMALL, [*overrides, f"parallel.transfer_ticks={ticks}"])
     seconds = analytic(config, Hardware(link=1e15))
-    found, refused = candidates(config, seconds)
-    return config, refused, {
-        one.label: estimate(config, one, seconds) for one in found
-    }  # fmt: skip
+    found, refused = estimates(config, seconds)
+    return config, refused, {one.candidate.label: one for one in found}
 
 
 def estimate_of(*overrides):
