@@ -9,6 +9,7 @@
   context CONFIG sequences that two CPU cores share, beside one
   zigzag         packed documents in a ring, dealt in two ways
   clockwork      the executor over layers that sleep, beside the simulator and PyTorch
+  idle RECORDING time of a recorded run in which no device worked
   scale CONFIG   weak and strong scaling by simulation
   text INPUT...  text to shards of token ids, beside the tokenizer alone
   opening        a large set of documents opened
@@ -27,6 +28,7 @@ from jaxpipe.bench import (
     context,
     correct,
     costs,
+    idle,
     opening,
     pages,
     report,
@@ -51,6 +53,7 @@ _COMMANDS = {
     "context": context,
     "zigzag": zigzag,
     "clockwork": clockwork,
+    "idle": idle,
     "scale": scale,
     "text": text,
     "opening": opening,
