@@ -186,8 +186,10 @@ class OwnEnds(Ends):
 
         def run() -> Tree:
             dx = buffers.read(carry.for_embed, row.dx_read) if waited else carry.dx
-            rows = self.step.rows(row.gradient_mb)
-            return self._embed_gradient(dx, rows, carry.shared_gradients)
+            rows, totals = self.step.rows(row.gradient_mb), carry.shared_gradients
+            if row.steps is not None:
+                totals = self.embed.begun(totals, row.steps.embeds > 0)
+            return self._embed_gradient(dx, rows, totals)
 
         gradients = self.step.choose(
             lambda row: row.embed_gradient, row, run, lambda: carry.shared_gradients

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.pipeline.jaxpr import reads, trace_flat
@@ -53,6 +54,15 @@ class SharedPart:
         for index, leaf in zip(self.used, used):
             leaves[index] = leaf
         return jax.tree.unflatten(structure, leaves)
+
+    def begun(self, total: Tree, anew: jax.Array) -> Tree:
+        """`total` with zeros for the used leaves where their sums begin `anew`."""
+        own = [jnp.where(anew, 0, leaf) for leaf in self.pick(total)]
+        return self._put(total, own)
+
+    def but_used(self, change: Callable[[jax.Array], jax.Array], total: Tree) -> Tree:
+        """`total` with all but the used leaves changed."""
+        return self._put(jax.tree.map(change, total), self.pick(total))
 
     def add(self, total: Tree, gradients: list[jax.Array | None]) -> Tree:
         """`total` with the used leaves' gradients added, in the total's own dtype."""

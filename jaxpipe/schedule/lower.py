@@ -136,6 +136,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
         if message.stored is not None:
             slot = slot_of[message.receiver].inbox[action]
             _fill_message(columns, message, slot, schedule, lanes)
+    if columns.steps is not None:
+        _fill_first_embeddings(columns)
     for leaf in _leaves(columns):
         leaf.setflags(write=False)
     first, last = (ranks_of(stage, schedule) for stage in (0, schedule.stages - 1))
@@ -144,11 +146,20 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
 
 
 def _steps(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
-    """Where ranks end and begin steps: a rank's update is made with the last of its stages'."""
+    """Where ranks end steps: a rank's update is made with the last of its stages'."""
     updates = np.array([[cell.update is not None for cell in row] for row in grid], np.int32)
     stages = np.bincount(schedule.placement.rank_of)
     ends = updates * (updates.cumsum(axis=0) % stages == 0)
-    return StepColumns(ends, np.concatenate([np.zeros_like(ends[:1]), ends[:-1]]))
+    return StepColumns(ends, np.zeros_like(ends))
+
+
+def _fill_first_embeddings(columns: Row[np.ndarray]) -> None:
+    """Of every rank and step the first gradient of the embedding."""
+    done = columns.steps.ends.cumsum(axis=0) - columns.steps.ends
+    for rank, of_rank in enumerate(columns.embed_gradient.T):
+        (ticks,) = np.nonzero(of_rank)
+        _, first = np.unique(done[ticks, rank], return_index=True)
+        columns.steps.embeds[ticks[first], rank] = 1
 
 
 def _leaves(columns: tuple) -> list[np.ndarray]:
