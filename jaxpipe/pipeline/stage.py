@@ -60,9 +60,16 @@ class SharedPart:
         own = [jnp.where(anew, 0, leaf) for leaf in self.pick(total)]
         return self._put(total, own)
 
-    def but_used(self, change: Callable[[jax.Array], jax.Array], total: Tree) -> Tree:
-        """`total` with all but the used leaves changed."""
-        return self._put(jax.tree.map(change, total), self.pick(total))
+    def unused(self, shared: Tree) -> list[jax.Array]:
+        """The other leaves."""
+        return [leaf for i, leaf in enumerate(jax.tree.leaves(shared)) if i not in self.used]
+
+    def with_unused(self, shared: Tree, others: list[jax.Array]) -> Tree:
+        """`shared` with these in place of the other leaves."""
+        every, structure = iter(others), jax.tree.structure(shared)
+        leaves = enumerate(jax.tree.leaves(shared))
+        new = [leaf if i in self.used else next(every) for i, leaf in leaves]
+        return jax.tree.unflatten(structure, new)
 
     def add(self, total: Tree, gradients: list[jax.Array | None]) -> Tree:
         """`total` with the used leaves' gradients added, in the total's own dtype."""

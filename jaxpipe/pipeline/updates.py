@@ -1,10 +1,12 @@
 """Several steps in one program: every rank updates what it holds when its gradients are whole.
 
-A tick with an update ends with it, in a two-way cond that also begins the sums of gradients anew:
-all but the embedding's, whose first gradient of the next step takes the place of what is left there
-(XLA for GPUs would copy a sum that two conds write, if one adds to it by no product). What ops read
-of parameters comes from the carry. Embedding, head and the like, which are else cut over the ranks,
-are for these steps whole on each, and the rank that computes them updates them.
+A tick with an update ends with it, in a two-way cond. It reads the sums of gradients and does not
+write them: they begin anew in the next tick, in a cond of their own. Only the embedding's does not:
+its first gradient of a step takes the place of what is left there, since XLA for GPUs would copy a
+sum that two conds write, if one adds to it by no product. What ops read of parameters comes from
+the carry.
+Embedding, head and the like, which are else cut over the ranks, are for these steps whole on each,
+and the rank that computes them updates them.
 
 An update is that of gradients as they are. Whoever needs one that depends on all of them (clipped
 by their norm, left out where they are not finite) keeps the state before, and looks at the norms
@@ -13,6 +15,7 @@ afterwards.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -135,20 +138,16 @@ class _UpdatingTicks:
 
     def tick(self, carry: Carry, held: Held, row: Row) -> tuple[Carry, Held]:
         """Run one row of the tables."""
+        embed, shared = self.work.ends.embed, carry.shared_gradients
+        sums = embed.unused(shared), carry.layer_gradients
+        nothing = partial(jax.tree.map, jnp.zeros_like, sums)
+        others, layers = lax.cond(row.steps.begins > 0, nothing, lambda: sums)
+        shared = embed.with_unused(shared, others)
+        carry = carry._replace(shared_gradients=shared, layer_gradients=layers)
         carry = self._work(held).tick(carry, row)
-        sums = carry.shared_gradients, carry.layer_gradients
         with jax.named_scope("update"):
-            held, (shared, layers) = lax.cond(
-                row.steps.ends > 0,
-                lambda: (self._updated(carry, held), self._begun(*sums)),
-                lambda: (held, sums),
-            )
-        return carry._replace(shared_gradients=shared, layer_gradients=layers), held
-
-    def _begun(self, shared: Tree, layers: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, Tree]:
-        """Sums of the next step: zeros, but for what the embedding begins by itself."""
-        others = self.work.ends.embed.but_used(jnp.zeros_like, shared)
-        return others, jax.tree.map(jnp.zeros_like, layers)
+            held = lax.cond(row.steps.ends > 0, partial(self._updated, carry, held), lambda: held)
+        return carry, held
 
     def _work(self, held: Held) -> RankWork:
         """That of the step at which this rank is."""

@@ -146,11 +146,12 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
 
 
 def _steps(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
-    """Where ranks end steps: a rank's update is made with the last of its stages'."""
+    """Where ranks end and begin steps: a rank's update is made with the last of its stages'."""
     updates = np.array([[cell.update is not None for cell in row] for row in grid], np.int32)
     stages = np.bincount(schedule.placement.rank_of)
     ends = updates * (updates.cumsum(axis=0) % stages == 0)
-    return StepColumns(ends, np.zeros_like(ends))
+    begins = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
+    return StepColumns(ends, begins, np.zeros_like(ends))
 
 
 def _fill_first_embeddings(columns: Row[np.ndarray]) -> None:

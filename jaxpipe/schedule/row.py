@@ -34,10 +34,12 @@ class EndColumns(NamedTuple, Generic[Leaf]):
 
 
 class StepColumns(NamedTuple, Generic[Leaf]):
-    """Where steps that are one schedule end, on every rank at its own time."""
+    """Where steps that are one schedule end and begin, on every rank at its own time."""
 
     ends: Leaf
     """Flag: the rank's sums of gradients are whole for this step: its update follows."""
+    begins: Leaf
+    """Flag: its sums begin anew, in the tick after an update."""
     embeds: Leaf
     """Flag: the rank's gradient of the embedding is its step's first."""
 

@@ -162,7 +162,10 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["zb_h2", "zbv", "interleaved_1f1b"])
 @pytest.mark.parametrize("lockstep", [Lockstep(), Lockstep(2), Lockstep(in_flight=24)])
 def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
-    """A rank ends a step in the tick of its last gradient, and begins another in the next tick."""
+    """A rank ends a step in the tick of its last gradient, and begins another in the next tick.
+
+    Also which gradient of the embedding is a step's first.
+    """
     one, steps, m = near(name, 2, 6), 3, 6
     columns = lower(fused(one, steps), lockstep).columns
     works = columns.B + columns.W + columns.BW > 0
@@ -176,9 +179,12 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
             (last[step - 1] if step else -1) < tick <= last[step]
             for tick, step in zip(forwards, columns.forward_mb[forwards, rank] // m)
         )
-        ends, begins = (np.flatnonzero(each[:, rank]) for each in columns.steps)
+        ends, begins, embeds = (np.flatnonzero(each[:, rank]) for each in columns.steps)
         assert ends.tolist() == last
         assert begins.tolist() == [tick + 1 for tick in last if tick + 1 < len(works)]
+        embedded = np.flatnonzero(columns.embed_gradient[:, rank])
+        assert len(embedded) == (rank == one.placement.rank_of[0]) * steps * m
+        assert embeds.tolist() == embedded[::m].tolist()
     assert lower(one, lockstep).columns.steps is None
 
 
