@@ -22,7 +22,14 @@ def recorded(folder, events):
 def test_only_what_all_devices_wait_for_counts(tmp_path, capsys):
     """Microseconds: device 0 rests from 400 on, 1 before 300, both from 700 to 900."""
     of_host = {"ph": "X", "name": "read", "ts": 700, "dur": 200, "args": {}}
-    events = [op(1, 300, 400), op(0, 0, 400), of_host, op(1, 900, 50), op(1, 950, 50)]
+    events = [
+        op(1, 300, 400),
+        op(0, 0, 400),
+        op(1, 100, 50),
+        of_host,
+        op(1, 900, 50),
+        op(1, 950, 50),
+    ]
     recorded(tmp_path / "profile" / "process-0", events)
     assert main(["idle", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -70,6 +70,7 @@ def test_steps_in_one_program_are_compiled_as_they_run():
             *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.schedule=zb_h2",
             "parallel.layer_split=even", "parallel.transfer_ticks=2", "train.eval_every=0",
             "parallel.vocab_parallel_pp=false", f"train.fused_steps={steps}",
+            "model.vocab_size=512",
         )
         for steps in (1, 2)
     )  # fmt: skip
@@ -78,6 +79,8 @@ def test_steps_in_one_program_are_compiled_as_they_run():
     assert (permutes["asynchronous"], permutes["synchronous"]) == (2, 0)
     assert min(permutes["hides"]) >= few
     assert several["graphs"]["whole"]
+    embedding = "f32[512,128]"
+    assert embedding not in {copy["shape"] for copy in several["buffer_copies"]}
 
 
 @needs_compiler

@@ -1,5 +1,6 @@
 """Steps that overlap in one program leave, to the bit, what the same steps leave one by one."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -177,3 +178,26 @@ def test_what_cannot_overlap(functions, execution, message):
     params = {"shared": shared, "layers": pipeline.layout(1).stack(layers)}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(partial(pipeline.updated, update=None), params, (), batch_at(0, 4, 2))
+
+
+def test_ranks_that_hand_on_copy_no_matrix():
+    """Neither parameters, moments and sums of gradients nor rings; nor does the loop's body."""
+    trainer = trainer_of(*TWO, "parallel.schedule=zb_h2")
+    steps = FusedSteps(trainer)
+
+    def overlapping(state, batch):
+        before = {"moments": state.optimizer, "norm": jnp.float32(0), "finite": state.step >= 0}
+        return steps.pipeline.updated(state.params, before, batch, steps._update)
+
+    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
+    lowered = jax.jit(overlapping, donate_argnums=0).lower(trainer.state_shapes, batch)
+    text = lowered.compile().as_text()
+    computations = {part.split()[0]: part for part in text.split("\n\n") if part.startswith("%")}
+    (loop,) = re.findall(r" while\(.*body=(%[\w.]+)", text)
+    branches = re.findall(r"branch_computations={(%[\w.]+), (%[\w.]+)}", computations[loop])
+    assert len(branches) == 7  # F, head, B, W, embedding; sums that begin anew, and the update
+    ring = rf"\d+,{EXAMPLES},{LENGTH},"
+    copies = rf"= \w+\[(?:\d+,\d+\]|{ring})\S* copy\("
+    for handing_on in (loop, *(idle for idle, _ in branches)):
+        assert not re.findall(copies, computations[handing_on])
+    assert any(re.findall(copies, computations[busy]) for _, busy in branches)
