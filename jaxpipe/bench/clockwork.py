@@ -1,9 +1,10 @@
 """`bench clockwork`: the executor's clock, free of the noise of products.
 
 Every rank is a process of its own, and layers sleep instead of computing: F, B and W take a given
-time. What is left is the executor: its tables, its transfers, and who waits for whom. Beside every
-step stand the simulator's seconds for it and, with --torch, PyTorch's schedule of that family over
-modules that sleep as long. A message takes what a tick of the same step takes if nobody sleeps.
+time. What is left is the executor: its tables, its transfers, and who waits for whom. Neighbours
+exchange by turns where the simulator finds that shorter. Beside every step stand the simulator's
+seconds for it and, with --torch, PyTorch's schedule of that family over modules that sleep as long.
+A message takes what a tick of the same step takes if nobody sleeps.
 
   idle = share of the time of all ranks in which a step leaves them without F, B or W.
 
@@ -41,6 +42,8 @@ _PEERS = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
+# Forwards that a rank may hold where they run ahead: of 1F1B more than in its own order.
+_AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 
 
@@ -168,13 +171,13 @@ def _line(steps: Steps) -> str:
 
 
 def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Variant]:
-    """One of each family, and 1F1B also with as many in flight as fill every tick."""
+    """One of each family, and some also with forwards that run ahead."""
     for name in arguments.schedules:
         family = family_of(name)
         in_chunks = family.in_rounds and family.placement == "loop"
         yield Variant(family.name, virtual_stages=2 if in_chunks else None)
-        if family.name == "1f1b":
-            yield Variant(family.name, in_flight=2 * ranks - 1)
+        if family.name in _AHEAD:
+            yield Variant(family.name, in_flight=_AHEAD[family.name](ranks))
 
 
 def _command(arguments: argparse.Namespace) -> str:
