@@ -53,6 +53,14 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, monkeypatch, caps
     assert found["versions"] == {"jax": jax.__version__}
 
 
+def test_neighbours_go_by_turns_where_that_is_shorter():
+    """The sleeps are on the clock of the scan then, in which a rank waits for one neighbour."""
+    found = {name: work_of(Variant(name), 4, 16, (F, B, W)).lockstep for name in ("1f1b", "zbv")}
+    assert (found["1f1b"].turns, found["1f1b"].meets) == (2, False)
+    assert (found["zbv"].turns, found["zbv"].meets) == (1, True)
+    assert replace(work_of(Variant("1f1b"), 4, 16, (F, B, W)), steps=2).lockstep.meets
+
+
 def test_steps_that_overlap_are_run_as_one(monkeypatch):
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
