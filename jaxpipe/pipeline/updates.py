@@ -4,9 +4,8 @@ A tick with an update ends with it, in a two-way cond. It reads the sums of grad
 write them: they begin anew in the next tick, in a cond of their own. Only the embedding's does not:
 its first gradient of a step takes the place of what is left there, since XLA for GPUs would copy a
 sum that two conds write, if one adds to it by no product. What ops read of parameters comes from
-the carry.
-Embedding, head and the like, which are else cut over the ranks, are for these steps whole on each,
-and the rank that computes them updates them.
+the carry. Embedding, head and the like, which are else cut over the ranks, are for these steps
+whole on each, and the rank that computes them updates them.
 
 An update is that of gradients as they are. Whoever needs one that depends on all of them (clipped
 by their norm, left out where they are not finite) keeps the state before, and looks at the norms

@@ -86,8 +86,13 @@ def estimates(
         made = dict(zip(longest_first, helpers.map(request, longest_first)))
     else:
         made = {variant: request(variant) for variant in every}
-    refused = {variant.label: one for variant, one in made.items() if isinstance(one, str)}
-    return [one for one in map(made.get, every) if isinstance(one, Estimate)], refused
+    found, refused = [], {}
+    for variant in every:
+        if isinstance(one := made[variant], str):
+            refused[variant.label] = one
+        else:
+            found.append(one)
+    return found, refused
 
 
 def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
