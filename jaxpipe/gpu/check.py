@@ -94,13 +94,7 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
     parallel = config.parallel
     topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
     trainer = Trainer(config, _devices(card, usable, topology), memory)
-    train = config.train
-    own = compiler.wanted(
-        "gpu",
-        deterministic=train.deterministic,
-        offloads=bool(train.offload_layers),
-        rings=parallel.rings,
-    )
+    own = compiler.wanted("gpu", *compiler.purposes_of(config))
     purposes = ("deviceless", *["costs"] * cards.has_costs(card))
     options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
     with tempfile.TemporaryDirectory() as folder:

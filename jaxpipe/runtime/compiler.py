@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpipe.config import ConfigError
+from jaxpipe.config import Config, ConfigError
 
 Value = bool | int | str
 
@@ -25,9 +25,10 @@ class Option(NamedTuple):
     """One option of XLA: what it is for, its values, its reason, and what notices its loss.
 
     Attributes:
-      purpose: `step`: of every step; `offload`: with `train.offload_layers`; `deterministic`: with
-        `train.deterministic`; `ring`: with `parallel.cp_method="ring"`; `deviceless`: of the check
-        alone, which has no device; `costs`: of the check for cards that XLA's cost model knows.
+      purpose: `step`: of every step; `offload`: with `train.offload_layers`; `moments`: with
+        `train.offload_moments`; `deterministic`: with `train.deterministic`; `ring`: with
+        `parallel.cp_method="ring"`; `deviceless`: of the check alone, which has no device; `costs`:
+        of the check for cards that XLA's cost model knows.
       values: by the jax from which on each is right; the newest that is not newer than the
         installed is taken.
       noticed: what changes in the report of `plan --check-gpu` without it, as `--json` names it;
@@ -93,6 +94,15 @@ TABLE = (
         "compute. With the default of 2 most have no product between their start and their end.",
         "host_copies.hidden",
     ),
+    Option(
+        "xla_gpu_memory_limit_slop_factor",
+        "moments",
+        {"0.10": 190},
+        "XLA's scheduler counts moments on the host as if they took the device's memory, and where "
+        "little is left by that account it makes permutes synchronous. With twice its default of "
+        "95 % of what is left they are not.",
+        "permutes.synchronous",
+    ),
     # XLA (its docs/determinism.md, and the code that hands attention to cuDNN): sums of scattered
     # values, the embedding's gradient here, and the gradient of cuDNN's attention are otherwise
     # added in the order in which threads come.
@@ -157,30 +167,37 @@ def _installed() -> tuple[int, ...]:
     return jax.__version_info__
 
 
-def options(
-    platform: str, *, deterministic: bool = False, offloads: bool = False, rings: bool = False
-) -> dict[str, Value]:
+def purposes_of(config: Config) -> tuple[str, ...]:
+    """What its step has options for, beside those of every step."""
+    train = config.train
+    asked = {
+        "offload": train.offload_layers,
+        "moments": train.offload_moments,
+        "deterministic": train.deterministic,
+        "ring": config.parallel.rings,
+    }
+    return tuple(purpose for purpose, is_asked in asked.items() if is_asked)
+
+
+def options(platform: str, *purposes: str) -> dict[str, Value]:
     """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
 
+    `purposes` are those beside `step` (`purposes_of`).
     An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
     that the installed XLA does not know.
     """
-    own = wanted(platform, deterministic=deterministic, offloads=offloads, rings=rings)
+    own = wanted(platform, *purposes)
     kept, dropped = accepted(own)
     for sentence in dropped:
         warnings.warn(sentence, stacklevel=2)
     return kept
 
 
-def wanted(
-    platform: str, *, deterministic: bool = False, offloads: bool = False, rings: bool = False
-) -> tuple[Option, ...]:
+def wanted(platform: str, *purposes: str) -> tuple[Option, ...]:
     """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
     if platform not in _GPUS:
         return ()
-    given = {"offload": offloads, "deterministic": deterministic, "ring": rings}
-    purposes = ("step", *(purpose for purpose, is_given in given.items() if is_given))
-    own = (option for purpose in purposes for option in of_purpose(purpose))
+    own = (option for purpose in ("step", *purposes) for option in of_purpose(purpose))
     return tuple(option for option in own if not _is_the_users(option.name))
 
 

@@ -300,13 +300,7 @@ class Trainer:
     @cached_property
     def _compiler_options(self) -> dict[str, Any]:
         platform = self.mesh.devices.flat[0].platform
-        train = self.config.train
-        return compiler.options(
-            platform,
-            deterministic=train.deterministic,
-            offloads=bool(train.offload_layers),
-            rings=self.config.parallel.rings,
-        )
+        return compiler.options(platform, *compiler.purposes_of(self.config))
 
     def _init(self) -> State:
         """The whole state on one device, as it is stored; only its shapes are used."""

@@ -223,6 +223,23 @@ def test_moments_wait_in_the_hosts_memory():
 
 
 @needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
+@pytest.mark.parametrize("told", [True, False])
+def test_moments_on_the_host_take_no_room_of_the_device(told):
+    """On a card of which the step takes 99 %; without the option XLA hides no permute there."""
+    (option,) = of_purpose("moments")
+    flags = "" if told else f"--{option.name}=95"
+    found = report(
+        *STEP, "model.d_model=512", "model.d_ff=1024", "parallel.pp=4", "parallel.dp=2",
+        "parallel.schedule=zb_h1", "parallel.layer_split=even", "parallel.transfer_ticks=2",
+        "train.offload_moments=true", "--memory", "70MiB", flags=flags,
+    )  # fmt: skip
+    assert 0.98 * found["usable"] < found["bytes"]["peak"] <= found["usable"]
+    place, fact = option.noticed.split(".")
+    assert found[place][fact] == (0 if told else 2)
+
+
+@needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
     """XLA's limit of collectives in flight matters here, and not for small layers.

@@ -12,7 +12,7 @@ from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
 
 STEP = of_purpose("step")
-PURPOSES = ("step", "offload", "deterministic", "ring", "deviceless", "costs")
+PURPOSES = ("step", "offload", "moments", "deterministic", "ring", "deviceless", "costs")
 
 
 def option(name, value, purpose="step"):
@@ -22,11 +22,6 @@ def option(name, value, purpose="step"):
 @pytest.fixture(autouse=True)
 def _no_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-
-
-def told(**more):
-    """What a step is compiled with, where a configuration asks for no more."""
-    return {"deterministic": False, "offloads": False, "rings": False} | more
 
 
 def test_none_on_cpu():
@@ -88,46 +83,55 @@ def test_an_option_in_xla_flags_is_the_users(monkeypatch):
 
 
 def test_a_deterministic_step_is_told_so(monkeypatch):
-    kept = compiler.options("cuda", deterministic=True)
+    kept = compiler.options("cuda", "deterministic")
     assert (kept["xla_gpu_deterministic_ops"], kept["xla_gpu_autotune_level"]) == (True, 0)
     assert kept.items() >= compiler.options("gpu").items()
-    assert compiler.options("cpu", deterministic=True) == {}
+    assert compiler.options("cpu", "deterministic") == {}
     jax.jit(lambda: 0, compiler_options=kept).lower().compile()
     asked = []
-    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append((words, more)))
+    monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
     for deterministic in (True, False):
         config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
         assert Trainer(config).train_step
-        assert asked.pop() == (("cpu",), told(deterministic=deterministic))
+        assert asked.pop() == ("cpu", *["deterministic"] * deterministic)
 
 
 def test_a_step_that_offloads_is_told_so(monkeypatch):
-    more = compiler.options("cuda", offloads=True)
+    more = compiler.options("cuda", "offload")
     assert more.items() - compiler.options("cuda").items() == {
         ("xla_gpu_experimental_parallel_async_compute_limit", 1000)
     }
-    assert compiler.options("cpu", offloads=True) == {}
+    assert compiler.options("cpu", "offload") == {}
     jax.jit(lambda: 0, compiler_options=more).lower().compile()
     asked = []
-    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append(more))
+    monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
     trainer = Trainer(load(SMALL, ["train.offload_layers=1"]))
     assert trainer.train_step
-    assert asked.pop() == told(offloads=True)
+    assert asked.pop() == ("cpu", "offload")
     assert trainer.execution.offload_layers == 1
+
+
+def test_a_step_whose_moments_are_on_the_host_is_told_so(monkeypatch):
+    (own,) = compiler.options("cuda", "moments").items() - compiler.options("cuda").items()
+    assert own == ("xla_gpu_memory_limit_slop_factor", 190)
+    asked = []
+    monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
+    assert Trainer(load(SMALL, ["train.offload_moments=true"])).train_step
+    assert asked.pop() == ("cpu", "moments")
 
 
 RING = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.cp_method=ring"]
 
 
 def test_permutes_of_a_ring_wait_for_its_devices_alone(monkeypatch):
-    more = compiler.options("cuda", rings=True)
+    more = compiler.options("cuda", "ring")
     (option,) = more.items() - compiler.options("cuda").items()
     assert option == ("xla_gpu_collective_permute_connected_components", True)
-    assert compiler.options("cpu", rings=True) == {}
+    assert compiler.options("cpu", "ring") == {}
     asked = []
-    monkeypatch.setattr(compiler, "options", lambda *words, **more: asked.append(more))
+    monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
     assert Trainer(load(SMALL, RING), jax.devices()[:4]).train_step
-    assert asked.pop() == told(rings=True)
+    assert asked.pop() == ("cpu", "ring")
 
 
 def test_a_ring_that_could_wait_for_ever_is_refused(monkeypatch):
