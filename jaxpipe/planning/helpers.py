@@ -26,13 +26,14 @@ def helpers(forwards: int) -> Iterator[Executor | None]:
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=begin) as pool:
         for _ in range(cores):
             pool.submit(os.getpid)  # they begin to import
         yield pool
 
 
-def _begin() -> None:
+def begin() -> None:
+    """What a process does first: no search for cycles, and the imports of an estimate."""
     gc.disable()
     for module in ("jaxpipe.planning.estimate", "jaxpipe.pipeline"):
         import_module(module)

@@ -1,6 +1,8 @@
 """Which rows a plan has, which of them is the run's own, and what their messages take."""
 
+import gc
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from jaxpipe.planning import (
     scale,
 )
 from jaxpipe.planning.candidates import variants
-from jaxpipe.planning.helpers import helpers
+from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Lockstep, Variant, build, write
 from jaxpipe.training.trainer import Trainer
@@ -83,6 +85,16 @@ def test_processes_estimate_what_one_does(monkeypatch):
         assert signature(one.tables) == signature(other.tables)
     with helpers(10) as pool:
         assert pool is None
+
+
+def test_a_process_begins_without_a_search_for_cycles():
+    """And with jax, while the one that asks still traces."""
+    try:
+        begin()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert "jaxpipe.pipeline" in sys.modules
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
