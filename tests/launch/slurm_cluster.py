@@ -19,7 +19,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 # The first node's name has to resolve (jax takes it as the coordinator's), the others' need not.
 NODES = (socket.gethostname(), f"{socket.gethostname()}b")
 CPUS_PER_NODE = 4
-GRACE_SECONDS = 60  # from the signal of preemption to the kill
+GRACE_SECONDS = 120  # from the signal of preemption to the kill
 CREDENTIAL_SECONDS = 5  # a requeued job starts this much later; Slurm's default is 120
 
 CONFIGURATION = """\
@@ -44,13 +44,14 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 SlurmctldTimeout=10
 InactiveLimit=0
-KillWait=30
+KillWait=60
 MessageTimeout=30
 JobRequeue=1
 PreemptType=preempt/partition_prio
@@ -109,10 +110,14 @@ class Cluster:
         )
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(
-                host=NODES[0], port=port, folder=self.folder, nodes=nodes,
-                grace=GRACE_SECONDS, credential=CREDENTIAL_SECONDS,
-            )  # fmt: skip
-        )
+                host=NODES[0],
+                port=port,
+                folder=self.folder,
+                nodes=nodes,
+                grace=GRACE_SECONDS,
+                credential=CREDENTIAL_SECONDS,
+            )
+        )  # fmt: skip
         self._run_daemon("slurmctld", "-D", "-c")
         self.start_nodes(*NODES)
 
