@@ -1,6 +1,7 @@
 """launch/slurm.sbatch on a real Slurm of two nodes: what becomes of a job in every situation.
 
-Each situation is tried with a stand-in for the trainer, which takes a second, and with a training.
+Each situation is tried with a stand-in for the trainer, which needs a second, and those in which
+processes depend on one another also with a training.
 """
 
 import json
@@ -172,6 +173,7 @@ def test_a_signal_before_the_first_step_requeues_the_job(submit, name):
 
 
 @pytest.mark.slow
+@only_stand_in
 @pytest.mark.parametrize("options", ["USR1@30", "B:USR1@30", "B:TERM@30"])
 def test_the_time_limit_requeues_the_job(submit, options):
     """B: the signal goes to the batch shell alone. It may come a minute before it has to."""
@@ -190,6 +192,7 @@ def test_a_preempted_job_comes_back(submit):
     job.check_it_goes_on_after(job.wait_until_it_is_requeued())
 
 
+@only_stand_in
 def test_a_job_that_is_requeued_by_hand_is_requeued_once(submit):
     job = submit(tasks=2)
     job.wait_until_it_trains()
@@ -199,6 +202,7 @@ def test_a_job_that_is_requeued_by_hand_is_requeued_once(submit):
     assert job.restarts == 1
 
 
+@only_stand_in
 def test_a_cancelled_job_saves_and_stays_cancelled(submit):
     job = submit(tasks=2)
     job.wait_until_it_trains()
@@ -216,6 +220,7 @@ def test_a_killed_task_ends_the_job(submit):
     wait_for(lambda: not job.tasks, 40, "the other tasks end")
 
 
+@only_stand_in
 def test_bad_input_ends_the_job(submit):
     job = submit(settings=["parallel.pp=9"])
     assert job.wait_until_it_ends() == "FAILED"
