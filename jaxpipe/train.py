@@ -170,8 +170,8 @@ def _for_devices(config: Config, said: list[str]) -> Config:
     """The configuration of the devices that are here, checked; `said` gets what was measured."""
     import jax
 
-    from jaxpipe.bench.own import measure
     from jaxpipe.runtime.compiler import check_version
+    from jaxpipe.training.measured_costs import measure
 
     config = filled(config, jax.device_count())
     check_version(jax.default_backend())

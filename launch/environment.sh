@@ -80,7 +80,7 @@ oldest_packages() { # sets `folder` to an environment with the oldest Python and
         "$python" -m venv "$folder"
         # shellcheck disable=SC2086
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
-            $pins pytest pytest-timeout hypothesis
+            $pins chex pytest pytest-timeout hypothesis
         touch "$folder/complete"
     fi
 }

@@ -23,7 +23,7 @@ ROWS = [
     {"training"},
     {"gpu"},
     {"bench"},
-    {"train", "plan", "profile", "compare"},
+    {"train", "plan", "profile"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # `pipeline` takes stage functions as arguments: it must not know the model.

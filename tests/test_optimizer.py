@@ -22,6 +22,8 @@ from jaxpipe.training.optimizer import (
 )
 from jaxpipe.training.trainer import Trainer
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.mark.parametrize(
     ("decay", "rates"),

@@ -42,6 +42,7 @@ def run(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["parallel.pp=2", "parallel.tp=2"]])
 def test_a_seed_made_on_one_device_starts_any_mesh(tmp_path, run, layout, capsys):
     assert train.main([SMALL, f"run.dir={tmp_path}", "--seed-checkpoint"]) == 0
@@ -57,6 +58,7 @@ def test_no_second_seed(run, capsys):
     assert "already holds checkpoints of steps [4, 8, 12]" in capsys.readouterr().err
 
 
+@pytest.mark.slow(unless=["checkpoints/8"])
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/8"])
 def test_go_on_from_another_run(tmp_path, run, path, capsys):
     other = tmp_path / "other"

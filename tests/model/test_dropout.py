@@ -18,6 +18,7 @@ from jaxpipe.planning.checks import check_sizes
 from jaxpipe.training.trainer import Trainer
 
 
+@pytest.mark.slow(unless=["dropping-zb_h1-*", "gpt2_dropping-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
@@ -100,6 +101,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_steps_drop_the_same_on_every_layout():
     """Losses of three steps, and a held-out one after them."""
     found = []

@@ -36,6 +36,7 @@ def keyed(trainer, state):
     return jax.tree.map(np.asarray, keying.keyed(state.parts()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_one_device(mesh):
     """Loss and norm with the layers' loss, its counts and maxima, and the state after it."""
@@ -100,6 +101,7 @@ def test_counts_reach_the_logs(tmp_path):
     assert "counts" not in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [(*ALONE, "parallel.schedule=1f1b"), ("parallel.pp=2", "parallel.schedule=zbv")],

@@ -5,7 +5,6 @@ from statistics import median
 import jax
 import msgspec
 
-from jaxpipe.bench.ops import TransferTimer, op_seconds
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import (
     Candidate,
@@ -23,6 +22,7 @@ from jaxpipe.planning import (
 from jaxpipe.planning.candidates import variant_of
 from jaxpipe.runtime import processes
 from jaxpipe.schedule import family_of
+from jaxpipe.training.op_timers import TransferTimer, op_seconds
 from jaxpipe.training.trainer import Trainer
 
 _REPEATS = 5

@@ -5,7 +5,6 @@ from commands import SMALL, metrics
 
 from jaxpipe import config as configs
 from jaxpipe import train
-from jaxpipe.bench import own
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import (
     Hardware,
@@ -18,6 +17,7 @@ from jaxpipe.planning import (
     read_own,
     write_own,
 )
+from jaxpipe.training import measured_costs
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
 SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.0625)
@@ -63,8 +63,8 @@ def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
 def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     """Ops that are nothing like a data sheet's lead to another order, with a shorter span."""
     config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
-    monkeypatch.setattr(own, "_measured", lambda trainer: SECONDS)
-    first, second = own.measure(config).splitlines()
+    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
+    first, second = measured_costs.measure(config).splitlines()
     assert first.startswith("ops measured on this mesh, in ms of a layer: F 1e+03, B 2e+03, W 250")
     found = chosen(config, platform="cpu")
     other = chosen(config, platform="cpu", seconds=analytic(config, Hardware()))
@@ -72,11 +72,11 @@ def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     gained = float(second.partition(" s, ")[2].split("%")[0])
     assert gained > 0
     plain = load(tmp_path, "parallel.schedule=1f1b")
-    assert own._gain(plain, None).startswith("1f1b has one order, whatever ops cost; ")
+    assert measured_costs._gain(plain, None).startswith("1f1b has one order, whatever ops cost; ")
 
 
 def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(own, "_measured", lambda trainer: SECONDS)
+    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
     with pytest.raises(ConfigError, match=r"costs.json cannot be written \(File exists\)"):
-        own.measure(load(tmp_path / "file"))
+        measured_costs.measure(load(tmp_path / "file"))
