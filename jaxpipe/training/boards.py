@@ -1,5 +1,6 @@
 """Where the numbers of a run are shown beside its own log: TensorBoard, Weights & Biases."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -48,7 +49,8 @@ class WeightsAndBiases:
     """A run of wandb, its files in `<run.dir>/wandb`.
 
     Every start of a run is one of wandb's, all in a group that has the name of the run: what was
-    logged before a resume stays there. Raises `ConfigError` where wandb refuses.
+    logged before a resume stays there. The environment's WANDB_MODE, which clusters without a way
+    to the internet set, goes before `log.wandb`. Raises `ConfigError` where wandb refuses.
     """
 
     def __init__(self, config: Config, last_step: int):
@@ -56,19 +58,20 @@ class WeightsAndBiases:
 
         self._histogram = wandb.Histogram
         name = Path(config.run.dir).resolve().name
+        mode = os.environ.get("WANDB_MODE") or config.log.wandb
         try:
             self._run = wandb.init(
                 project=config.log.wandb_project,
                 group=name,
                 name=f"{name} from step {last_step}",
                 dir=config.run.dir,
-                mode=config.log.wandb,
+                mode=mode,
                 config=msgspec.to_builtins(config),
                 settings=wandb.Settings(console="off"),  # the terminal is the progress line's
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"log.wandb={config.log.wandb!r} is refused by wandb ({first_line(error)}): run "
+                f"log.wandb={mode!r} is refused by wandb ({first_line(error)}): run "
                 f"`wandb login`, or use log.wandb=offline and `wandb sync` later."
             ) from error
 

@@ -58,6 +58,7 @@ def stand_in(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "wandb.py").write_text(STAND_IN)
     without_wandb(monkeypatch)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.syspath_prepend(folder)
     yield
     sys.modules.pop("wandb", None)
@@ -90,6 +91,15 @@ def test_many_numbers_are_a_histogram(tmp_path, stand_in):
     given, logged, _ = stood_in(tmp_path)
     assert given["name"].endswith("from step 4")
     assert logged == [5, {"counts/0/0": 1, "counts/0/1": 2, "many": list(range(100))}]
+
+
+def test_the_mode_of_the_environment_goes_first(tmp_path, stand_in, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=online"])
+    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)):
+        pass
+    given, _ = stood_in(tmp_path)
+    assert given["mode"] == "offline"
 
 
 def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
