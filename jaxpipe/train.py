@@ -104,7 +104,9 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
+    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -116,15 +118,20 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.trainer import Trainer
 
     directory, said = Path(config.run.dir), []
-    if only_seed:
-        trainer = Trainer(on_one_device(config), (jax.devices()[0],))
-    else:
-        config = _for_devices(config, said)
-        trainer = Trainer(config)
-    data = _data(config, directory)
-    if config.train.eval_every:
-        data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
+    if not only_seed:
+        config = _for_devices(config)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(directory, said.append))
+        if only_seed:
+            trainer = Trainer(on_one_device(config), (jax.devices()[0],))
+        else:
+            if config.parallel.costs == "measure":
+                memory = device_memory(jax.devices()[0].device_kind)
+                said.append(measure(config, memory=memory))
+            trainer = Trainer(config)
+        data = _data(config, directory)
+        if config.train.eval_every:
+            data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
@@ -155,9 +162,11 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         log = None
         if processes.first():
             step = int(state.step)
-            note_start(config, step)
-            shown_on = boards(config, step)
-            log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
+            guard = WriteGuard(progress.say)
+            note_start(config, step, guard)
+            shown_on = boards(config, step, guard)
+            log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
+            stack.enter_context(log)
         try:
             return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
         except ConfigError as error:  # of data, of which others may not have read this part
@@ -166,25 +175,21 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             _leave_others(error)
 
 
-def _for_devices(config: Config, said: list[str]) -> Config:
-    """The configuration of the devices that are here, checked; `said` gets what was measured."""
+def _for_devices(config: Config) -> Config:
+    """The configuration of the devices that are here, checked."""
     import jax
 
-    from jaxpipe.bench.own import measure
     from jaxpipe.runtime.compiler import check_version
 
     config = filled(config, jax.device_count())
     check_version(jax.default_backend())
-    memory = device_memory(jax.devices()[0].device_kind)
     validate(
         config,
         devices=jax.device_count(),
         devices_of_host=processes.devices_of_host(),
         platform=jax.default_backend(),
-        memory=memory,
+        memory=device_memory(jax.devices()[0].device_kind),
     )
-    if config.parallel.costs == "measure":
-        said.append(measure(config, memory=memory))
     return config
 
 
