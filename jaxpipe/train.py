@@ -157,7 +157,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:
-            record(trainer, data.train, state, seen.samples, record_routes)
+            record(trainer, data.train, state, seen.position, record_routes)
             return 0
         log = None
         if processes.first():

@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.model.family import INT32_MAX
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
@@ -15,6 +16,8 @@ from jaxpipe.planning.hardware import read_measured
 from jaxpipe.planning.sequence_checks import check_sequences
 from jaxpipe.runtime.devices import compute_capability
 from jaxpipe.schedule import FAMILIES, ScheduleError
+
+_MOST_FORWARDS = 2**16  # of a schedule, which is built and proved action by action
 
 
 def validate(
@@ -153,12 +156,27 @@ def check_sizes(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    """A step has a number of microbatches, which was given or has been filled in."""
-    train = config.train
+    """A step has microbatches, given or filled in, that one can count and schedule."""
+    parallel, train = config.parallel, config.train
     if bool(train.grad_accum_steps) == bool(train.batch_tokens):
         raise ConfigError(
             f"train.grad_accum_steps={train.grad_accum_steps} with train.batch_tokens="
             f"{train.batch_tokens}: give one of them, and leave the other out or 0."
+        )
+    if config.tokens_per_step > INT32_MAX:
+        raise ConfigError(
+            f"a step of {config.tokens_per_step} tokens (train.grad_accum_steps="
+            f"{train.grad_accum_steps} x train.microbatch_size={train.microbatch_size} x "
+            f"train.seq_len={train.seq_len} on {parallel.dp // parallel.cp} replicas) exceeds "
+            f"2^31 - 1, as far as its targets are counted: make one of them smaller."
+        )
+    stages = parallel.pp * max(parallel.virtual_stages, 1)
+    forwards = train.grad_accum_steps * parallel.slices * stages
+    if forwards > _MOST_FORWARDS:
+        raise ConfigError(
+            f"train.grad_accum_steps={train.grad_accum_steps} x parallel.slices={parallel.slices} "
+            f"on {stages} stages are {forwards} forwards in a step, but a schedule has at most "
+            f"{_MOST_FORWARDS}: use fewer microbatches, and a larger train.microbatch_size."
         )
 
 

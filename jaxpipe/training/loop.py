@@ -75,7 +75,7 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(seen.samples, **trainer.feed.sizes)
+        batches = self.data.train.batches(seen.position, **trainer.feed.sizes)
         unread, spent, ran = _Unread(), {}, set()
         meter = BubbleMeter(trainer, self.steps, self.progress.say)
         window = Window(trainer.config, self.progress.say)
@@ -97,7 +97,7 @@ class Run:
                         )
                     )
                     spent = {}
-                self.steps.look_ahead(self.data.train, before.samples, train.steps - step)
+                self.steps.look_ahead(self.data.train, before.position, train.steps - step)
                 newest = 0 if window.turns_at(step) else len(program)
                 if failed := self._log_all_but(newest, unread, state):
                     return self._stop_at_non_finite(state, *failed)
@@ -155,9 +155,10 @@ class Run:
     def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
         """What the run has seen after one more step, and what is in that."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
-        contents = self.data.train.contents(seen.samples, samples) if config.pads else None
+        contents = self.data.train.contents(seen.position, samples) if config.pads else None
         tokens = config.tokens_per_step if contents is None else contents.tokens
-        return Seen(seen.samples + samples, seen.tokens + tokens), contents
+        after = seen._replace(samples=seen.samples + samples, tokens=seen.tokens + tokens)
+        return after, contents
 
     def _save(self, step: int, state: State, seen: Seen) -> None:
         meta = describe(self.trainer, self.data, seen, state.guard)
@@ -182,7 +183,8 @@ class Run:
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
         """Save the state before that step, which no step since has changed; the exit code."""
-        step, first, last = dispatched.step, dispatched.before.samples, dispatched.after.samples - 1
+        step, first = dispatched.step, dispatched.before.position
+        last = dispatched.after.position - 1
         self._save(step - 1, state, dispatched.before)
         self.progress.say(
             f"error: {_not_finite(values)} at step {step}, samples {first}..{last} of the "
