@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.config.paths import local_path
 
 Values = Mapping[int, float]  # of one metric by step; NaN where it was not finite
 
@@ -41,11 +42,11 @@ class Parting:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxpipe.compare", description=__doc__)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run's run.dir")
+    parser.add_argument("runs", nargs=2, type=local_path, metavar="RUN", help="a run's run.dir")
     add = parser.add_argument
     add("--metric", default="loss", help="a number of metrics.jsonl (loss)")
     add("--tolerance", type=float, default=1e-6, help="relative (1e-6)")
-    add("--picture", type=Path, default=Path("compare.svg"), help=".svg, .pdf or .png")
+    add("--picture", type=local_path, default=Path("compare.svg"), help=".svg, .pdf or .png")
     arguments = parser.parse_args(argv)
     try:
         values = [read(run, arguments.metric) for run in arguments.runs]
@@ -63,7 +64,7 @@ def read(run: Path, metric: str) -> Values:
     """A metric of a run by step; `ConfigError` where the run has none."""
     path = run / "metrics.jsonl"
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except OSError as error:
         raise ConfigError(
             f"cannot read {path} ({error.strerror}): give the run.dir of a run that has logged."
@@ -84,9 +85,10 @@ def read(run: Path, metric: str) -> Values:
 def _fields_of(line: str) -> dict[str, Any]:
     """A line of the log; nothing of one that a run is still writing."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def settings(run: Path) -> dict[str, Any] | None:

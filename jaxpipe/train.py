@@ -1,12 +1,13 @@
 """`python -m jaxpipe.train CONFIG [section.key=value ...]`: train, or resume, one run.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input; 3 another
-process of the run is gone; 4 ended, but its last step could not be saved; 128 + n stopped by
-signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and
-saved.
+A finished or stopped run goes on when the same command is given again.
+
+Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, too little
+memory, or a run.dir that another run uses; 3 another process of the run is gone; 4 ended, but its
+last step could not be saved; 128 + n stopped by signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM),
+after the step in progress was finished and saved.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import device_memory
+from jaxpipe.runtime.devices import check_present, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -31,9 +34,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpipe.train", description=__doc__)
-    parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = parser_of("train", __doc__ or "")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
     parser.add_argument(
@@ -41,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="save the initial state, made on one device, as checkpoint 0, and stop",
     )  # fmt: skip
     parser.add_argument(
-        "--record-routes", type=Path, metavar="NPZ",
+        "--record-routes", type=local_path, metavar="NPZ",
         help="write the next step's batch with the experts that its tokens go to, and stop",
     )  # fmt: skip
-    arguments = parser.parse_intermixed_args(argv)
     try:
+        arguments = parse(parser, argv)
         overrides = arguments.overrides
         if arguments.resume is not None:
             overrides = [*overrides, f"checkpoint.resume={arguments.resume}"]
@@ -63,9 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if processes.started() == 1:
+        lacking = _lacking_memory(error)
+        if processes.started() > 1:
+            _leave_others(lacking or error)
+        if lacking is None:
             raise
-        _leave_others(error)
+        print(f"error: {lacking}", file=sys.stderr)
+        return 2
+
+
+def _lacking_memory(error: Exception) -> ConfigError | None:
+    """What to do where a device has not enough memory; None for all other errors."""
+    import jax
+
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    return ConfigError(
+        f"the devices have too little memory for this run ({first_line(error)}): use a smaller "
+        f"train.microbatch_size, train.seq_len or model, train.remat=full, or more devices; "
+        f"`python -m jaxpipe.plan` counts the bytes."
+    )
 
 
 def _leave_others(error: Exception) -> NoReturn:
@@ -101,6 +119,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
     processes.join()
+    check_present()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 

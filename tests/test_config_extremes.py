@@ -87,8 +87,7 @@ def test_an_extreme_value_is_answered_at_once(files, family, key):
             try:
                 config = load(files / family, [f"{key}={value}"])
                 validate(filled(config, 1), devices=1)
-            except (ConfigError, ScheduleError) as error:
-                assert "\n" not in str(error)
+            except (ConfigError, ScheduleError):
                 continue
         # Accepted: a number that devices can hold.
         section, name = key.split(".")

@@ -32,7 +32,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     An override is a line of TOML; a value that is no TOML value is taken as a string, so
     `parallel.schedule=gpipe` needs no quotes. Checks across fields: `jaxpipe.planning.checks`.
     """
-    check_local("the configuration", str(path))
+    check_local("CONFIG", str(path))
     path = Path(path)
     tree = _read(path)
     for override in overrides:

@@ -27,14 +27,15 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunConfig(_Section, kw_only=True):
     """`[run]`: where the run lives."""
 
-    dir: LocalPath = ""  # holds data, checkpoints and metrics; empty: runs/<name of the config file>
+    dir: LocalPath = ""  # holds data, checkpoints and metrics; empty: runs/<name of the file>
 
 
 class ParallelConfig(_Section, kw_only=True):
     """`[parallel]`: the mesh, and how the layers and microbatches run on it."""
 
     pp: Positive = 1  # pipeline ranks
-    dp: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 1  # data-parallel replicas of every rank; -1: all that fit
+    # data-parallel replicas of every rank; -1: all that fit
+    dp: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 1
     dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
     cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
     # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
@@ -197,7 +198,8 @@ class DataConfig(_Section, kw_only=True):
     """`[data]`: where tokens come from."""
 
     source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
-    path: LocalPath = ""  # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    path: LocalPath = ""
     sources: tuple[SourceConfig, ...] = ()  # several, mixed, in place of source and path
     heldout_path: LocalPath = ""  # another for held-out losses; empty: the end of each source
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no path is given
@@ -246,7 +248,8 @@ class LogConfig(_Section, kw_only=True):
 class RuntimeConfig(_Section, kw_only=True):
     """`[runtime]`: devices."""
 
-    cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0  # virtual CPU devices of a process; 0: the devices that jax finds
+    # virtual CPU devices of a process; 0: the devices that jax finds
+    cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Config(_Section, Generic[Model], kw_only=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.units import readable_bytes
 from jaxpipe.model.family import INT32_MAX
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
@@ -14,7 +15,8 @@ from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.hardware import read_measured
 from jaxpipe.planning.sequence_checks import check_sequences
-from jaxpipe.runtime.devices import compute_capability
+from jaxpipe.runtime.devices import compute_capability, host_memory
+from jaxpipe.runtime.processes import started
 from jaxpipe.schedule import FAMILIES, ScheduleError
 
 _MOST_FORWARDS = 2**16  # of a schedule, which is built and proved action by action
@@ -52,6 +54,7 @@ def validate(
             f"parallel.tp={parallel.tp} must divide the {devices_of_host} devices of a host: those "
             f"that share a layer exchange values within it; use a smaller tp and more pp."
         )
+    _check_memory(config, devices, platform, memory)
     wanted = parallel.pp * parallel.dp * parallel.tp
     if devices is not None and wanted != devices:
         raise ConfigError(
@@ -72,6 +75,20 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_rings
 
         check_rings(platform)
+
+
+def _check_memory(
+    config: Config, devices: int | None, platform: str | None, memory: float | None
+) -> None:
+    """Raise `ConfigError` where all devices together cannot hold one copy of the model."""
+    held = host_memory() * started() if platform == "cpu" else (devices or 0) * (memory or 0)
+    needed = 8 * config.model.parameter_count()
+    if held and needed > held:
+        raise ConfigError(
+            f"model of {config.model.parameter_count():,} parameters: their float32 values and "
+            f"gradients alone take {readable_bytes(needed)}, but the devices have "
+            f"{readable_bytes(held)} together; make [model] smaller, or use more devices."
+        )
 
 
 def _check_packing(config: Config, platform: str | None) -> None:
@@ -171,12 +188,13 @@ def _check_batch(config: Config) -> None:
             f"2^31 - 1, as far as its targets are counted: make one of them smaller."
         )
     stages = parallel.pp * max(parallel.virtual_stages, 1)
-    forwards = train.grad_accum_steps * parallel.slices * stages
+    forwards = train.grad_accum_steps * parallel.slices * stages * train.fused_steps
     if forwards > _MOST_FORWARDS:
         raise ConfigError(
             f"train.grad_accum_steps={train.grad_accum_steps} x parallel.slices={parallel.slices} "
-            f"on {stages} stages are {forwards} forwards in a step, but a schedule has at most "
-            f"{_MOST_FORWARDS}: use fewer microbatches, and a larger train.microbatch_size."
+            f"on {stages} stages x train.fused_steps={train.fused_steps} are {forwards} forwards, "
+            f"but a schedule has at most {_MOST_FORWARDS}: use fewer microbatches, and a larger "
+            f"train.microbatch_size."
         )
 
 
@@ -283,11 +301,6 @@ def _check_rest(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
-    if optimizer.warmup_steps > config.train.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps="
-            f"{config.train.steps}: warm up for fewer steps or train longer."
-        )
     if optimizer.muon_lr and optimizer.name != "muon":
         raise ConfigError(
             f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "

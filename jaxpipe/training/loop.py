@@ -166,7 +166,24 @@ class Run:
 
     def _end(self, code: int, step: int) -> int:
         """The exit code once all is saved, which is another where that failed."""
-        return code if self.checkpoints.written(step) else 4
+        if not self.checkpoints.written(step):
+            self.progress.say(
+                f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
+                f"same command goes on from the newest checkpoint there"
+            )
+            return 4
+        if code == 0:
+            self.progress.say(self._closing_words(step))
+        return code
+
+    def _closing_words(self, step: int) -> str:
+        """What a run that is done has left, and what can be done with it."""
+        saved = f"{self.trainer.config.run.dir}/checkpoints/{step}"
+        return (
+            f"done: {step} steps; saved in {saved}, numbers of all steps in "
+            f"{self.trainer.config.run.dir}/metrics.jsonl; next: a larger train.steps to train on, "
+            f"or `python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+        )
 
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
