@@ -1,25 +1,17 @@
 """Where the numbers of a run are shown beside its own log: TensorBoard, Weights & Biases."""
 
 import contextlib
-import os
-import socket
-import struct
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import numpy as np
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import histogram, scalar
 
 from jaxpipe.config import Config, ConfigError, first_line
-from jaxpipe.runtime.directory import AppendedFile, WriteGuard
+from jaxpipe.runtime.directory import WriteGuard
 
 Shown = Mapping[str, float | np.ndarray]  # a scalar, or the finite numbers of a histogram, by name
-_BINS = 64  # of a histogram
 
 
 class Board(Protocol):
@@ -32,45 +24,6 @@ class Board(Protocol):
 
     def close(self) -> None:
         """Write what is still to be written."""
-
-
-class TensorBoard:
-    """Event files in `<run.dir>/tensorboard`; those of steps after `last_step` count no more.
-
-    Events are records of the TFRecord format. tensorboardX's own writer would hand them to a
-    thread, and wait for ever for it once that has died of a full disk.
-    """
-
-    def __init__(self, config: Config, last_step: int):
-        directory = Path(config.run.dir) / "tensorboard"
-        self.name = str(directory)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(directory / name)
-        self._before = [  # of the first step: what a reader of the file wants to know first
-            Event(file_version="brain.Event:2"),
-            Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START)),
-        ]
-
-    def show(self, step: int, values: Shown) -> None:
-        """Write them as scalars and histograms."""
-        events, self._before = self._before, []
-        for name, value in values.items():
-            several = isinstance(value, np.ndarray)
-            summary = histogram(name, value, _BINS) if several else scalar(name, value)
-            events.append(Event(step=step, summary=summary))
-        self._file.append(b"".join(map(_record, events)))
-
-    def close(self) -> None:
-        """Write what is still to be written."""
-        self._file.close()
-
-
-def _record(event: Event) -> bytes:
-    event.wall_time = time.time()
-    content = event.SerializeToString()
-    length = struct.pack("<Q", len(content))
-    checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, content))
-    return length + next(checksums) + content + next(checksums)
 
 
 class WeightsAndBiases:
@@ -129,11 +82,12 @@ def boards(config: Config, last_step: int, guard: WriteGuard | None = None) -> l
 
     One whose files cannot be written is left out and reported by `guard`.
     """
-    wanted = {TensorBoard: config.log.tensorboard, WeightsAndBiases: config.log.wandb}
-    found: list[Board] = []
-    guard = guard or WriteGuard(print)
-    for board, asked in wanted.items():
-        if asked:
-            with guard.attempt(f"{config.run.dir}: {board.__name__}"):
-                found.append(board(config, last_step))
+    guard, found = guard or WriteGuard(print), list[Board]()
+    if config.log.tensorboard:
+        from jaxpipe.training.tensorboard import TensorBoard  # a trainer needs no event files
+
+        found.append(TensorBoard(config, last_step))
+    if config.log.wandb:
+        with guard.attempt(f"{config.run.dir}/wandb"):
+            found.append(WeightsAndBiases(config, last_step))
     return found
