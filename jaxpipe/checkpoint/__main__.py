@@ -9,6 +9,7 @@ nothing is overwritten.
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import tomllib
@@ -25,7 +26,10 @@ from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingfac
 from jaxpipe.checkpoint.inspection import inspected
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, from_builtins
+from jaxpipe.config.arguments import SETTINGS
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
+from jaxpipe.runtime.directory import locked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,15 +55,19 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     incoming = commands.add_parser("import", help="Hugging Face to jaxpipe")
-    incoming.add_argument("source", type=Path, metavar="HF_DIR", help="config.json, safetensors")
+    incoming.add_argument(
+        "source", type=local_path, metavar="HF_DIR", help="config.json, safetensors"
+    )
     incoming.add_argument("config", help="the run's TOML file: its [model] must be the same model")
-    incoming.add_argument("overrides", nargs="*", metavar="section.key=value")
-    incoming.add_argument("--out", type=Path, help="default: <run.dir>/imported")
+    incoming.add_argument("overrides", nargs="*", metavar="section.key=value", help=SETTINGS)
+    incoming.add_argument("--out", type=local_path, help="default: <run.dir>/imported")
     incoming.set_defaults(run=_import)
 
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
-    outgoing.add_argument("checkpoint", type=Path, metavar="STEP_DIR")
-    outgoing.add_argument("out", type=Path, metavar="OUT_DIR", help="must not exist, or be empty")
+    outgoing.add_argument("checkpoint", type=local_path, metavar="STEP_DIR")
+    outgoing.add_argument(
+        "out", type=local_path, metavar="OUT_DIR", help="must not exist, or be empty"
+    )
     outgoing.add_argument("--config", help="a TOML file; default: the one in the checkpoint")
     outgoing.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     outgoing.add_argument("--max-shard-size", type=parse_bytes, default="5GB", metavar="SIZE")
@@ -71,7 +79,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     outgoing.set_defaults(run=_export)
 
     looking = commands.add_parser("inspect", help="show what a checkpoint holds")
-    looking.add_argument("checkpoint", type=Path, metavar="DIR", help="of a step, or of all")
+    looking.add_argument("checkpoint", type=local_path, metavar="DIR", help="of a step, or of all")
     looking.set_defaults(run=_inspect)
 
     # argparse gives a starred positional nothing once an option stands before it.
@@ -85,9 +93,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _import(arguments: argparse.Namespace) -> None:
     config = configs.load(arguments.config, arguments.overrides)
-    directory = arguments.out or Path(config.run.dir) / "imported"
+    own = Path(config.run.dir)
     meta = {"config": configs.to_toml(config)}
-    step = import_huggingface(arguments.source, config.model, directory, meta)
+    with contextlib.nullcontext() if arguments.out else locked(own, print):
+        directory = arguments.out or own / "imported"
+        step = import_huggingface(arguments.source, config.model, directory, meta)
     print(
         f"imported {config.model.parameter_count():,} parameters into {step}; to start a run from "
         f"them add: checkpoint.resume={step} checkpoint.parameters_only=true"

@@ -115,7 +115,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): download it again.") from error
 
 

@@ -85,11 +85,18 @@ class TensorFiles:
         if (self.directory / ONE_FILE).exists() or not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            index = dict(json.loads(path.read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not an index of safetensors: download it again."
             ) from error
+        for name, file in index.items():
+            if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+                raise ConfigError(
+                    f"{path} says that {name} is in {file!r}, which is no file of its directory: "
+                    f"take the checkpoint from where you trust it."
+                )
+        return index
 
     def _files(self) -> list[Path]:
         if (self.directory / ONE_FILE).exists():

@@ -1,7 +1,7 @@
 """The checkpoints of a run: a directory of Orbax, which any plain Orbax program can read."""
 
 import contextlib
-import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,9 +253,8 @@ def _check_writable(directory: Path) -> None:
 def _touch(directory: Path) -> None:
     """Make the directory if it is not there, and a file in it, and remove that again."""
     directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / f".writable-{os.getpid()}"
-    probe.touch()
-    probe.unlink(missing_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def _with_variables_of(stored: Tree, like: Tree) -> Tree:

@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from jaxpipe.config import ConfigError
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.data.inspection import inspected
 from jaxpipe.data.prepare import Options, prepare
@@ -53,12 +53,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     making = commands.add_parser("prepare", help="text to shards of token ids")
-    making.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files or folders")
+    making.add_argument(
+        "inputs", nargs="+", type=local_path, metavar="INPUT", help="files or folders"
+    )
     making.add_argument(
         "--tokenizer", required=True, metavar="PATH",
         help="a tokenizer.json, a model's directory with one, or 'bytes'",
     )  # fmt: skip
-    making.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if need be")
+    making.add_argument(
+        "--out", required=True, type=local_path, metavar="DIR", help="made if need be"
+    )
     making.add_argument(
         "--field", default="", help="with the text; default: messages, prompt and completion, text"
     )
@@ -77,7 +81,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     making.set_defaults(run=_prepare)
 
     looking = commands.add_parser("inspect", help="show what a prepared folder holds")
-    looking.add_argument("folder", type=Path, metavar="DIR")
+    looking.add_argument("folder", type=local_path, metavar="DIR")
     looking.add_argument("--documents", type=int, default=3, help="that are shown decoded")
     looking.set_defaults(run=_inspect)
     return parser.parse_args(argv)

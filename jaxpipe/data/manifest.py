@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}): prepare the folder again."
         ) from error

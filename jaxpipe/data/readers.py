@@ -70,7 +70,7 @@ class Reader:
         for number, (load, size) in enumerate(read(part)):
             try:
                 yield passages(load(), self.field)
-            except (ValueError, msgspec.DecodeError) as error:
+            except (ValueError, msgspec.DecodeError, RecursionError) as error:
                 if not self.skip_bad:
                     raise ConfigError(
                         f"{_place(part, number)} is no document: {error}; correct it, or give "

@@ -75,7 +75,7 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(seen.samples, **trainer.feed.sizes)
+        batches = self.data.train.batches(seen.position, **trainer.feed.sizes)
         unread, spent, ran = _Unread(), {}, set()
         meter = BubbleMeter(trainer, self.steps, self.progress.say)
         window = Window(trainer.config, self.progress.say)
@@ -97,7 +97,7 @@ class Run:
                         )
                     )
                     spent = {}
-                self.steps.look_ahead(self.data.train, before.samples, train.steps - step)
+                self.steps.look_ahead(self.data.train, before.position, train.steps - step)
                 newest = 0 if window.turns_at(step) else len(program)
                 if failed := self._log_all_but(newest, unread, state):
                     return self._stop_at_non_finite(state, *failed)
@@ -155,9 +155,10 @@ class Run:
     def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
         """What the run has seen after one more step, and what is in that."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
-        contents = self.data.train.contents(seen.samples, samples) if config.pads else None
+        contents = self.data.train.contents(seen.position, samples) if config.pads else None
         tokens = config.tokens_per_step if contents is None else contents.tokens
-        return Seen(seen.samples + samples, seen.tokens + tokens), contents
+        after = seen._replace(samples=seen.samples + samples, tokens=seen.tokens + tokens)
+        return after, contents
 
     def _save(self, step: int, state: State, seen: Seen) -> None:
         meta = describe(self.trainer, self.data, seen, state.guard)
@@ -165,7 +166,24 @@ class Run:
 
     def _end(self, code: int, step: int) -> int:
         """The exit code once all is saved, which is another where that failed."""
-        return code if self.checkpoints.written(step) else 4
+        if not self.checkpoints.written(step):
+            self.progress.say(
+                f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
+                f"same command goes on from the newest checkpoint there"
+            )
+            return 4
+        if code == 0:
+            self.progress.say(self._closing_words(step))
+        return code
+
+    def _closing_words(self, step: int) -> str:
+        """What a run that is done has left, and what can be done with it."""
+        saved = f"{self.trainer.config.run.dir}/checkpoints/{step}"
+        return (
+            f"done: {step} steps; saved in {saved}, numbers of all steps in "
+            f"{self.trainer.config.run.dir}/metrics.jsonl; next: a larger train.steps to train on, "
+            f"or `python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+        )
 
     def _heldout_loss(self, state: State) -> float:
         """Mean over at most `train.eval_steps` batches, in nats a token."""
@@ -182,7 +200,8 @@ class Run:
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
         """Save the state before that step, which no step since has changed; the exit code."""
-        step, first, last = dispatched.step, dispatched.before.samples, dispatched.after.samples - 1
+        step, first = dispatched.step, dispatched.before.position
+        last = dispatched.after.position - 1
         self._save(step - 1, state, dispatched.before)
         self.progress.say(
             f"error: {_not_finite(values)} at step {step}, samples {first}..{last} of the "

@@ -1,7 +1,10 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 import math
+import os
 from datetime import timedelta
+from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,7 +31,7 @@ class Progress:
     ):
         self._steps = steps
         self._every = config.every
-        self._console = console or Console(soft_wrap=True, highlight=False, quiet=silent)
+        self._console = console or _Output(soft_wrap=True, highlight=False, quiet=silent)
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
@@ -41,12 +44,15 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._live.stop()
+        _flush_or_drop(self._console.file)
 
     def say(self, message: RenderableType) -> None:
-        """Print above the live line."""
-        self._console.print(message)
+        """Print above the live line; what an output of a full disk cannot take is not shown."""
+        with contextlib.suppress(OSError):
+            self._console.print(message)
 
     def update(self, step: int, values: dict[str, Value], *, first: bool) -> None:
         """Show one step's numbers, not its lists of them.
@@ -62,9 +68,30 @@ class Progress:
         if self._live:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
         elif step % self._every == 0 or step == self._steps or "eval_loss" in values:
-            self._console.print(Text(line))
+            self.say(Text(line))
         if self._live and "eval_loss" in values:
-            self._console.print(Text(line))
+            self.say(Text(line))
+
+
+class _Output(Console):
+    """Standard output, which a run outlives: rich would end it where nobody reads on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _flush_or_drop(self.file)
+
+
+def _flush_or_drop(output: IO[str]) -> None:
+    """Let go of what cannot be written, so that Python's own flush at exit has no error to tell.
+
+    With one it would end with the exit code 120, whatever became of the run.
+    """
+    try:
+        output.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
 
 
 def _smoothed(before: float | None, value: float) -> float:

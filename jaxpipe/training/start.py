@@ -22,8 +22,14 @@ Say = Callable[[str], None]
 class Seen(NamedTuple):
     """How far a run has come in its training data."""
 
-    samples: int = 0
-    tokens: int = 0  # without padding
+    samples: int = 0  # of the whole run
+    tokens: int = 0  # of the whole run, without padding
+    restarted_at: int = 0  # samples that the run had seen when it went over to its present data
+
+    @property
+    def position(self) -> int:
+        """Samples of the present data that it has seen, which is the number of the next one."""
+        return self.samples - self.restarted_at
 
 
 def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
@@ -59,7 +65,8 @@ def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str
     """What is stored beside a state: where the data stands, and what it was trained with."""
     parallel = trainer.config.parallel
     return {
-        "position": seen.samples,
+        "position": seen.position,
+        "restarted_at": seen.restarted_at,
         "tokens": seen.tokens,
         "guard": guard.saved(),
         "data": data.train.fingerprint,
@@ -82,19 +89,32 @@ def _resumed(
     say: Say,
     but: str = "",
 ) -> tuple[State, Seen]:
-    if not data.train.has(meta["data"]):
+    seen, restarts = _seen(meta, trainer.config), not data.train.has(meta["data"])
+    if restarts and not trainer.config.data.restart:
         raise ConfigError(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
             f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "
-            f"another run.dir, or take only its parameters (checkpoint.parameters_only)."
+            f"another run.dir, data.restart=true to go on with this data from its beginning, or "
+            f"take only the parameters (checkpoint.parameters_only)."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
+    if restarts:
+        seen = seen._replace(restarted_at=seen.samples)
+        say(
+            f"data.restart: after {meta['data']} the run goes on with {data.train.fingerprint}, "
+            f"from its beginning"
+        )
     known, has = trainer.state_shapes.variables, parts.get("variables") or {}
     if new := sorted(known.keys() - has.keys()) if isinstance(known, dict) else []:
         say(f"the checkpoint has no {', '.join(new)} of this model: begun anew")
-    position = meta["position"]
-    tokens = meta.get("tokens", position * trainer.config.train.seq_len)  # older ones: no padding
-    return trainer.state_of(parts, meta.get("guard", {})), Seen(position, tokens)
+    return trainer.state_of(parts, meta.get("guard", {})), seen
+
+
+def _seen(meta: dict[str, Any], config: Config) -> Seen:
+    """What the run of a checkpoint had seen; an older one has no tokens, and no padding."""
+    restarted_at = meta.get("restarted_at", 0)
+    samples = restarted_at + meta["position"]
+    return Seen(samples, meta.get("tokens", samples * config.train.seq_len), restarted_at)
 
 
 def _read(
