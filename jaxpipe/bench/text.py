@@ -22,6 +22,7 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.pieces import Piece, cut, input_files
 from jaxpipe.data.prepare import Options, grouped, prepare
 from jaxpipe.data.readers import Reader
+from jaxpipe.data.records import Records
 from jaxpipe.data.tokenizing import load_tokenizer
 from jaxpipe.data.workers import Report, workers
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure both in turn, and print them and the ratio of every round."""
     options = Options(tokenizer=arguments.tokenizer, piece_size=arguments.piece)
-    pieces = cut(input_files(arguments.inputs), options.piece_size)
+    pieces = cut(input_files(arguments.inputs).files, options.piece_size)
     ratios: list[Rates] = []
     for number in range(1, arguments.rounds + 1):
         alone = _alone(pieces, options, arguments.workers)
@@ -72,12 +73,11 @@ def _alone(pieces: list[Piece], options: Options, processes: int) -> Rates:
 
 def encode_alone(piece: Piece, report: Report, *, options: Options) -> tuple[int, float, float]:
     """Tokens of a piece; the seconds that the tokenizer takes for them, and the processor's."""
-    reader = Reader(options.field, options.skip_bad_lines, lambda size: None)
+    reader = Reader(Records(options.field), options.skip_bad_lines, lambda size: None)
     tokenizer = load_tokenizer(options.tokenizer)
-    documents = grouped(doc for part in piece.parts for doc in reader.documents(part))
-    batches = [[text for passages in some for text, _ in passages] for some in documents]
+    batches = list(grouped(doc for part in piece.parts for doc in reader.documents(part)))
     start, busy = time.perf_counter(), time.process_time()
-    tokens = sum(len(ids) for batch in batches for ids in tokenizer.encode(batch))
+    tokens = sum(len(one.ids) for batch in batches for one in tokenizer.encode(batch))
     return tokens, time.perf_counter() - start, time.process_time() - busy
 
 
