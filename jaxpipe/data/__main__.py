@@ -67,6 +67,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--field", default="", help="with the text; default: messages, prompt and completion, text"
     )
     making.add_argument(
+        "--ignore", action="append", default=[], metavar="FIELD",
+        help="to leave out though it may change what is learned, such as tools; can be repeated",
+    )  # fmt: skip
+    making.add_argument(
         "--eod", default="", metavar="TOKEN",
         help="at the end of every document: a token, its id, or none; default: the tokenizer's eos",
     )  # fmt: skip
@@ -98,6 +102,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
         field=arguments.field,
+        ignored=tuple(sorted({*arguments.ignore})),
         skip_bad_lines=arguments.skip_bad_lines,
         piece_size=arguments.piece,
     )
@@ -115,7 +120,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
     print(
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
         f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
-        f"{manifest.bad_lines:,} that cannot be read; to train on them: data.source=file "
+        f"{manifest.unlearned:,} in which nothing counts, {manifest.bad_lines:,} that cannot be "
+        f"read; to train on them: data.source=file "
         f"data.path={out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
     )
 

@@ -58,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     histogram: tuple[Bin, ...]  # of the lengths of documents
     empty: int  # documents without text, left out
     bad_lines: int  # lines that could not be read, left out
+    unlearned: int = 0  # documents of which nothing counts in the loss, left out
     origin: str  # digest of the inputs and options
     shards: tuple[ShardEntry, ...]
 
