@@ -23,6 +23,8 @@ FORMAT = 1  # raised when the keys on disk change
 class Checkpoints:
     """The checkpoints of one run: a context manager that waits for pending saves on leaving.
 
+    Every save repeats what is in `carried`, entries of the metadata that outlive a step.
+
     All processes of a run call its methods alike. The newest `keep` stay on disk, and those whose
     step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
     written.
@@ -57,6 +59,7 @@ class Checkpoints:
     ):
         self.directory = directory.absolute()
         self.keying = keying
+        self.carried: dict[str, Any] = {}
         self._say = say
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
@@ -114,7 +117,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(keyed),
-                    meta=ocp.args.JsonSave(meta | {"format": FORMAT, "step": step}),
+                    meta=ocp.args.JsonSave(meta | self.carried | {"format": FORMAT, "step": step}),
                 ),
             )
 

@@ -8,7 +8,10 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Exclusion, newest, read_state
-from jaxpipe.config import Config, ConfigError, ParallelConfig, first_line
+from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
+from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig, first_line
+from jaxpipe.data.manifest import read_manifest
+from jaxpipe.data.opening import prepared_folders
 from jaxpipe.data.sources import Data
 from jaxpipe.planning.checks import filled
 from jaxpipe.runtime import processes
@@ -35,8 +38,20 @@ class Seen(NamedTuple):
 def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
     """The state to go on from, and what it has seen of the data.
 
-    Raises `ConfigError` for checkpoints that do not belong to this run's model or data.
+    The checkpoints carry on what the one that the run begins with knows of its tokenizer, and that
+    of the data. Raises `ConfigError` for checkpoints that do not belong to this run's model or
+    data.
     """
+    state, seen, meta = _started(trainer, data, checkpoints, say)
+    serving = _ending_as(trainer.config.data, ServingFiles.from_meta(meta))
+    checkpoints.carried = serving.as_meta()
+    return state, seen
+
+
+def _started(
+    trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
+) -> tuple[State, Seen, dict[str, Any]]:
+    """State, position in the data, and the metadata of the checkpoint that they come from."""
     resume = trainer.config.checkpoint.resume
     if resume == "none" and checkpoints.steps:
         raise ConfigError(
@@ -46,19 +61,29 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
     shapes = trainer.state_shapes
     if found := checkpoints.restore(shapes.parts(), say):
         restored, meta = found
-        return _resumed(trainer, restored, meta, data, say)
+        return *_resumed(trainer, restored, meta, data, say), meta
     if resume in ("auto", "none"):
-        return trainer.init(), Seen()
+        return trainer.init(), Seen(), {}
     path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
         restored, meta = _read(path, checkpoints, {"params": shapes.params}, exclusion)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        return trainer.fresh(restored["params"]), Seen()
+        return trainer.fresh(restored["params"]), Seen(), meta
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
     restored, meta = _read(path, checkpoints, shapes.parts(), exclusion)
-    return _resumed(trainer, restored, meta, data, say, but)
+    return *_resumed(trainer, restored, meta, data, say, but), meta
+
+
+def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
+    """The same where a text also ends with what ends the documents of prepared data."""
+    alone = [data.path] if data.source == "file" else []
+    paths = [source.path for source in data.sources if source.weight] or alone
+    folders = [folder for path in paths for folder in prepared_folders(path)]
+    for folder in folders[:1]:  # all were prepared with the same tokenizer
+        serving = serving.with_end(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
+    return serving
 
 
 def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:

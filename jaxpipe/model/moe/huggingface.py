@@ -16,6 +16,13 @@ LAYER = {
     "moe/experts/w_up": Theirs("mlp.experts.{}.up_proj.weight", transposed=True),
     "moe/experts/w_down": Theirs("mlp.experts.{}.down_proj.weight", transposed=True),
 }
+# As transformers 5 computes with them, and saves them with `save_original_format=False`: one tensor
+# of all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
+FUSED = {
+    "moe/experts/w_gate": Theirs("mlp.experts.gate_up_proj", transposed=True, part=0, parts=2),
+    "moe/experts/w_up": Theirs("mlp.experts.gate_up_proj", transposed=True, part=1, parts=2),
+    "moe/experts/w_down": Theirs("mlp.experts.down_proj", transposed=True),
+}
 DEFAULTS: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
