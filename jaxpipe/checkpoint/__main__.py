@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, trained_with
 from jaxpipe.checkpoint.inspection import inspected
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, from_builtins
@@ -92,6 +92,9 @@ def _import(arguments: argparse.Namespace) -> None:
         f"imported {config.model.parameter_count():,} parameters into {step}; to start a run from "
         f"them add: checkpoint.resume={step} checkpoint.parameters_only=true"
     )
+    for name, value in trained_with(arguments.source, config.model).items():
+        own = getattr(config.model, name)
+        print(f"its config.json asks for model.{name}={value:.6g}; the run's is {own:.6g}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -104,10 +104,11 @@ class Pipeline:
     ) -> StepOutput:
         """Shares of the loss, gradients of their sum, and what layers make beside.
 
-        The loss is the sum over all examples, and over the losses that layers make, divided by the
-        number of the head's terms (0 where there are none). Gradients come in the form, dtype and
-        sharding of `params`. Backward computes them of the loss times `loss_scale`, a scalar, and
-        divides them by it at the end (None: see `Execution`).
+        The losses of the head are summed over all examples and divided by the number of their
+        terms, those of layers by the number of tokens (`StageFunctions.tokens`); either is 0 where
+        there are none. Gradients come in the form, dtype and sharding of `params`.
+        Backward computes them of the losses times `loss_scale`, a scalar, and divides them by it at
+        the end (None: see `Execution`).
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
@@ -133,7 +134,7 @@ class Pipeline:
             UpdatingProgram(program, update),
             mesh=self.mesh,
             in_specs=(*outlives, batch_spec(), PartitionSpec(None, PP)),
-            out_specs=Updated(*outlives, PartitionSpec(), PartitionSpec()),
+            out_specs=Updated(*outlives, *(PartitionSpec(),) * 4),
             check_vma=False,
         )(params, moments, batch, self.tables.columns)
 
@@ -170,6 +171,8 @@ class Pipeline:
                 specs if tables.trains else None,
                 Side(None, all_have, all_have, rows),
                 rows,
+                all_have,
+                all_have,
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
         )

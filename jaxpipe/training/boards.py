@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -36,12 +36,25 @@ class TensorBoard:
         for name, value in values.items():
             if isinstance(value, np.ndarray):
                 self._writer.add_histogram(name, value, step)
+            elif isinstance(value, int):
+                self._writer.file_writer.add_summary(_counter(name, value), step)
             else:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is still to be written."""
         self._writer.close()
+
+
+def _counter(name: str, value: int) -> Any:
+    """A count as a scalar in float64, exact up to 2^53; other scalars are float32."""
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboardX.proto.tensor_pb2 import TensorProto
+
+    plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+    number = TensorProto(dtype="DT_DOUBLE", double_val=[value])
+    metadata = SummaryMetadata(plugin_data=plugin)
+    return Summary(value=[Summary.Value(tag=name, tensor=number, metadata=metadata)])
 
 
 class WeightsAndBiases:
