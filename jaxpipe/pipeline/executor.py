@@ -242,8 +242,8 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, Tree]:
     """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
 
-    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`. Gradients come
-    in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
+    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`, and the mean of
+    the losses that layers make, over its tokens: what the gradients are of. Gradients come in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
     model, parameters, batch, schedule and mesh do not fit each other.
 
     A regression through four layers on two ranks:
@@ -271,5 +271,6 @@ def loss_and_gradients(
     23.492 (2, 4, 4)
     """
     pipeline = Pipeline(functions, schedule, mesh, **options)
-    losses, gradients = pipeline.losses_and_gradients(params, batch)
-    return losses.sum(), gradients
+    made = pipeline.step(params, batch)
+    added = 0 if made.aux_losses is None else made.aux_losses.sum()
+    return made.losses.sum() + added, made.gradients

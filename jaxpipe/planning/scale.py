@@ -5,9 +5,9 @@ a second of those that fit the memory, by the clock of the scan. Weak scaling gi
 replica the microbatches of the configuration; strong scaling divides the configuration's global
 batch. Assumed: the seconds of ops are those of `parallel.costs`, or a share of the device's data
 sheet; a message between neighbours takes its bytes over `--link`, hidden only as the scan hides it;
-after the last microbatch the gradients are summed over the replicas in float32 and the parameters
-gathered in the compute dtype, at `--network` bytes a second and device, behind nothing; the update
-itself is not counted.
+after the last microbatch the gradients are summed over the replicas (in
+`parallel.grad_reduce_dtype`) and the parameters gathered in the compute dtype, at `--network` bytes
+a second and device, behind nothing; the update itself is not counted.
 """
 
 import argparse
@@ -136,7 +136,8 @@ class _Scaler:
 
     def _point(self, scaling: str, config: Config, timed: Estimate, free: Estimate) -> Point:
         dp, item = config.parallel.dp, ITEMSIZE[config.train.compute_dtype]
-        summed = timed.bytes.parameters * (1 + item / 4) * (dp - 1) / dp / self.given.network
+        item += ITEMSIZE[config.parallel.grad_reduce_dtype]
+        summed = timed.bytes.parameters * (item / 4) * (dp - 1) / dp / self.given.network
         pipeline = timed.seconds
         seconds = pipeline + summed
         choice = timed.candidate.choice

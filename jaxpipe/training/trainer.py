@@ -97,6 +97,7 @@ class Trainer:
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
+            grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
             # A collective on CPU waits for its answer; the layers' sums are made in every tick with
