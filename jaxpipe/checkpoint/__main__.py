@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, trained_with
 from jaxpipe.checkpoint.inspection import inspected
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.starting import write_config
@@ -136,6 +136,9 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
         f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "
         f"them with:\n{shlex.join(['python', '-m', 'jaxpipe.train', path, *overrides, *start])}"
     )
+    for name, value in trained_with(arguments.source, config.model).items():
+        own = getattr(config.model, name)
+        print(f"its config.json asks for model.{name}={value:.6g}; the run's is {own:.6g}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

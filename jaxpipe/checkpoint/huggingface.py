@@ -84,6 +84,12 @@ def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) ->
         raise ConfigError(f"{place}/config.json and [model] differ: {differences}; set {remedy}.")
 
 
+def trained_with(source: Path, model: ModelConfig) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads and config.json in `source` has otherwise."""
+    theirs = huggingface_of(model).trained(read_config(source), model)
+    return {name: value for name, value in theirs.items() if getattr(model, name) != value}
+
+
 def import_huggingface(
     source: Path, model: ModelConfig, checkpoints: Path, meta: dict[str, Any]
 ) -> Path:

@@ -52,6 +52,9 @@ class ParallelConfig(_Section, kw_only=True):
     # every rank has a part of embedding and head; auto: on GPU, where the plan is not slower
     vocab_parallel_pp: bool | Literal["auto"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
+    # dtype in which gradients are summed over dp replicas; bfloat16 halves the bytes sent, but
+    # rounds each replica's sum, and their total, to 8 bits
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
     reshard_after_forward: bool | Literal["auto"] = "auto"
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES

@@ -59,6 +59,12 @@ class HuggingFace(Protocol):
         a model that the family does not have.
         """
 
+    def trained(self, theirs: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Fields of `[model]` that only training reads, as a config.json of this model has them.
+
+        A run may have others: an import reports them and compares none.
+        """
+
     def written(self, model: Any, dtype: str, max_positions: int) -> dict[str, Any]:
         """The config.json of a model.
 

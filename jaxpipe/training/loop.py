@@ -46,6 +46,7 @@ class _Dispatched:
         found = {name: np.asarray(value) for name, value in self.metrics.items()}
         if len(self.program) > 1:
             found = {name: value[self.program.index(self.step)] for name, value in found.items()}
+        found["target_tokens"] = found["target_tokens"].sum(dtype=np.int64)
         return {name: value.tolist() for name, value in found.items()}
 
 
@@ -131,7 +132,9 @@ class Run:
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
-            skipped = values.get("skipped_steps", 0)
+            skipped = values["skipped_steps"]
+            if not (limit or skipped):
+                del values["skipped_steps"]
             values |= dispatched.spent
             values |= self.trainer.rates(
                 dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
@@ -145,7 +148,9 @@ class Run:
             self.progress.update(dispatched.step, values, first=dispatched.first)
             if stops:
                 return dispatched, values
-            if unread.not_finite:
+            if not values["target_tokens"]:
+                self.progress.say(f"step {dispatched.step} has no target: it made no update")
+            elif unread.not_finite:
                 self.progress.say(
                     f"{_not_finite(values)} at step {dispatched.step}: left out, "
                     f"{unread.not_finite} in a row of at most train.skip_non_finite={limit}"
@@ -186,15 +191,21 @@ class Run:
         )
 
     def _heldout_loss(self, state: State) -> float:
-        """Mean over at most `train.eval_steps` batches, in nats a token."""
-        trainer = self.trainer
+        """Mean over the targets of at most `train.eval_steps` batches, in nats; NaN: none has any.
+
+        It is the same however their rows are divided into batches and microbatches.
+        """
+        trainer, total, targets = self.trainer, 0.0, 0
         batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
-            losses = [
-                float(self.steps.eval_step(state, trainer.put(batch)))
-                for batch in itertools.islice(batches, trainer.config.train.eval_steps)
-            ]
-        return sum(losses) / len(losses)
+            for batch in itertools.islice(batches, trainer.config.train.eval_steps):
+                loss, counts = self.steps.eval_step(state, trainer.put(batch))
+                count = int(np.asarray(counts).sum(dtype=np.int64))
+                total, targets = total + float(loss) * count, targets + count
+        if not targets:
+            self.progress.say("no held-out row has a target: there is no held-out loss")
+            return math.nan
+        return total / targets
 
     def _stop_at_non_finite(
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
@@ -236,8 +247,11 @@ class _Unread:
         """
         dispatched = self._steps.popleft()
         values = dispatched.numbers()
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        self.not_finite = 0 if finite else self.not_finite + 1
+        of_targets = math.isfinite(values["loss"]) or not values["target_tokens"]
+        if not (of_targets and math.isfinite(values["grad_norm"])):
+            self.not_finite += 1
+        elif values["target_tokens"]:
+            self.not_finite = 0
         if dispatched.step == dispatched.program.start:
             before, self._read_last = self._read_last, time.perf_counter()
             taken = self._read_last - max(before, dispatched.begun)

@@ -68,7 +68,8 @@ def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndar
         array = np.asarray(value)
         if array.size <= _SCALARS:
             for index, number in np.ndenumerate(array):
-                yield "/".join((name, *map(str, index))), number.item()
+                value = float(number) if index else number.item()  # boards keep a lone count exact
+                yield "/".join((name, *map(str, index))), value
         elif np.isfinite(array).any():
             yield name, array[np.isfinite(array)]
 

@@ -36,7 +36,8 @@ class Progress:
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
         self._seconds: float | None = None  # smoothed time of a step, without the first
-        self._loss: float | None = None  # smoothed
+        self._losses: float | None = None  # smoothed, of a step: the sum over its targets, and ...
+        self._targets: float | None = None  # ... their number
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -61,9 +62,13 @@ class Progress:
         """
         if not first:
             self._seconds = _smoothed(self._seconds, values["step_seconds"])
+        targets = values["target_tokens"]
         if math.isfinite(values["loss"]):
-            self._loss = _smoothed(self._loss, values["loss"])
-        shown = values if self._loss is None else values | {"smoothed_loss": self._loss}
+            self._losses = _smoothed(self._losses, values["loss"] * targets)
+            self._targets = _smoothed(self._targets, targets)
+        shown = values
+        if self._targets is not None:
+            shown = values | {"smoothed_loss": self._losses / self._targets}
         line = describe(step, self._steps, shown, self._seconds)
         if self._live:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
@@ -113,8 +118,8 @@ _FORMS = {  # of the numbers of a step, in the order of its line
 }
 _MEMORY = "peak_memory_bytes"
 _LOGGED_ONLY = {  # the line is long enough
-    "loss_max", "z_loss", "tokens_seen", "padded_tokens", "tflops_per_device", "data_seconds",
-    "save_seconds", "eval_seconds",
+    "loss_max", "z_loss", "target_tokens", "tokens_seen", "padded_tokens", "tflops_per_device",
+    "data_seconds", "save_seconds", "eval_seconds",
 }  # fmt: skip
 
 

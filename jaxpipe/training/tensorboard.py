@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import histogram, scalar
 
@@ -39,14 +41,26 @@ class TensorBoard:
         """Write them as scalars and histograms."""
         events, self._before = self._before, []
         for name, value in values.items():
-            several = isinstance(value, np.ndarray)
-            summary = histogram(name, value, _BINS) if several else scalar(name, value)
-            events.append(Event(step=step, summary=summary))
+            events.append(Event(step=step, summary=_summary(name, value)))
         self._file.append(b"".join(map(_record, events)))
 
     def close(self) -> None:
         """Write what is still to be written."""
         self._file.close()
+
+
+def _summary(name: str, value: np.ndarray | int | float) -> Summary:
+    if isinstance(value, np.ndarray):
+        return histogram(name, value, _BINS)
+    return _counter(name, value) if isinstance(value, int) else scalar(name, value)
+
+
+def _counter(name: str, value: int) -> Summary:
+    """A count as a scalar in float64, exact up to 2^53; other scalars are float32."""
+    plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+    number = TensorProto(dtype="DT_DOUBLE", double_val=[value])
+    metadata = SummaryMetadata(plugin_data=plugin)
+    return Summary(value=[Summary.Value(tag=name, tensor=number, metadata=metadata)])
 
 
 def _record(event: Event) -> bytes:

@@ -92,6 +92,11 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def trained(theirs: Mapping[str, Any], model: GPT2Config) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads, as a config.json has them: none."""
+    return {}
+
+
 def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that versions 4 and 5 of transformers read.
 

@@ -102,6 +102,11 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return sizes(theirs, _SIZES) | _choices(theirs) | choices | mixture
 
 
+def trained(theirs: Mapping[str, Any], model: LlamaConfig) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads, as a config.json has them."""
+    return experts.trained(theirs, model)
+
+
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 

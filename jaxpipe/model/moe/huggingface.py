@@ -66,6 +66,23 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {"first_dense_layers": len(dense)} | _ONLY_OURS
 
 
+def trained(theirs: Mapping[str, Any], model: MixtureConfig) -> dict[str, Any]:
+    """`router_aux_loss` of `[model]` as a config.json has it, if it does."""
+    if not model.n_experts or (coefficient := theirs.get("router_aux_loss_coef")) is None:
+        return {}
+    return {"router_aux_loss": coefficient * _aux_loss_per_coefficient(model.resolved())}
+
+
+def _aux_loss_per_coefficient(model: MixtureConfig) -> float:
+    """`model.router_aux_loss` with the gradient of a `router_aux_loss_coef` of 1.
+
+    transformers takes shares of choices and of scores over the tokens of all S sparse layers
+    together, counts each of a token's K choices as a whole one, and has one loss: K where loads are
+    even. Ours is 1 there, in each of S layers.
+    """
+    return model.experts_per_token / len(model.sparse_layers)
+
+
 def written(model: MixtureConfig) -> dict[str, Any]:
     """What a config.json says of a model's experts.
 
@@ -81,6 +98,6 @@ def written(model: MixtureConfig) -> dict[str, Any]:
     return {
         **{name: getattr(resolved, own) for name, own in _CHOICES.items()},
         "mlp_only_layers": list(range(model.first_dense_layers)),
-        "router_aux_loss_coef": model.router_aux_loss,
+        "router_aux_loss_coef": model.router_aux_loss / _aux_loss_per_coefficient(model),
         "output_router_logits": False,
     }
