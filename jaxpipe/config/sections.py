@@ -232,6 +232,9 @@ class CheckpointConfig(_Section, kw_only=True):
     parameters_only: bool = False  # of a path take no more: step 0, fresh moments
     # of a path not these parameters, by names such as "ends/head": new values, fresh moments
     exclude: tuple[str, ...] = ()
+    # fields of [model] that may differ from those a checkpoint was trained with, such as
+    # "model.rope_factor"; every other change that makes it another model is refused
+    allow_changed: tuple[str, ...] = ()
     asynchronous: bool = True  # write while training goes on
 
 

@@ -323,6 +323,13 @@ def _check_start(config: Config) -> None:
             f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
             f"exclude out."
         )
+    fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
+    for key in checkpoint.allow_changed:
+        if key not in fields:
+            raise ConfigError(
+                f"checkpoint.allow_changed has {key!r}, but what it may name are the fields "
+                f"{', '.join(fields)}."
+            )
 
 
 def _check_log(config: Config) -> None:

@@ -1,25 +1,27 @@
 """The state that a run begins with: its newest checkpoint's, another run's, or a fresh one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Exclusion, newest, read_state
+from jaxpipe.checkpoint import Checkpoints, DamagedError, Exclusion, newest, read_state
+from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
-from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig, first_line
+from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.opening import prepared_folders
 from jaxpipe.data.sources import Data
 from jaxpipe.planning.checks import filled
-from jaxpipe.runtime import processes
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Say = Callable[[str], None]
+Check = Callable[[Path, dict[str, Any]], None]
 
 
 class Seen(NamedTuple):
@@ -40,7 +42,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
 
     The checkpoints carry on what the one that the run begins with knows of its tokenizer, and that
     of the data. Raises `ConfigError` for checkpoints that do not belong to this run's model or
-    data.
+    data, and where all checkpoints are damaged: a run that had any never begins anew by itself.
     """
     state, seen, meta = _started(trainer, data, checkpoints, say)
     serving = _ending_as(trainer.config.data, ServingFiles.from_meta(meta))
@@ -59,20 +61,29 @@ def _started(
             f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
         )
     shapes = trainer.state_shapes
-    if found := checkpoints.restore(shapes.parts(), say):
+    check = partial(check_same_settings, config=trainer.config, with_moments=True)
+    if found := checkpoints.restore(shapes.parts(), say, check):
         restored, meta = found
         return *_resumed(trainer, restored, meta, data, say), meta
+    if resume != "none" and checkpoints.damaged:
+        raise ConfigError(
+            f"{checkpoints.directory} holds no checkpoint but "
+            f"{', '.join(path.name for path in checkpoints.damaged)}: set checkpoint.resume=none "
+            f"to begin anew, or use another run.dir."
+        )
     if resume in ("auto", "none"):
         return trainer.init(), Seen(), {}
     path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
-        restored, meta = _read(path, checkpoints, {"params": shapes.params}, exclusion)
+        check = partial(check_same_settings, config=trainer.config, with_moments=False)
+        like = {"params": shapes.params}
+        restored, meta = _read(path, checkpoints, like, exclusion, say, check)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
         return trainer.fresh(restored["params"]), Seen(), meta
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
-    restored, meta = _read(path, checkpoints, shapes.parts(), exclusion)
+    restored, meta = _read(path, checkpoints, shapes.parts(), exclusion, say, check)
     return *_resumed(trainer, restored, meta, data, say, but), meta
 
 
@@ -143,19 +154,12 @@ def _seen(meta: dict[str, Any], config: Config) -> Seen:
 
 
 def _read(
-    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion
+    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion, say: Say, check: Check
 ) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint that is not this run's own, on all processes or on none."""
-    reason = ""
+    """A checkpoint that is not this run's own, so that it stays where it is if it is damaged."""
     try:
-        read = read_state(path, checkpoints.keying, like, exclusion)
-    except ConfigError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-        reason = first_line(error)
-    if processes.largest(int(bool(reason))):
+        return read_state(path, checkpoints.keying, like, exclusion, say, check)
+    except DamagedError as error:
         raise ConfigError(
-            f"checkpoint {path} cannot be read ({reason or 'by another process'}): give another as "
-            f"checkpoint.resume."
-        )
-    return read
+            f"checkpoint {path} is damaged ({error}): give another as checkpoint.resume."
+        ) from error
