@@ -199,7 +199,6 @@ def _for_devices(config: Config) -> Config:
     import jax
 
     from jaxpipe.runtime.compiler import check_version
-    from jaxpipe.training.measured_costs import measure
 
     config = filled(config, jax.device_count())
     check_version(jax.default_backend())

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
