@@ -23,6 +23,8 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.expected import Expected, expected
 from jaxpipe.gpu.cards import CARDS, named
@@ -44,8 +46,8 @@ from jaxpipe.schedule.picture import picture
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parser().parse_intermixed_args(argv)
     try:
+        arguments = parse(_parser(), argv)
         return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,9 +70,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxpipe.plan", description=__doc__)
-    parser.add_argument("config", help="a TOML file, such as configs/llama3_8b_pp4.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = parser_of("plan", __doc__ or "", example="configs/llama3_8b_pp4.toml")
     add = parser.add_argument
     add("--memory", type=parse_bytes, metavar="80GiB", help="of a device (default: its own)")
     add("--device", default="H100", choices=DEVICES, help="for the seconds of ops (default H100)")
@@ -85,13 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes/s to replicas (ep, cp)",
     )
     add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
-    add("--lengths", type=Path, metavar="DIR", help="a prepared folder: tokens/s of its documents")
+    add(
+        "--lengths",
+        type=local_path,
+        metavar="DIR",
+        help="a prepared folder: tokens/s of its documents",
+    )
     add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
     add("--fused-steps", type=int, choices=range(2, 17), metavar="N", help="if N steps overlapped")
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
-    add("--picture", type=Path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
-    add("--write", type=Path, metavar="FILE", help="its orders: .csv or .json, as schedule_file")
+    add("--picture", type=local_path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add(
+        "--write",
+        type=local_path,
+        metavar="FILE",
+        help="its orders: .csv or .json, as schedule_file",
+    )
     add("--check-gpu", type=named, metavar="CARD[,...]", help=f"compile for {', '.join(CARDS)}")
     add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
     add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")

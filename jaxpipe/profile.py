@@ -3,11 +3,11 @@
 Trains three steps on random tokens on the present devices and records the last. Writes ticks.json,
 a track a rank with every tick by its label (op, microbatch) and every exchange, for Perfetto, and
 the profiler's own recording, whose operations are named by tick part, for XProf. Prints what each
-rank did, and its bubble: the share of the loop in which it worked on nothing. Exit codes: 0 done;
-1 the recording does not show the ticks; 2 bad input.
+rank did, and its bubble: the share of the loop in which it worked on nothing.
+
+Exit codes: 0 done; 1 the recording does not show the ticks; 2 bad input.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,10 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
-from jaxpipe.runtime.devices import device_memory
+from jaxpipe.runtime.devices import check_present, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, write_trace
@@ -26,12 +28,12 @@ from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpipe.profile", description=__doc__)
-    parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--out", type=Path, default=Path("profile"), help="directory (profile)")
-    arguments = parser.parse_intermixed_args(argv)
+    parser = parser_of("profile", __doc__ or "")
+    parser.add_argument(
+        "--out", type=local_path, default=Path("profile"), help="directory (profile)"
+    )
     try:
+        arguments = parse(parser, argv)
         config = configs.load(arguments.config, arguments.overrides)
         known = config.runtime.cpu_devices or None
         validate(filled(config, known or config.parallel.least_devices), devices=known)
@@ -54,6 +56,7 @@ def profile(config: Config, out: Path) -> Ranks:
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
+    check_present()
     import jax
 
     from jaxpipe.training.bubble import recorded, ticks

@@ -1,12 +1,13 @@
 """`python -m jaxpipe.train CONFIG [section.key=value ...]`: train, or resume, one run.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input; 3 another
-process of the run is gone; 4 ended, but its last step could not be saved; 128 + n stopped by
-signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and
-saved.
+A finished or stopped run goes on when the same command is given again.
+
+Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, too little
+memory, or a run.dir that another run uses; 3 another process of the run is gone; 4 ended, but its
+last step could not be saved; 128 + n stopped by signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM),
+after the step in progress was finished and saved.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import device_memory
+from jaxpipe.runtime.devices import check_present, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -31,9 +34,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpipe.train", description=__doc__)
-    parser.add_argument("config", help="a TOML file, such as configs/quickstart.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = parser_of("train", __doc__ or "")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
     parser.add_argument(
@@ -41,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="save the initial state, made on one device, as checkpoint 0, and stop",
     )  # fmt: skip
     parser.add_argument(
-        "--record-routes", type=Path, metavar="NPZ",
+        "--record-routes", type=local_path, metavar="NPZ",
         help="write the next step's batch with the experts that its tokens go to, and stop",
     )  # fmt: skip
-    arguments = parser.parse_intermixed_args(argv)
     try:
+        arguments = parse(parser, argv)
         overrides = arguments.overrides
         if arguments.resume is not None:
             overrides = [*overrides, f"checkpoint.resume={arguments.resume}"]
@@ -63,9 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if processes.started() == 1:
+        lacking = _lacking_memory(error)
+        if processes.started() > 1:
+            _leave_others(lacking or error)
+        if lacking is None:
             raise
-        _leave_others(error)
+        print(f"error: {lacking}", file=sys.stderr)
+        return 2
+
+
+def _lacking_memory(error: Exception) -> ConfigError | None:
+    """What to do where a device has not enough memory; None for all other errors."""
+    import jax
+
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    return ConfigError(
+        f"the devices have too little memory for this run ({first_line(error)}): use a smaller "
+        f"train.microbatch_size, train.seq_len or model, train.remat=full, or more devices; "
+        f"`python -m jaxpipe.plan` counts the bytes."
+    )
 
 
 def _leave_others(error: Exception) -> NoReturn:
@@ -101,10 +119,13 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
     processes.join()
+    check_present()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
+    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -116,15 +137,20 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.trainer import Trainer
 
     directory, said = Path(config.run.dir), []
-    if only_seed:
-        trainer = Trainer(on_one_device(config), (jax.devices()[0],))
-    else:
-        config = _for_devices(config, said)
-        trainer = Trainer(config)
-    data = _data(config, directory)
-    if config.train.eval_every:
-        data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
+    if not only_seed:
+        config = _for_devices(config)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(directory, said.append))
+        if only_seed:
+            trainer = Trainer(on_one_device(config), (jax.devices()[0],))
+        else:
+            if config.parallel.costs == "measure":
+                memory = device_memory(jax.devices()[0].device_kind)
+                said.append(measure(config, memory=memory))
+            trainer = Trainer(config)
+        data = _data(config, directory)
+        if config.train.eval_every:
+            data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
@@ -150,14 +176,16 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:
-            record(trainer, data.train, state, seen.samples, record_routes)
+            record(trainer, data.train, state, seen.position, record_routes)
             return 0
         log = None
         if processes.first():
             step = int(state.step)
-            note_start(config, step)
-            shown_on = boards(config, step)
-            log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
+            guard = WriteGuard(progress.say)
+            note_start(config, step, guard)
+            shown_on = boards(config, step, guard)
+            log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
+            stack.enter_context(log)
         try:
             return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
         except ConfigError as error:  # of data, of which others may not have read this part
@@ -166,25 +194,21 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             _leave_others(error)
 
 
-def _for_devices(config: Config, said: list[str]) -> Config:
-    """The configuration of the devices that are here, checked; `said` gets what was measured."""
+def _for_devices(config: Config) -> Config:
+    """The configuration of the devices that are here, checked."""
     import jax
 
-    from jaxpipe.bench.own import measure
     from jaxpipe.runtime.compiler import check_version
 
     config = filled(config, jax.device_count())
     check_version(jax.default_backend())
-    memory = device_memory(jax.devices()[0].device_kind)
     validate(
         config,
         devices=jax.device_count(),
         devices_of_host=processes.devices_of_host(),
         platform=jax.default_backend(),
-        memory=memory,
+        memory=device_memory(jax.devices()[0].device_kind),
     )
-    if config.parallel.costs == "measure":
-        said.append(measure(config, memory=memory))
     return config
 
 

@@ -1,12 +1,11 @@
 # Sourced by the launch scripts: finds a Python, keeps .venv in step with pyproject.toml.
 # JAXPIPE_PYTHON names the Python to use instead of the newest one found.
-
-# A path given first is meant from where the user stands, not from here.
-case "${1:-}" in
-'' | -*) ;;
-*) if [ -e "$1" ]; then set -- "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" "${@:2}"; fi ;;
-esac
+#
+# Goes to the root of the repository. Commands of users go back to $here first, so that each path,
+# of a configuration, of data or of run.dir, is meant from where the user stands.
+here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
 
 usable_version() { # prints "3.12.1" if the given command is a Python that jaxpipe can use
     "$1" - 2>/dev/null <<'PYTHON'
@@ -54,13 +53,24 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, besid
     want=$(cksum <pyproject.toml && echo "$extras")
     if [ "$want" != "$(cat .venv/installed 2>/dev/null)" ]; then
         echo "jaxpipe: installing the packages" ${extras:+and extras $extras}
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-            --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}"
+        .venv/bin/python -m pip install --disable-pip-version-check \
+            --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}" | shown_in_dots
         echo "$want" >.venv/installed
     fi
     if command -v flock >/dev/null; then
         exec 9>&-
     fi
+}
+
+shown_in_dots() { # a dot for every package that pip collects, and the words of its last step
+    local line
+    while IFS= read -r line; do
+        case $line in
+        Collecting*) printf . ;;
+        'Installing collected'*) printf ' unpacking them' ;;
+        esac
+    done
+    echo
 }
 
 oldest_packages() { # sets `folder` to an environment with the oldest Python and packages allowed
@@ -80,7 +90,7 @@ oldest_packages() { # sets `folder` to an environment with the oldest Python and
         "$python" -m venv "$folder"
         # shellcheck disable=SC2086
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
-            $pins pytest pytest-timeout hypothesis
+            $pins chex pytest pytest-timeout hypothesis
         touch "$folder/complete"
     fi
 }

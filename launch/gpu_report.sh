@@ -25,5 +25,4 @@ prepare test
 case " $* " in
 *' --out '*) exec .venv/bin/python -m jaxpipe.bench report "$@" ;;
 esac
-.venv/bin/python -m jaxpipe.bench report --out jaxpipe/bench/results/gpu.json "$@"
-exec .venv/bin/python -m jaxpipe.bench show
+exec .venv/bin/python -m jaxpipe.bench report --out jaxpipe/bench/results/gpu.json "$@"

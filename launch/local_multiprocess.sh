@@ -12,12 +12,14 @@ count=$1
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare
+cd "$here"
+python=$root/.venv/bin/python
 free_port='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
-export JAX_COORDINATOR_ADDRESS="localhost:$(.venv/bin/python -c "$free_port")"
+export JAX_COORDINATOR_ADDRESS="localhost:$("$python" -c "$free_port")"
 export JAX_NUM_PROCESSES=$count
 pids=()
 for ((index = 0; index < count; index++)); do
-    JAX_PROCESS_ID=$index .venv/bin/python -m jaxpipe.train "$@" &
+    JAX_PROCESS_ID=$index "$python" -m jaxpipe.train "$@" &
     pids+=($!)
 done
 for name in INT TERM USR1; do

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: what is worth running after every change; --all: everything;
-# --oldest: a few with the oldest Python and packages that pyproject.toml allows; --mutants: the
-# faults planted by tests/mutants; or a part: ./launch/test.sh tests/schedule -k 1f1b
+# Lint and test. ./launch/test.sh: all but what is marked slow; --all: everything; --oldest: what is
+# marked oldest, with the oldest Python and packages that pyproject.toml allows; or a part:
+# ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ]; then
     oldest_packages # in a folder of its own, which is kept until they change
     export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-    mapfile -t tests < <(grep -v -e '^#' -e '^$' tests/oldest.txt)
-    exec "$folder/bin/python" -m pytest --short -p no:cacheprovider "${tests[@]}" "${@:2}"
+    exec "$folder/bin/python" -m pytest -m "oldest and not slow" -p no:cacheprovider "${@:2}"
 fi
 extras=(test)
 [ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs is made for Linux only
@@ -26,11 +25,8 @@ mkdir -p "$cache"
 find "$cache" -type f -mtime +30 -delete
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-if [ "${1:-}" = --mutants ]; then
-    exec $python tests/mutants/run.py "${@:2}"
-fi
 case "${1:-}" in
-'') set -- --short ;;
+'') set -- -m 'not slow' ;;
 --all) shift ;;
 *) part=yes ;;
 esac

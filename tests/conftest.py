@@ -1,6 +1,9 @@
-"""Eight virtual CPU devices, numbers that fail loudly, and the short selection (`--short`)."""
+"""Eight virtual CPU devices, strict NumPy broadcasting, and the marker `slow`."""
 
 import os
+from fnmatch import fnmatchcase
+
+import pytest
 
 from jaxpipe.runtime.environment import use_cpu_devices
 
@@ -12,6 +15,25 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     use_cpu_devices(8)
 
 import jax
-from selection import pytest_addoption, pytest_configure  # noqa: F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`
+def pytest_collection_modifyitems(items):
+    """Take the marker `slow` from the cases of a parametrised test that it does not mean."""
+    for item in items:
+        if (marker := item.get_closest_marker("slow")) and not _means(marker, item):
+            item.own_markers = [mark for mark in item.own_markers if mark is not marker]
+
+
+def _means(marker, item):
+    """Whether `slow(only=[...])` or `slow(unless=[...])`, patterns of case ids, means this case."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+
+    def matches(patterns):
+        return any(fnmatchcase(case, pattern.replace("[", "[[]")) for pattern in patterns)
+
+    if "only" in marker.kwargs:
+        return matches(marker.kwargs["only"])
+    return not matches(marker.kwargs.get("unless", ()))

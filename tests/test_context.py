@@ -17,6 +17,7 @@ GATHER, GATHER_OF_4 = {"cp": 2}, {"cp": 4}
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")
 
 
+@pytest.mark.slow(unless=["packed-1f1b-*'heads': 2*", "grouped-zb_h1-*'cp': 4*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
@@ -56,12 +57,14 @@ def cases():
         yield model, schedule, (2, 2, 2) if way["cp"] == 2 else (2, 4, 1), how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()], ids=str)
 def test_every_method_under_every_schedule(model, schedule, mesh, how):
     with jax.enable_x64(True):
         assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
 
 
+@pytest.mark.slow(unless=["zb_h1-*"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [

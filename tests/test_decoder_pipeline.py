@@ -48,6 +48,7 @@ def run(name, counts, dp, dtype=jnp.float32, terms=1, **execution):
     return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
 
 
+@pytest.mark.slow(unless=["1f1b-counts2*"])
 @pytest.mark.parametrize(
     ("name", "counts", "dp", "remat"),
     [
@@ -71,6 +72,7 @@ def test_bfloat16_compute_keeps_float32_gradients():
         assert rms < 3e-2
 
 
+@pytest.mark.slow
 def test_half_precision_does_not_lose_small_shares():
     """A term's share of the mean is far below float16's least number, 6e-8."""
     how = {"terms": 10**6, "compute_dtype": jnp.float16}

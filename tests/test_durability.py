@@ -51,6 +51,7 @@ def straight(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", MOMENTS)
 def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, straight, how):
     """Saves every second step, kill -9 at random moments; the run ends as if nothing had been.
@@ -89,6 +90,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, straight, 
     np.testing.assert_allclose(list(losses(cut).values()), want, rtol=1e-6)
 
 
+@pytest.mark.slow(unless=["SIGTERM*"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_a_signal_saves_and_stops(tmp_path, name, code):
     process = spawn(tmp_path, "train.steps=100000", "checkpoint.every=0")
@@ -101,18 +103,21 @@ def test_a_signal_saves_and_stops(tmp_path, name, code):
     assert complete(tmp_path) == [max(losses(tmp_path))]
 
 
+@pytest.mark.slow
 def test_some_stay_for_good(tmp_path):
     options = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *options, "train.steps=11"]) == 0
     assert complete(tmp_path) == [4, 8, 10, 11]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_no_training_and_spoils_no_checkpoint(tmp_path):
     before = saved_at_4(tmp_path)
     process = spawn(tmp_path, "train.steps=8", *OFTEN, under=FULL)
     ends_without_saving(tmp_path, process, before)
 
 
+@pytest.mark.slow
 def test_a_directory_made_read_only_during_training_does_neither(tmp_path):
     if AS_A_USER and (
         not shutil.which("setpriv") or subprocess.run([*AS_A_USER, "true"]).returncode

@@ -14,6 +14,7 @@ from jaxpipe.schedule import Lockstep
 SHARED = Lockstep(vocab_parallel=True)
 
 
+@pytest.mark.slow(unless=["1f1b-(2, 2, 2)", "dualpipe-(2, 1, 4)"])
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
     [
@@ -37,6 +38,7 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
         assert_same(got, want)
 
 
+@pytest.mark.slow(unless=["zb_h1-*"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [
@@ -57,6 +59,7 @@ def test_a_second_loss_of_the_head(schedule, mesh, how):
         assert_same((losses[:, 0], losses[:, 1], got), (want_losses[:, 0], want_losses[:, 1], want))
 
 
+@pytest.mark.slow(unless=["3"])
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
     """Of a head that is not the embedding."""
@@ -66,6 +69,7 @@ def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
         assert_same(*run("grouped", "1f1b", 2, 2, 2, dtype=jnp.float64, **how))
 
 
+@pytest.mark.slow(only=["zbv"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_no_rank_has_a_whole_vocabulary(schedule):
     """Stored, gathered, summed or multiplied: nothing in the program is as long as it."""

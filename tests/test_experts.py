@@ -41,6 +41,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(unless=["deepseek-1f1b-mesh1-*", "narrow-dualpipe-*"])
 @pytest.mark.parametrize(("model", "name", "mesh", "how"), CASES)
 def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
     got, want = run(model, name, *mesh, poison_bubbles=True, **how)
@@ -52,6 +53,7 @@ def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
     assert (dropped > 0).all() == (model in ("switch", "narrow"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name", "mesh", "how"),
     [
@@ -72,6 +74,7 @@ def test_experts_take_no_padding(model, name, mesh, how):
     assert (tokens == held().sum()).all()
 
 
+@pytest.mark.slow
 def test_the_kernel_of_gpus_agrees_with_the_twin(monkeypatch):
     """A stand-in for it leaves what it finds in rows of no group, and buffers are half empty."""
     monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)

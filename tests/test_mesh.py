@@ -48,6 +48,7 @@ from jaxpipe.schedule import Lockstep, build
 SHARED = Lockstep(vocab_parallel=True)
 
 
+@pytest.mark.slow(unless=["grouped-2-False", "normed-4-False", "grouped-4-*"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("model", "tp"), [("grouped", 2), ("normed", 4), ("tied", 2), ("one_kv", 4), ("grouped", 4)]
@@ -67,6 +68,7 @@ ZERO = {  # by schedule: the stages on the first and on the last of the meshes; 
 }
 
 
+@pytest.mark.slow(unless=["*-(2, 2, 2)"])
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
     [*product(ZERO, (MESHES[0], MESHES[-1])), ("zb_h1", MESHES[1]), ("dualpipe", MESHES[2])],
@@ -80,6 +82,7 @@ def test_schedules_on_meshes(schedule, mesh):
         assert_same(*run(model, schedule, *mesh, sequence=mesh[2] > 1, dtype=jnp.float64, **zero))
 
 
+@pytest.mark.slow(unless=["1f1b-(2, 2, 2)-2", "zb_h1-(2, 4, 1)-4"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "cp"),
     [
@@ -96,12 +99,14 @@ def test_replicas_that_share_sequences(schedule, mesh, cp):
         assert_same(*run("one_kv", schedule, *mesh, cp=cp, dtype=jnp.float64, **how))
 
 
+@pytest.mark.slow(unless=["selective"])
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "zb_h1", 2, 2, 1, cp=2, remat=remat))
     assert_close(*run("normed", "1f1b", 2, 2, 2, cp=2, remat=remat, lockstep=SHARED))
 
 
+@pytest.mark.slow(unless=["dualpipe-True"])
 @pytest.mark.parametrize(
     ("schedule", "sequence"),
     [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", True),
@@ -154,6 +159,7 @@ def test_forward_only_on_a_whole_mesh():
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow(unless=["full"])
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_what_is_computed_again_is_gathered_again(remat):
     assert_close(*run("tied", "zb_h1", 2, 1, 2, sequence=True, remat=remat))

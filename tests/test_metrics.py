@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import SMALL
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
 
 from jaxpipe.config import LogConfig, load
 from jaxpipe.data.batches import Contents
@@ -113,7 +114,7 @@ def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
     np.testing.assert_allclose(both["loss_max"], plain["loss_max"], rtol=1e-6)
     assert both["z_loss"] == pytest.approx(0.5 * np.log(256) ** 2, rel=0.02)  # of equal logits
     assert both["grad_norm"] > 1.1 * plain["grad_norm"]
-    evaluated = [float(t.eval_step(state, t.put(batch))) for t in trainers]
+    evaluated = [float(t.eval_step(state, t.put(batch))[0]) for t in trainers]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
 
 
@@ -173,7 +174,9 @@ def test_lists_are_lists_and_their_numbers_exact(tmp_path):
     assert b"empty" not in content  # of nothing
 
 
-VALUES = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": 2.0, "mfu": 0.5}
+VALUES = {
+    "loss": 2.0, "target_tokens": 8, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": 2.0, "mfu": 0.5,
+}  # fmt: skip
 
 
 def shown(terminal, every=1, **config):
@@ -213,6 +216,37 @@ def test_the_line_has_a_smoothed_loss_and_not_all_that_is_logged():
     assert "loss 1.0000  smoothed 1.9000  grad_norm" in lines[2]
     assert "smoothed 1.9000" in lines[3]
     assert not any(name in out.getvalue() for name in logged_only)
+
+
+def test_the_smoothed_loss_weighs_a_step_by_its_targets():
+    """Of losses 2, 5 and 3 a target, with 10, 0 and 30 of them; a step without any has none."""
+    out = io.StringIO()
+    with Progress(3, LogConfig(), Console(file=out, width=200)) as progress:
+        steps = [(2.0, 10), (float("nan"), 0), (3.0, 30)]
+        for step, (loss, targets) in enumerate(steps, start=1):
+            values = VALUES | {"loss": loss, "target_tokens": targets}
+            progress.update(step, values, first=False)
+    last = (0.9 * 2 * 10 + 0.1 * 3 * 30) / (0.9 * 10 + 0.1 * 30)
+    lines = out.getvalue().splitlines()
+    assert "smoothed 2.0000" in lines[1]
+    assert f"smoothed {last:.4f}" in lines[2]
+
+
+@pytest.mark.parametrize("count", [2**24 + 1, 10**15 + 1])
+def test_a_count_is_exact_in_every_log(tmp_path, count):
+    with logging(tmp_path) as log:
+        log.write(1, {"tokens_seen": count, "share": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "tokens_seen": count, "share": 0.5}]
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    content, at, values = path.read_bytes(), 0, {}
+    while at < len(content):  # records: length, its checksum, content, its checksum
+        length = int.from_bytes(content[at : at + 8], "little")
+        event = Event.FromString(content[at + 12 : at + 12 + length])
+        values |= {value.tag: value for value in event.summary.value}
+        at += 16 + length
+    assert [int(number) for number in values["tokens_seen"].tensor.double_val] == [count]
+    assert values["tokens_seen"].metadata.plugin_data.plugin_name == "scalars"
+    assert values["share"].simple_value == 0.5
 
 
 def test_a_live_line_on_a_terminal():

@@ -20,6 +20,7 @@ def check(*args, **how):
         assert_same(*run(*args, dtype=jnp.float64, **how))
 
 
+@pytest.mark.slow(unless=["v_half-4", "dualpipe-2"])
 @pytest.mark.parametrize(("schedule", "pp"), [*zip(BUILDERS, cycle((2, 4)))])
 def test_schedules_of_packed_rows(schedule, pp):
     """On 2 ranks with layers and sequences shared, the latter also in slices where it can."""
@@ -31,6 +32,7 @@ def test_schedules_of_packed_rows(schedule, pp):
         check(model, schedule, 2, 2, 2, cp=2, slices=2 if slices else 1)
 
 
+@pytest.mark.slow(unless=["packed-1f1b-(2, 2, 2)-*", "packed_gpt2-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
@@ -51,6 +53,9 @@ def test_packed_rows_on_meshes(model, schedule, mesh, how):
         assert_same(got, want)
 
 
+@pytest.mark.slow(
+    unless=["zb_h1-(2, 2, 2)-{'cp': 2, 'slices': 2, 'sequence': True, 'remat': 'full'}"]
+)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [

@@ -84,6 +84,7 @@ def test_what_is_gathered_has_no_padding():
         chex.assert_trees_all_equal(got, true)
 
 
+@pytest.mark.slow(unless=["dualpipe-3"])
 @pytest.mark.parametrize(
     ("schedule", "zero_stage"),
     [("1f1b", 1), ("zb_h1", 2), ("interleaved_1f1b", 3), ("dualpipe", 1), ("dualpipe", 3)],
@@ -133,6 +134,7 @@ def keyed(trainer, state):
     return jax.tree.map(np.asarray, keying(trainer).keyed(state.parts()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "optimizer"), [("stages", "muon"), ("resharded", "adamw"), ("v_shape", "lion")]
 )
@@ -153,6 +155,7 @@ def test_training_is_that_of_one_device(mesh, optimizer):
             assert not np.asarray(leaf).take(range(size, leaf.shape[axis]), axis).any()
 
 
+@pytest.mark.slow(unless=["stages-adamw"])
 @pytest.mark.parametrize(("mesh", "optimizer"), [("stages", "adamw"), ("resharded", "muon")])
 def test_padded_bytes_are_planned(mesh, optimizer):
     trainer = trainer_of(mesh, f"optimizer.name={optimizer}")
@@ -200,6 +203,7 @@ def test_padding_is_not_on_disk(saved):
     chex.assert_trees_all_equal_shapes(plain["params"], shapes)
 
 
+@pytest.mark.slow(unless=["alone"])
 @pytest.mark.parametrize("mesh", ["stages", "resharded", "v_shape", "other", "alone"])
 def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
     directory, want, losses = saved
@@ -213,6 +217,7 @@ def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
     np.testing.assert_allclose(again, losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["other", "alone"])
 def test_any_checkpoint_restores_padded(tmp_path, mesh):
     before, after = trainer_of(mesh), trainer_of("resharded")
@@ -224,6 +229,7 @@ def test_any_checkpoint_restores_padded(tmp_path, mesh):
     chex.assert_trees_all_equal(keyed(after, after.state_of(restored)), keyed(before, state))
 
 
+@pytest.mark.slow(unless=["True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
     """Of 64 rows 5 replicas have 32, 32, 0, 0 and 0."""

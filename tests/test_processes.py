@@ -95,12 +95,14 @@ def close(got, want):
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
 
 
+@pytest.mark.slow(unless=["2"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_train_as_one(one_process, run_by, count):
     assert list(losses(run_by(count))) == list(range(1, 13))
     close(losses(run_by(count)), losses(one_process))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "count", "mesh"),
     [(1, 4, "zero3"), (4, 2, "zbv")],
@@ -121,6 +123,7 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     assert (cut / "costs.json").exists() == ("parallel.costs=measure" in MESH[mesh])
 
 
+@pytest.mark.slow
 def test_a_process_may_hold_nothing_but_padding(tmp_path):
     """Of 64 rows three replicas in the first process have 32, 32 and 0, in the second 0."""
     sizes = ["model.d_model=64", "parallel.pp=1", "optimizer.eps=1e-2", "train.eval_every=0"]
@@ -137,6 +140,7 @@ def test_a_process_may_hold_nothing_but_padding(tmp_path):
     close(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_slurm_says_who_is_who(tmp_path, one_process):
     """What `srun` sets for its tasks, and nothing else, makes two processes one run."""
     names = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
@@ -151,6 +155,7 @@ def test_slurm_says_who_is_who(tmp_path, one_process):
     close(losses(tmp_path), losses(one_process))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path):
     group = spawn(2, tmp_path, "train.steps=100000", "checkpoint.every=100000")
     wait_for_step(tmp_path, 5)
@@ -162,6 +167,7 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(last)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_one_dies_the_others_stop_and_fewer_go_on(tmp_path, killed):
     group = spawn(2, tmp_path, "train.steps=100000", "checkpoint.every=5")
@@ -180,6 +186,7 @@ def test_when_one_dies_the_others_stop_and_fewer_go_on(tmp_path, killed):
     assert list(losses(tmp_path)) == list(range(1, done + 4))
 
 
+@pytest.mark.slow
 def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
     """The second process has the second row of every microbatch, and alone finds it."""
     ids = np.zeros(40_000, "<u2")
@@ -214,6 +221,7 @@ def test_launchers_are_asked_how_many_there_are(monkeypatch):
     assert processes.started() == 16
 
 
+@pytest.mark.slow
 def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
     """Two processes with half of 1.5 GiB each; then one with all of it, under another pp."""
     script = str(Path(__file__).parent / "io_memory.py")

@@ -169,6 +169,7 @@ def test_one_replica_has_the_same_program_whatever_it_would_share(base):
     assert programs[0] == programs[1]
 
 
+@pytest.mark.slow(unless=["bf2_df2", "stp2"])
 @pytest.mark.parametrize(
     "name", [name for name, (_, twin) in MATRIX.items() if twin and name != "df4_z2"]
 )

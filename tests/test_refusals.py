@@ -21,10 +21,13 @@ FUSED_RING = (
     [
         (
             ["parallel.ppp=2"],
-            "unknown key parallel.ppp: did you mean parallel.pp\\?; .parallel. has",
+            "unknown key parallel.ppp: did you mean parallel.pp\\?",
         ),
-        (["paralel.pp=2"], "unknown section .paralel.: did you mean parallel\\?"),
-        (["distributed.pp=2"], "unknown section .distributed.: did you mean parallel\\?"),
+        (["paralel.pp=2"], "unknown section .paralel.: did you mean .parallel.\\?"),
+        (
+            ["distributed.pp=2"],
+            "unknown section .distributed.: did you mean .parallel.\\? Sections are run, model",
+        ),
         (
             ["parallel.vocab_parallel_pp=maybe"],
             "unknown parallel.vocab_parallel_pp='maybe': use one of 'auto', true, false",
@@ -226,7 +229,6 @@ def test_load_rejects(overrides, message):
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
         (["parallel.layer_split=[4,0]"], "every stage needs a layer"),
         (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
-        (["optimizer.warmup_steps=11"], "optimizer.warmup_steps=11 exceeds train.steps=10"),
         (
             ["log.bubble_every=5", "parallel.pp=2", "log.profile_start=3"],
             "log.profile_start=3 and log.bubble_every=5 both record",
@@ -238,7 +240,6 @@ def test_load_rejects(overrides, message):
         (["data.source=file"], "data.source='file' needs data.path"),
         (["data.sources=[{path='a.bin'}]", "data.path=b.bin"], "takes the place of data.source="),
         (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
-        (["data.sources=[{path='a.bin', weight=inf}]"], r"shares of the samples, but .* \[inf\]"),
         (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),
         (["data.path=x.bin"], "read only with data.source='file', but it is 'stdlib'"),
     ],

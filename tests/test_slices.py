@@ -37,6 +37,7 @@ def test_the_reference_in_slices_is_the_reference(model):
         assert_same((losses.reshape(-1, 4).sum(1), gradients), (want, want_gradients))
 
 
+@pytest.mark.slow(unless=["interleaved_zb-2"])
 @pytest.mark.parametrize(
     ("schedule", "pp"),
     [("gpipe", 2), ("1f1b", 2), ("1f1b", 4), ("interleaved_1f1b", 2), ("bfs", 2), ("zb_h1", 4),
@@ -46,12 +47,14 @@ def test_schedules_of_slices(schedule, pp):
     check("grouped", schedule, pp, 1, 1, slices=4, poison_bubbles=True)
 
 
+@pytest.mark.slow(unless=["mesh0"])
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
 def test_slices_on_meshes(mesh):
     cp = {1: 1, 2: 2, 4: 2}[mesh[1]]
     check("one_kv", "zb_h1", *mesh, cp=cp, slices=2, sequence=mesh[2] == 2, zero_stage=2)
 
 
+@pytest.mark.slow(unless=["*cp*slices*"])
 @pytest.mark.parametrize(
     "how", [{"cp": 2}, {"slices": 4}, {"cp": 2, "slices": 2, "remat": "full"}], ids=str
 )
@@ -60,12 +63,14 @@ def test_a_window_reaches_across_slices_and_stretches(how):
     check("windowed", "zb_h1", 2, 2, 2, sequence=True, **how)
 
 
+@pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_slices_of_layers_that_every_action_gathers(schedule):
     how = {"zero_stage": 3, "reshard_after_forward": True}
     check("grouped", schedule, 2, 2, 2, slices=2, sequence=True, **how)
 
 
+@pytest.mark.slow(unless=["zb_h1-*defer_ends=True*", "interleaved_1f1b-*in_flight=20*"])
 @pytest.mark.parametrize(
     ("schedule", "how"),
     [

@@ -56,6 +56,7 @@ def test_loss_falls_and_every_step_is_logged(uninterrupted):
     assert logged[12]["eval_loss"] < logged[6]["eval_loss"] < logged[1]["loss"]
 
 
+@pytest.mark.slow
 def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
     """kill -9 in the middle of a later save; the run goes on under another schedule."""
     process = spawn(tmp_path, "checkpoint.every=1", "train.steps=12")
@@ -102,6 +103,7 @@ def restored(directory, *overrides):
     return jax.tree.map(np.asarray, keying.keyed(state)), meta
 
 
+@pytest.mark.slow(unless=["slices"])
 @pytest.mark.parametrize("layout", ["slices", "zero0"])  # tests/test_reshard.py has the others
 def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
     want, meta = restored(uninterrupted)
@@ -117,6 +119,7 @@ def initial(*overrides):
     return jax.tree.map(np.asarray, keyed)
 
 
+@pytest.mark.slow(unless=["zbv", "tp2"])
 @pytest.mark.parametrize("layout", OTHER)
 def test_initial_values_are_the_same_on_every_layout(layout):
     jax.tree.map(np.testing.assert_array_equal, initial(*OTHER[layout]), initial())
@@ -149,6 +152,7 @@ def test_an_update_overwrites_the_state_and_copies_none_of_it():
     assert [line for line in copied if any(shape in line for shape in shapes)] == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path, uninterrupted):
     process = spawn(tmp_path, "train.steps=12", "checkpoint.every=0")
     while "step 3/" not in process.stdout.readline():
@@ -248,6 +252,7 @@ def test_print_config_is_a_configuration(tmp_path, capsys):
     assert load(printed) == load(SMALL, ["parallel.pp=2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "schedule_free"])
 def test_other_optimizers_resume_elsewhere(tmp_path, optimizer, capsys):
     """Cut back to the middle, it goes on alike on another mesh.

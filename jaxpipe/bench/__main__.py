@@ -6,15 +6,7 @@
   report         all that is worth measuring on one GPU, as launch/gpu_report.sh runs it
   step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
   torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
-  context CONFIG sequences that two CPU cores share, beside one
-  zigzag         packed documents in a ring, dealt in two ways
   clockwork      the executor over layers that sleep, beside the simulator and PyTorch
-  idle RECORDING time of a recorded run in which no device worked
-  scale CONFIG   weak and strong scaling by simulation
-  text INPUT...  text to shards of token ids, beside the tokenizer alone
-  opening        a large set of documents opened
-  show           tables and pictures of the kept results, into the README
-  pages          pictures and timelines of the READMEs
 
 Exit codes: 0 done; 1 a measurement failed; 2 bad input.
 """
@@ -25,22 +17,14 @@ from collections.abc import Sequence
 
 from jaxpipe.bench import (
     clockwork,
-    context,
     correct,
     costs,
-    idle,
-    opening,
-    pages,
     report,
-    show,
     step,
-    text,
     train,
-    zigzag,
 )
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
-from jaxpipe.planning import scale
 from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {
@@ -50,15 +34,7 @@ _COMMANDS = {
     "report": report,
     "step": step,
     "torch": step,
-    "context": context,
-    "zigzag": zigzag,
     "clockwork": clockwork,
-    "idle": idle,
-    "scale": scale,
-    "text": text,
-    "opening": opening,
-    "show": show,
-    "pages": pages,
 }
 
 

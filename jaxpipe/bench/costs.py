@@ -55,8 +55,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     """Seconds and FLOPs by op, with the device and versions."""
     import jax
 
-    from jaxpipe.bench.ops import TransferTimer, UpdateTimer, op_seconds
     from jaxpipe.runtime.devices import peak_flops
+    from jaxpipe.training.op_timers import TransferTimer, UpdateTimer, op_seconds
     from jaxpipe.training.trainer import Trainer
 
     devices = tuple(jax.devices())

@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.bench import memory
-from jaxpipe.bench.ops import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Context, Side
 from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.training.feed import random_batch
+from jaxpipe.training.op_timers import OpTimer, TransferTimer, UpdateTimer
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 

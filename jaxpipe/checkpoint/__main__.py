@@ -1,6 +1,7 @@
 """`python -m jaxpipe.checkpoint import | export | inspect`: Hugging Face checkpoints in and out.
 
   import HF_DIR CONFIG [section.key=value ...] [--out DIR]   parameters a run can start from
+  import HF_DIR --write-config CONFIG [...]                  the same, and the TOML file of a run
   export STEP_DIR OUT_DIR [--config CONFIG]                  parameters transformers can load
   inspect DIR                                                what a checkpoint holds
 
@@ -9,6 +10,8 @@ nothing is overwritten.
 """
 
 import argparse
+import contextlib
+import shlex
 import signal
 import sys
 import tomllib
@@ -21,11 +24,18 @@ import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, trained_with
 from jaxpipe.checkpoint.inspection import inspected
+from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.checkpoint.starting import write_config
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, from_builtins
+from jaxpipe.config.arguments import SETTINGS
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
+from jaxpipe.runtime.directory import locked
+
+DTYPES = ("float32", "bfloat16", "float16")  # of exported weights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,27 +61,44 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     incoming = commands.add_parser("import", help="Hugging Face to jaxpipe")
-    incoming.add_argument("source", type=Path, metavar="HF_DIR", help="config.json, safetensors")
-    incoming.add_argument("config", help="the run's TOML file: its [model] must be the same model")
-    incoming.add_argument("overrides", nargs="*", metavar="section.key=value")
-    incoming.add_argument("--out", type=Path, help="default: <run.dir>/imported")
+    incoming.add_argument(
+        "source", type=local_path, metavar="HF_DIR", help="config.json, safetensors"
+    )
+    incoming.add_argument(
+        "words", nargs="*", metavar="CONFIG section.key=value",
+        help=f"the run's TOML file, whose [model] must be the same model; {SETTINGS}",
+    )  # fmt: skip
+    incoming.add_argument(
+        "--write-config", type=Path, metavar="CONFIG",
+        help="write this TOML file for a run from config.json; then no other is given",
+    )  # fmt: skip
+    incoming.add_argument("--out", type=local_path, help="default: <run.dir>/imported")
     incoming.set_defaults(run=_import)
 
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
-    outgoing.add_argument("checkpoint", type=Path, metavar="STEP_DIR")
-    outgoing.add_argument("out", type=Path, metavar="OUT_DIR", help="must not exist, or be empty")
+    outgoing.add_argument("checkpoint", type=local_path, metavar="STEP_DIR")
+    outgoing.add_argument(
+        "out", type=local_path, metavar="OUT_DIR", help="must not exist, or be empty"
+    )
     outgoing.add_argument("--config", help="a TOML file; default: the one in the checkpoint")
-    outgoing.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    outgoing.add_argument(
+        "--dtype", choices=DTYPES, help="default: that of the imported weights, or else float32"
+    )
+    outgoing.add_argument(
+        "--tokenizer", type=Path, metavar="DIR",
+        help="the tokenizer's files to copy, and its ids; default: what import or the data knew",
+    )  # fmt: skip
     outgoing.add_argument("--max-shard-size", type=parse_bytes, default="5GB", metavar="SIZE")
     outgoing.add_argument(
         "--max-positions",
         type=int,
-        help="longest context in config.json; default: model.max_seq_len, or else train.seq_len",
+        help="longest context in config.json; default: model.max_seq_len, or else the larger of "
+        "the imported model's and train.seq_len",
     )
     outgoing.set_defaults(run=_export)
 
     looking = commands.add_parser("inspect", help="show what a checkpoint holds")
-    looking.add_argument("checkpoint", type=Path, metavar="DIR", help="of a step, or of all")
+    looking.add_argument("checkpoint", type=local_path, metavar="DIR", help="of a step, or of all")
     looking.set_defaults(run=_inspect)
 
     # argparse gives a starred positional nothing once an option stands before it.
@@ -79,36 +106,63 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if left and (arguments.command != "import" or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
-        arguments.overrides += left
+        arguments.words += left
+    if arguments.command == "import" and not (arguments.write_config or arguments.words):
+        parser.error("import needs CONFIG, or --write-config CONFIG")
     return arguments
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    config = configs.load(arguments.config, arguments.overrides)
-    directory = arguments.out or Path(config.run.dir) / "imported"
+    if not arguments.write_config:
+        path, *overrides = arguments.words
+        return _import_for(arguments, path, overrides)
+    write_config(arguments.source, arguments.write_config)
+    try:
+        _import_for(arguments, str(arguments.write_config), arguments.words)
+    except BaseException:
+        arguments.write_config.unlink()  # so that the same command can be given again
+        raise
+
+
+def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) -> None:
+    config = configs.load(path, overrides)
+    own = Path(config.run.dir)
     meta = {"config": configs.to_toml(config)}
-    step = import_huggingface(arguments.source, config.model, directory, meta)
+    with contextlib.nullcontext() if arguments.out else locked(own, print):
+        directory = arguments.out or own / "imported"
+        step = import_huggingface(arguments.source, config.model, directory, meta)
+    start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
     print(
-        f"imported {config.model.parameter_count():,} parameters into {step}; to start a run from "
-        f"them add: checkpoint.resume={step} checkpoint.parameters_only=true"
+        f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "
+        f"them with:\n{shlex.join(['python', '-m', 'jaxpipe.train', path, *overrides, *start])}"
     )
+    for name, value in trained_with(arguments.source, config.model).items():
+        own = getattr(config.model, name)
+        print(f"its config.json asks for model.{name}={value:.6g}; the run's is {own:.6g}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoint = StoredCheckpoint(arguments.checkpoint)
     config = configs.load(arguments.config) if arguments.config else _stored_config(checkpoint)
+    model, serving = config.model, ServingFiles.from_meta(checkpoint.meta)
+    if arguments.tokenizer:
+        serving = serving.with_tokenizer(arguments.tokenizer, model.vocab_size)
+    longest = model.max_seq_len or max(serving.max_positions, config.train.seq_len)
     export_huggingface(
         checkpoint,
-        config.model,
+        model,
         arguments.out,
-        dtype=arguments.dtype,
-        max_positions=(arguments.max_positions or config.model.max_seq_len or config.train.seq_len),
+        dtype=arguments.dtype or (serving.dtype if serving.dtype in DTYPES else "float32"),
+        max_positions=arguments.max_positions or longest,
         max_shard_bytes=arguments.max_shard_size,
+        serving=serving,
     )
-    print(
-        f"exported {config.model.parameter_count():,} parameters to {arguments.out}; the tokenizer "
-        f"is not part of a checkpoint: copy its files there"
-    )
+    ends = serving.generation.get("eos_token_id", serving.token_ids.get("eos_token_id"))
+    missing = ["the tokenizer's files"] if not serving.files else []
+    if ends is None:
+        missing.append("a token that ends text, without which generation does not stop")
+    unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""
+    print(f"exported {model.parameter_count():,} parameters to {arguments.out}{unknown}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ here that is the rule, and each process writes and reads what it holds.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpipe.checkpoint.integrity import write_checksums
 
 
 class _Held:
@@ -73,7 +76,11 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
 
     def __init__(self):
         # Any process may be the only one that has an array, so each writes its description too.
-        super().__init__(primary_host=None, use_replica_parallel=False)
+        # Without a file of shardings plain Orbax reads arrays onto whatever devices it finds; with
+        # one it asks for the devices that saved them.
+        super().__init__(
+            primary_host=None, use_replica_parallel=False, enable_write_sharding_file=False
+        )
 
     async def serialize(
         self,
@@ -111,8 +118,36 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
         ]
 
 
-def state_handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of trees, for trees of arrays held as they may be.
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of trees, which also writes a checksum of every file."""
+
+    async def async_save(self, directory: Any, *_: Any, args: "StateSave") -> Any:
+        """Start writing; checksums of what this process writes follow in the background."""
+        futures = await super().async_save(directory, args=args)
+        process = jax.process_index()
+        written = ocp.future.ChainedFuture(
+            futures or [], lambda: write_checksums(Path(directory), process)
+        )
+        return [written]
+
+    def finalize(self, directory: Any) -> None:
+        """On the first process, after all have written: the files of all, and their checksums."""
+        super().finalize(directory)
+        write_checksums(Path(directory))
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+class StateSave(ocp.args.PyTreeSave):
+    """What Orbax is to save with a `StateHandler`."""
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+class StateRestore(ocp.args.PyTreeRestore):
+    """What Orbax is to restore with a `StateHandler`."""
+
+
+def state_handler() -> StateHandler:
+    """A handler of trees of arrays held as they may be.
 
     Nothing is compressed: of float32 that saves a twelfth of the disk, and what waits to be written
     would take a third more memory.
@@ -121,4 +156,4 @@ def state_handler() -> ocp.PyTreeCheckpointHandler:
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (Unpadded, arrays)
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    return StateHandler(type_handler_registry=registry, use_compression=False)

@@ -12,98 +12,23 @@ on the way in, and on the way out one layer without its experts, or one leaf of 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
-from jaxpipe.checkpoint.safetensors_directory import Shape, TensorFiles, write_tensors
+from jaxpipe.checkpoint.naming import Parameter, huggingface_of, located, parameters
+from jaxpipe.checkpoint.safetensors_directory import TensorFiles, write_tensors
+from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nested, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.published import HuggingFace, Theirs
-
-Tree = Any
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter under both names: `("layers", "3", "attn", "wq")` and theirs."""
-
-    path: tuple[str, ...]
-    shape: Shape  # ours
-    theirs: Theirs  # with its whole name
-
-    @property
-    def stacked(self) -> bool:
-        """Whether it is many tensors, one for every index of its first dim."""
-        return "{}" in self.theirs.name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the tensors that have it, in order."""
-        name = self.theirs.name
-        return tuple(map(name.format, range(self.shape[0]))) if self.stacked else (name,)
-
-    @property
-    def their_shape(self) -> Shape:
-        """The shape of each of the tensors."""
-        *others, last = self.shape[1:] if self.stacked else self.shape
-        whole = (*others, last * self.theirs.parts)
-        return whole[::-1] if self.theirs.transposed else whole
-
-    def ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """This parameter of the tensors that `read` reads: a view of one, or many put together."""
-        if not self.stacked:
-            return self._part(read(self.names[0]))
-        first, *others = self.names
-        part = self._part(read(first))
-        whole = np.empty(self.shape, part.dtype)
-        whole[0] = part
-        for index, name in enumerate(others, start=1):
-            whole[index] = self._part(read(name))
-        return whole
-
-    def _part(self, tensor: np.ndarray) -> np.ndarray:
-        whole = tensor.T if self.theirs.transposed else tensor
-        width = self.shape[-1]
-        return whole[..., self.theirs.part * width :][..., :width]
-
-
-def huggingface_of(model: ModelConfig) -> HuggingFace:
-    """How Hugging Face writes the family of a model; `ConfigError` where that is not known."""
-    try:
-        return FAMILIES[model.family].published
-    except LookupError as error:
-        raise ConfigError(f"{error}: use a model of another family.") from error
-
-
-def parameters(model: ModelConfig) -> list[Parameter]:
-    """All parameters of a model: the ends, then layer by layer."""
-    theirs = huggingface_of(model)
-    built, key = FAMILIES[model.family].build(model), jax.random.key(0)
-    ends = _paths(jax.eval_shape(built.init_ends, key))
-    order = built.functions.kinds_of(model.n_layers)
-    layers = {
-        kind: _paths(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
-        for kind in set(order)
-    }
-    found = [
-        Parameter(("ends", *path), shape, theirs.ENDS["/".join(path)])
-        for path, shape in ends.items()
-    ]
-    for i, kind in enumerate(order):
-        for path, shape in layers[kind].items():
-            own = theirs.LAYER["/".join(path)]
-            whole = own._replace(name=theirs.PREFIX.format(i) + own.name)
-            found.append(Parameter(("layers", str(i), *path), shape, whole))
-    return found
+from jaxpipe.model.family import Family
+from jaxpipe.model.published import architecture
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -115,8 +40,31 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): download it again.") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): correct it.") from error
+
+
+def model_settings(theirs: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The fields of `[model]` for the model that config.json in `place` describes.
+
+    Raises `ConfigError` where no family here has it.
+    """
+    known = {name: family for family in FAMILIES.values() for name in _architectures(family)}
+    try:
+        family = known[architecture(theirs, tuple(known))]
+        settings = family.published.expected(theirs)
+        described = family.published.with_defaults(theirs)
+    except ValueError as error:
+        raise ConfigError(f"{place}/config.json {error}") from error
+    if longest := described.get("max_position_embeddings"):
+        settings["max_seq_len"] = longest
+    defaults = {field.name: field.default for field in msgspec.structs.fields(family.config)}
+    needed = {name: value for name, value in settings.items() if value != defaults[name]}
+    return {"family": family.name} | needed
+
+
+def _architectures(family: Family) -> tuple[str, ...]:
+    return family.published.ARCHITECTURES if family.huggingface else ()
 
 
 def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) -> None:
@@ -136,28 +84,35 @@ def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) ->
         raise ConfigError(f"{place}/config.json and [model] differ: {differences}; set {remedy}.")
 
 
+def trained_with(source: Path, model: ModelConfig) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads and config.json in `source` has otherwise."""
+    theirs = huggingface_of(model).trained(read_config(source), model)
+    return {name: value for name, value in theirs.items() if getattr(model, name) != value}
+
+
 def import_huggingface(
     source: Path, model: ModelConfig, checkpoints: Path, meta: dict[str, Any]
 ) -> Path:
     """Write the parameters in `source` as step 0 in `checkpoints`; return the step's directory.
 
-    They keep the dtypes that they have; a restore casts them to those of the run. Raises
+    They keep the dtypes that they have, but float64 becomes float32; a restore casts them to those
+    of the run. The metadata keeps what is not weights (`ServingFiles`). Raises
     `ConfigError`, with nothing written, where config.json does not describe `model`, or tensors
     are missing, unknown or of another shape, or `checkpoints` holds some already.
     """
-    check_same_model(read_config(source), model, source)
-    form = huggingface_of(model)
+    theirs, form = read_config(source), huggingface_of(model)
+    check_same_model(theirs, model, source)
+    serving = ServingFiles.read(source, form.with_defaults(theirs))
     files = TensorFiles(source, without=form.BUFFERS)
-    wanted = parameters(model)
-    if not any(name.startswith(form.BASE) for name in files.names):
-        wanted = [_without(form.BASE, own) for own in wanted]
+    wanted = located(model, files)
     _check_tensors(files, wanted, model)
 
     def lazy(own: Parameter) -> LazyArray:
         return LazyArray(own.shape, files.dtype(own.names[0]), lambda: own.ours(files.read))
 
     tree = nested({own.path: lazy(own) for own in wanted})
-    return save_parameters(checkpoints, tree, meta | {"source": str(source.absolute())})
+    about = {"source": str(source.absolute())} | serving.as_meta()
+    return save_parameters(checkpoints, tree, meta | about)
 
 
 def export_huggingface(
@@ -168,9 +123,11 @@ def export_huggingface(
     dtype: str,
     max_positions: int,
     max_shard_bytes: int,
+    serving: ServingFiles,
 ) -> None:
     """Write the parameters of a checkpoint as config.json and safetensors of `dtype`.
 
+    The ids of `serving` stand in config.json, and its files beside it.
     They are those that a held-out loss is taken of (`StoredCheckpoint.parameters`).
     `target` must not exist, or be empty; it has its name only once it is complete. Raises
     `ConfigError` where it is neither, or the checkpoint is of another model.
@@ -180,7 +137,7 @@ def export_huggingface(
             f"{target} exists and is not an empty directory: choose another one to export to."
         )
     kind = np.dtype(jnp.dtype(dtype))
-    config_json = _config_json(model, str(kind), max_positions)
+    config_json = _config_json(model, str(kind), max_positions, serving)
     wanted = parameters(model)
     _check_stored(checkpoint, wanted)
     target = target.absolute()
@@ -188,6 +145,7 @@ def export_huggingface(
     try:
         partial.mkdir(parents=True)
         (partial / "config.json").write_text(config_json)
+        serving.write(partial)
         write_tensors(
             partial,
             {name: own.their_shape for own in wanted for name in own.names},
@@ -205,33 +163,30 @@ def export_huggingface(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _config_json(model: ModelConfig, dtype: str, max_positions: int) -> str:
+def _config_json(model: ModelConfig, dtype: str, positions: int, serving: ServingFiles) -> str:
     try:
-        written = huggingface_of(model).written(model, dtype, max_positions)
+        written = huggingface_of(model).written(model, dtype, positions)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return json.dumps(written, indent=2) + "\n"
-
-
-def _without(base: str, own: Parameter) -> Parameter:
-    """A parameter as files of the model without its head name it."""
-    return replace(own, theirs=own.theirs._replace(name=own.theirs.name.removeprefix(base)))
+    return json.dumps(written | serving.token_ids, indent=2) + "\n"
 
 
 def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConfig) -> None:
     form = huggingface_of(model)
     place, names = files.directory, set(files.names)
     owner = {name: own for own in wanted for name in own.names}
+    unknown = names - set(owner)
     for name, own in owner.items():
         if name not in names:
+            other = f", and {min(unknown)}, which the model has no place for" if unknown else ""
             raise ConfigError(
-                f"{place} has no tensor {name} though its config.json describes one: download "
-                f"it again."
+                f"{place} has no tensor {name}, which its config.json describes{other}: take a "
+                f"checkpoint that holds all of {form.MODELS}."
             )
         if files.shape(name) != own.their_shape:
             raise ConfigError(
                 f"{place} has {name} of shape {files.shape(name)} but its config.json "
-                f"describes {own.their_shape}: download it again."
+                f"describes {own.their_shape}: take config.json and weights of the same model."
             )
         if files.dtype(name) != files.dtype(own.names[0]):
             raise ConfigError(
@@ -239,7 +194,6 @@ def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConf
                 f"{files.dtype(own.names[0])}, and they are one parameter here: convert one of "
                 f"them."
             )
-    unknown = names - set(owner)
     if form.tied(model) and form.HEAD in unknown:
         if not np.array_equal(files.read(form.HEAD), files.read(form.EMBED)):
             raise ConfigError(
@@ -300,8 +254,3 @@ def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
 def _unit(own: Parameter) -> tuple[str, ...]:
     """What is read together: a layer, but its experts, and the ends, leaf by leaf."""
     return own.path[:2] if own.path[0] == "layers" and not own.stacked else own.path
-
-
-def _paths(tree: Tree) -> dict[tuple[str, ...], Shape]:
-    leaves, _ = jax.tree.flatten_with_path(tree)
-    return {tuple(part.key for part in path): leaf.shape for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as tables made from its metadata alone."""
+"""What a checkpoint holds, as tables made from its metadata, and whether it is as it was saved."""
 
 import math
 from collections import defaultdict
@@ -18,8 +18,10 @@ from jaxpipe.config.units import readable_bytes
 def inspected(directory: Path) -> RenderableType:
     """A checkpoint's step, parameters by name over the layers, sizes and configuration.
 
+    All files of its state are read once, to compare them with their checksums.
+
     `directory` is that of a step, or of a run's checkpoints, of which the newest is taken. Raises
-    `ConfigError` where there is no checkpoint that this version reads.
+    `ConfigError` where there is no checkpoint that this version reads, or a damaged one.
     """
     steps = steps_in(directory)
     checkpoint = StoredCheckpoint(directory / str(steps[-1]) if steps else directory)
@@ -42,6 +44,11 @@ def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
         "step": meta["step"],
         "layers": len(layers),
         "parameters": f"{sum(map(_size, params)):,}, {readable_bytes(_bytes(params))}",
+        "checksums": (
+            f"all {checkpoint.compared} files are as they were saved"
+            if checkpoint.compared
+            else "none: nothing proves that the arrays are undamaged"
+        ),
         "moments": readable_bytes(_bytes(rest)) if rest else "none: parameters only",
     }
     facts |= {

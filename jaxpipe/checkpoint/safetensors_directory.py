@@ -24,6 +24,13 @@ DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Kinds that are read as another: parameters of a run are float32.
+_READ_AS = DTYPES | {"F64": DTYPES["F32"]}
+# What torch.compile, DistributedDataParallel and FSDP put into the names of the modules they wrap,
+# and peft before all names.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_PREFIXES = ("base_model.model.", "module.")
+_ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.", ".modules_to_save.")
 
 Shape = tuple[int, ...]
 
@@ -31,34 +38,47 @@ Shape = tuple[int, ...]
 class TensorFiles:
     """The tensors of such a directory, by name, but those that end with one of `without`.
 
-    Raises `ConfigError` where shards or tensors of the index are missing, files are damaged, or a
-    tensor is of a dtype other than float32, float16 and bfloat16.
+    Names lack what wrappers of torch modules put into them. Raises `ConfigError` where shards or
+    tensors of the index are missing, files are damaged, a tensor is of a dtype other than float64,
+    float32, float16 and bfloat16, or tensors are adapters to others.
     """
 
     def __init__(self, directory: Path, without: tuple[str, ...] = ()):
         self.directory = directory
-        self._file_of: dict[str, Path] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}  # where, and under which name
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
         for path in self._files():
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
-                    if name.endswith(without):
+                    if _plain(name).endswith(without):
                         continue
-                    part = file.get_slice(name)
-                    if part.get_dtype() not in DTYPES:
-                        raise ConfigError(
-                            f"{path} holds {name} as {part.get_dtype()} but only "
-                            f"{', '.join(DTYPES)} can be read: take a checkpoint that is not "
-                            f"quantised."
-                        )
-                    self._file_of[name] = path
-                    self._kinds[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
-        wanted = [name for name in self._index if not name.endswith(without)]
-        if lost := [name for name in wanted if name not in self._kinds]:
+                    self._add(path, name, file.get_slice(name))
+        wanted = [name for name in self._index if not _plain(name).endswith(without)]
+        if lost := [name for name in wanted if _plain(name) not in self._kinds]:
             raise ConfigError(
                 f"{directory / INDEX} lists {lost[0]} in {self._index[lost[0]]}, which does not "
-                f"hold it: download that file again."
+                f"hold it: take the index and the shards of the same checkpoint."
             )
+
+    def _add(self, path: Path, stored: str, part: Any) -> None:
+        name, kind = _plain(stored), part.get_dtype()
+        if any(adapter in stored for adapter in _ADAPTERS):
+            raise ConfigError(
+                f"{path} holds {stored}, of an adapter that is not merged into the weights: merge "
+                f"it (peft's merge_and_unload) and save the model again."
+            )
+        if kind not in _READ_AS:
+            raise ConfigError(
+                f"{path} holds {stored} as {kind} but only {', '.join(_READ_AS)} can be read: take "
+                f"a checkpoint whose weights are of one of these dtypes."
+            )
+        if name in self._stored:
+            raise ConfigError(
+                f"{path} holds {stored}, but {self._stored[name][1]} names the same tensor {name}: "
+                f"remove one of them."
+            )
+        self._stored[name] = path, stored
+        self._kinds[name] = tuple(part.get_shape()), _READ_AS[kind]
 
     @property
     def names(self) -> list[str]:
@@ -75,8 +95,9 @@ class TensorFiles:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, in memory of its own; its file's pages are let go."""
-        with _opened(self._file_of[name]) as file:
-            return file.get_tensor(name)
+        path, stored = self._stored[name]
+        with _opened(path) as file:
+            return file.get_tensor(stored).astype(self.dtype(name), copy=False)
 
     @cached_property
     def _index(self) -> dict[str, str]:
@@ -85,11 +106,18 @@ class TensorFiles:
         if (self.directory / ONE_FILE).exists() or not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            index = dict(json.loads(path.read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is not an index of safetensors: download it again."
+                f"{path} is not an index of safetensors, JSON with a weight_map: correct it."
             ) from error
+        for name, file in index.items():
+            if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+                raise ConfigError(
+                    f"{path} says that {name} is in {file!r}, which is no file of its directory: "
+                    f"take the checkpoint from where you trust it."
+                )
+        return index
 
     def _files(self) -> list[Path]:
         if (self.directory / ONE_FILE).exists():
@@ -99,6 +127,12 @@ class TensorFiles:
                 f"{self.directory} has neither {ONE_FILE} nor {INDEX}: give the directory of a "
                 f"Hugging Face checkpoint in safetensors."
             )
+        for name in self._index.values():
+            if Path(name).name != name:
+                raise ConfigError(
+                    f"{self.directory / INDEX} lists the shard {name!r}, which is not the name of "
+                    f"a file beside it: correct it."
+                )
         files = [self.directory / name for name in dict.fromkeys(self._index.values())]
         if missing := [path.name for path in files if not path.exists()]:
             raise ConfigError(
@@ -108,11 +142,26 @@ class TensorFiles:
         return files
 
 
+def _plain(name: str) -> str:
+    """A tensor's name without what wrappers put into it.
+
+    >>> _plain("base_model.model.model.layers.0._orig_mod.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): download it again.") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged ({error}): copy or download it again.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}): make it readable.") from error
 
 
 def write_tensors(

@@ -1,33 +1,49 @@
-"""The checkpoints of a run: a directory of Orbax, which any plain Orbax program can read."""
+"""The checkpoints of a run: directories of Orbax, which plain Orbax reads on any devices."""
 
 import contextlib
-import os
+import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import orbax.checkpoint as ocp
 
+from jaxpipe.checkpoint.compatibility import check_same_arrays, with_variables_of
 from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replaced
-from jaxpipe.checkpoint.handler import state_handler
+from jaxpipe.checkpoint.handler import StateRestore, StateSave, state_handler
+from jaxpipe.checkpoint.integrity import (
+    FORMAT,
+    DamagedError,
+    all_processes_read,
+    check_files,
+    has_checksums,
+    read_meta,
+    sealed,
+)
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.checkpoint.memory import freed_at_once
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 
 Tree = Any
-FORMAT = 1  # raised when the keys on disk change
+Meta = dict[str, Any]
+Check = Callable[[Path, Meta], None]  # raises `ConfigError` for metadata of another run or model
 
 
 class Checkpoints:
     """The checkpoints of one run: a context manager that waits for pending saves on leaving.
+
+    Every save repeats what is in `carried`, entries of the metadata that outlive a step.
 
     All processes of a run call its methods alike. The newest `keep` stay on disk, and those whose
     step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
     written.
 
     >>> import jax, tempfile
+    >>> import jax.numpy as jnp
     >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
@@ -57,9 +73,11 @@ class Checkpoints:
     ):
         self.directory = directory.absolute()
         self.keying = keying
+        self.carried: dict[str, Any] = {}
         self._say = say
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
+            self._remove_unfinished()  # of a process that was killed: no other run writes here
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
@@ -82,14 +100,20 @@ class Checkpoints:
             self._manager.close()
 
     def wait(self) -> None:
-        """Until what is being saved is on disk."""
+        """Until what is being saved is on disk, or has failed and what there is of it is gone."""
         with self._unwritten_is_said():
             self._manager.wait_until_finished()
+        self._remove_unfinished()
 
     @property
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
+
+    @property
+    def damaged(self) -> list[Path]:
+        """The checkpoints that were set aside."""
+        return sorted(self.directory.glob("damaged-*"))
 
     def written(self, step: int) -> bool:
         """Whether that step is on disk, once nothing is being saved any more."""
@@ -113,43 +137,60 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(keyed),
-                    meta=ocp.args.JsonSave(meta | {"format": FORMAT, "step": step}),
+                    state=StateSave(keyed),
+                    meta=ocp.args.JsonSave(
+                        sealed(meta | self.carried | {"format": FORMAT, "step": step})
+                    ),
                 ),
             )
 
-    def restore(self, like: Tree, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]] | None:
-        """The newest readable `(state, meta)` in the form of `like`, or None if there is none.
+    def restore(
+        self, like: Tree, say: Callable[[str], None], check: Check | None = None
+    ) -> tuple[Tree, Meta] | None:
+        """The newest undamaged `(state, meta)` in the form of `like`, or None if there is none.
 
-        `like` is a state in stage form, or only its shapes.
+        `like` is a state in stage form, or only its shapes; `check` gets the path and the metadata
+        before any array is read.
 
-        A damaged checkpoint is renamed out of the way, said, and the one before it is taken.
-        Raises `ConfigError` for a checkpoint of another model, naming the first differing leaf.
+        A checkpoint that is proved to be damaged is renamed out of the way, reported, and the one
+        before it is taken. Raises `ConfigError`, and leaves everything as it is, for a checkpoint
+        of another model, naming the first differing leaf, or that cannot be read for any other
+        reason.
         """
         for step in reversed(self.steps):
-            read, reason = None, ""
             try:
-                read = read_state(self.directory / str(step), self.keying, like)
-            except ConfigError:
-                raise
-            except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-                reason = first_line(error)
-            if not processes.largest(int(read is None)):
-                return read
-            aside = self._set_aside(step)
-            say(
-                f"checkpoint {step} is damaged ({reason or 'another process cannot read it'}): "
-                f"moved to {aside}, trying the one before"
-            )
+                return read_state(
+                    self.directory / str(step), self.keying, like, say=say, check=check
+                )
+            except DamagedError as error:
+                aside = self._set_aside(step)
+                say(
+                    f"checkpoint {step} is damaged ({error}): moved to {aside}, trying the one "
+                    f"before"
+                )
         return None
 
     def _set_aside(self, step: int) -> Path:
-        aside = self.directory / f"damaged-{step}"
+        names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
+        aside = next(path for name in names if not (path := self.directory / name).exists())
+        processes.largest(0)  # all have chosen before the first renames
         with processes.first_before_others(f"damaged {step}"):
             if processes.first():
-                (self.directory / str(step)).rename(aside)
+                try:
+                    (self.directory / str(step)).rename(aside)
+                except OSError as error:
+                    raise ConfigError(
+                        f"checkpoint {step} is damaged but cannot be moved to {aside} "
+                        f"({error.strerror}): move it away."
+                    ) from error
         self._manager.reload()
         return aside
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a save that was killed or failed has left, which is up to a whole state."""
+        if processes.first():
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _check_all_can_write(self) -> None:
         """Raise `OSError` now: Orbax would wait for its own threads five minutes and more."""
@@ -198,37 +239,55 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def read_state(
-    path: Path, keying: Keying, like: Tree, exclusion: Exclusion | None = None
-) -> tuple[Tree, dict[str, Any]]:
+    path: Path,
+    keying: Keying,
+    like: Tree,
+    exclusion: Exclusion | None = None,
+    say: Callable[[str], None] = print,
+    check: Check | None = None,
+) -> tuple[Tree, Meta]:
     """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
 
     Of a `like` that has only some of a state's parts, only these are read; some of the parameters
-    may be excluded. Variables that the checkpoint has not, or has in other shapes, are left out of
-    the state, and those that `like` has not are not read. Each process reads what its own devices
-    hold. Raises `ConfigError` for a checkpoint of another model or of a newer format, and much else
-    where files are damaged.
+    may be excluded. `check` gets the path and the metadata before any array is read. Variables that
+    the checkpoint has not, or has in other shapes, are left out of the state, and those that `like`
+    has not are not read. Each process reads what its own devices hold, and all call this alike.
+
+    Raises `DamagedError` where checksums, or files that are missing or cannot be decoded, prove
+    damage, and `ConfigError` for a checkpoint of another model or of a newer format, or that cannot
+    be read for any other reason: on all processes, whichever of them has found it.
     """
-    meta = ocp.JsonCheckpointHandler().restore(path / "meta")
-    if meta["format"] > FORMAT:
-        raise ConfigError(
-            f"checkpoint {path} has format {meta['format']}, this version reads up to {FORMAT}: "
-            f"use the version of jaxpipe that wrote it, or a newer one."
+    with all_processes_read(path):
+        meta = read_meta(path)
+        if meta.get("kind") == "params" and like.keys() != {"params"}:
+            raise ConfigError(
+                f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
+                f"start from them."
+            )
+        if check:
+            check(path, meta)
+        if has_checksums(meta):
+            check_files(path / "state", jax.process_index(), jax.process_count())
+    if not has_checksums(meta):
+        say(
+            f"checkpoint {path} was saved by a version that wrote no checksums: nothing proves "
+            f"that its arrays are undamaged"
         )
-    if meta.get("kind") == "params" and like.keys() != {"params"}:
-        raise ConfigError(
-            f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
-            f"start from them."
-        )
+    with all_processes_read(path, checked=has_checksums(meta)):
+        return _read_arrays(path, keying, like, exclusion), meta
+
+
+def _read_arrays(path: Path, keying: Keying, like: Tree, exclusion: Exclusion | None) -> Tree:
     handler = state_handler()
     stored = handler.metadata(path / "state").tree
-    like = _with_variables_of(stored, like)
+    like = with_variables_of(stored, like)
     shapes = keying.keyed_shapes(like)  # those on disk
     left_out = exclusion.names(shapes) if exclusion else frozenset()
-    _check_same_model(shapes, stored, path, left_out)
+    check_same_arrays(shapes, stored, path, left_out)
     with freed_at_once():
         state = handler.restore(
             path / "state",
-            args=ocp.args.PyTreeRestore(
+            args=StateRestore(
                 replaced(shapes, left_out, lambda _: ocp.PLACEHOLDER),
                 restore_args=keying.restore_args(like),
                 partial_restore=True,
@@ -237,7 +296,7 @@ def read_state(
         if exclusion and left_out:
             new = leaves_by_name(keying.rows(exclusion.fresh()))
             state = replaced(state, left_out, lambda name: new[name])
-        return keying.staged(state, like), meta
+        return keying.staged(state, like)
 
 
 def _check_writable(directory: Path) -> None:
@@ -253,49 +312,5 @@ def _check_writable(directory: Path) -> None:
 def _touch(directory: Path) -> None:
     """Make the directory if it is not there, and a file in it, and remove that again."""
     directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / f".writable-{os.getpid()}"
-    probe.touch()
-    probe.unlink(missing_ok=True)
-
-
-def _with_variables_of(stored: Tree, like: Tree) -> Tree:
-    """`like` with those of its variables that are stored alike."""
-    if not isinstance(like.get("variables"), dict):
-        return like
-
-    def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(tree).items()}
-
-    held = stored.get("variables") or {}
-    kept = {
-        name: leaf for name, leaf in like["variables"].items()
-        if name in held and shapes({name: leaf}) == shapes({name: held[name]})
-    }  # fmt: skip
-    rest = {name: part for name, part in like.items() if name != "variables"}
-    return rest | ({"variables": kept} if kept else {})
-
-
-def _check_same_model(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
-    wanted, held = (
-        {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
-        for tree in (expected, stored)
-    )
-    want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
-    have = {name: tuple(leaf.shape) for name, leaf in held.items()}
-    have = {
-        name: shape for name, shape in have.items()
-        if name in want or name.split("/")[0] in expected.keys() - {"variables"}
-    }  # fmt: skip
-    for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
-        if want.get(name) != have.get(name):
-            raise ConfigError(
-                f"checkpoint {where} is of another model: {name} has shape "
-                f"{have.get(name, 'none (absent)')} there and {want.get(name, 'none (absent)')} in "
-                f"this configuration; change [model] back or use another run.dir."
-            )
-        kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, held)]
-        if kinds[0] != kinds[1]:
-            raise ConfigError(
-                f"checkpoint {where} is of another model: {name} has dtype {held[name].dtype} "
-                f"there and {wanted[name].dtype} in this configuration; use another run.dir."
-            )
+    with tempfile.TemporaryFile(dir=directory):
+        pass

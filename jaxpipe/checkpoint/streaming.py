@@ -17,8 +17,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
-from jaxpipe.checkpoint.store import FORMAT
-from jaxpipe.config import ConfigError, first_line
+from jaxpipe.checkpoint.handler import StateHandler, StateSave
+from jaxpipe.checkpoint.integrity import (
+    FORMAT,
+    DamagedError,
+    all_processes_read,
+    check_files,
+    has_checksums,
+    read_meta,
+    sealed,
+)
+from jaxpipe.config import ConfigError
 
 Tree = Any
 # What a reader must decompress to have any element, and a writer holds compressed besides an array.
@@ -80,8 +89,8 @@ def save_parameters(directory: Path, params: Tree, meta: dict[str, Any]) -> Path
             manager.save(
                 0,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state, save_args=chunks),
-                    meta=ocp.args.JsonSave(meta | about),
+                    state=StateSave(state, save_args=chunks),
+                    meta=ocp.args.JsonSave(sealed(meta | about)),
                 ),
             )
     except OSError as error:
@@ -101,7 +110,7 @@ def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
         directory,
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
         item_handlers={
-            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "state": StateHandler(type_handler_registry=registry),
             "meta": ocp.JsonCheckpointHandler(),
         },
     )
@@ -121,39 +130,39 @@ class StoredCheckpoint:
     directory: Path
 
     def __post_init__(self) -> None:
-        version = self.meta.get("format")
-        if not isinstance(version, int):
-            raise self._is_not("its metadata names no format")
-        if version > FORMAT:
-            raise ConfigError(
-                f"checkpoint {self.directory} has format {version} but this jaxpipe reads formats "
-                f"up to {FORMAT}: install a newer jaxpipe."
-            )
+        _ = self.meta
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         """What was saved beside the state: step, data position, configuration."""
         if not self._complete():
             raise self._is_not("it is not a complete checkpoint of Orbax")
-        try:
-            return ocp.JsonCheckpointHandler().restore(self._item("meta"))
-        except (OSError, ValueError) as error:
-            raise self._damaged(error) from error
+        with self._reading():
+            return read_meta(self.directory)
+
+    @functools.cached_property
+    def compared(self) -> int:
+        """How many files of the state are as they were saved; 0: none has a checksum.
+
+        Raises `ConfigError` where one is not.
+        """
+        if not has_checksums(self.meta):
+            return 0
+        with self._reading():
+            return check_files(self._item("state"))
 
     @functools.cached_property
     def leaves(self) -> dict[tuple[str, ...], Any]:
         """What has a shape and a dtype, by path: `("params", "layers", "17", "attn", "wq")`."""
-        try:
+        with self._reading(checked=self.compared > 0):
             stored = ocp.PyTreeCheckpointHandler().metadata(self._item("state"))
-        except Exception as error:  # Orbax and TensorStore raise many kinds on damaged files
-            raise self._damaged(error) from error
         paths, _ = jax.tree.flatten_with_path(stored.tree, is_leaf=lambda n: hasattr(n, "shape"))
         return {tuple(_key(part) for part in path): leaf for path, leaf in paths}
 
     def read(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         """The leaves at these paths, of nested dicts, with all else left on disk.
 
-        Raises `ConfigError` where their data is damaged.
+        Raises `ConfigError` where a file of the state is damaged.
         """
         shapes = {
             path: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype)
@@ -162,10 +171,8 @@ class StoredCheckpoint:
         wanted = nested(shapes)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         request = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
-        try:
+        with self._reading(checked=self.compared > 0):
             found = ocp.PyTreeCheckpointHandler().restore(self._item("state"), args=request)
-        except Exception as error:  # as above
-            raise self._damaged(error) from error
         return [functools.reduce(operator.getitem, path, found) for path in paths]
 
     def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
@@ -189,10 +196,15 @@ class StoredCheckpoint:
         unfinished = ".orbax-checkpoint-tmp" in self.directory.absolute().name
         return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
 
-    def _damaged(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"checkpoint {self.directory} is damaged ({first_line(error)}): take an earlier one."
-        )
+    @contextlib.contextmanager
+    def _reading(self, checked: bool = True) -> Iterator[None]:
+        try:
+            with all_processes_read(self.directory, checked):
+                yield
+        except DamagedError as error:
+            raise ConfigError(
+                f"checkpoint {self.directory} is damaged ({error}): take an earlier one."
+            ) from error
 
     def _is_not(self, why: str) -> ConfigError:
         return ConfigError(

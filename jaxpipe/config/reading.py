@@ -4,11 +4,12 @@ Every error is a `ConfigError` whose message is one sentence: the rule, the valu
 the remedy.
 """
 
+import codecs
 import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,10 +17,12 @@ import msgspec
 import tomli_w
 
 from jaxpipe.config.errors import ConfigError
-from jaxpipe.config.sections import Config
+from jaxpipe.config.paths import check_local
+from jaxpipe.config.sections import Config, LocalPath
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
 _RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and what they are now
+_LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # without subnormals
 _LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
 
 
@@ -29,16 +32,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     An override is a line of TOML; a value that is no TOML value is taken as a string, so
     `parallel.schedule=gpipe` needs no quotes. Checks across fields: `jaxpipe.planning.checks`.
     """
+    check_local("CONFIG", str(path))
     path = Path(path)
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
-            f"file, such as configs/quickstart.toml."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    tree = _read(path)
     for override in overrides:
         tree = _merge(tree, _parse_override(override))
     tree = _with_preset(tree)
@@ -46,7 +42,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _check_names(tree, sections)
     _check_values(tree, sections)
     config = from_builtins(tree)
-    _check_finite(config)
+    _check_floats(config)
+    _check_paths(config)
     if config.run.dir:
         return config
     run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
@@ -69,6 +66,26 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        own = path / "config.toml"
+        near = own if own.is_file() else "configs/quickstart.toml"
+        raise ConfigError(
+            f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
+            f"file, such as {near}."
+        ) from error
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:
+        raise ConfigError(f"{path} is not in UTF-8, perhaps in UTF-16: save it as UTF-8.")
+    try:
+        return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not in UTF-8 ({error}): save it as UTF-8.") from error
+    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+
+
 def _parse_override(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
@@ -77,7 +94,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return tomllib.loads(tomli_w.dumps({"value": value.strip()}).replace("value", key, 1))
 
 
@@ -128,10 +145,11 @@ _ELSEWHERE = {  # sections of other trainers, and where their settings are here
 def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in sections:
-            near = _nearest(name, sections)
-            if name in _ELSEWHERE:
-                near = f": did you mean {_ELSEWHERE[name]}?"
-            raise ConfigError(f"unknown section [{name}]{near}.")
+            near = _ELSEWHERE.get(name) or _nearest(name, sections)
+            meant = f"did you mean [{near}]? " if near else ""
+            raise ConfigError(
+                f"unknown section [{name}]: {meant}Sections are {', '.join(sections)}."
+            )
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
         fields = sections[name].__struct_fields__
@@ -141,22 +159,60 @@ def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
                     f"{name}.{key} is now {name}.{now}: give {name}.{now}={section[key]} instead."
                 )
             if key not in fields:
-                near = _nearest(key, fields, prefix=f"{name}.")
+                near = _nearest_key(name, key, sections)
+                meant = f"did you mean {near}? " if near else ""
                 raise ConfigError(
-                    f"unknown key {name}.{key}{near}; [{name}] has {', '.join(fields)}."
+                    f"unknown key {name}.{key}: {meant}To list all keys, give --print-config "
+                    f"without it."
                 )
 
 
-def _check_finite(config: Config) -> None:
-    for name, section in msgspec.to_builtins(config).items():
-        for key, value in section.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{name}.{key}={value} is not finite: give a finite number.")
-
-
-def _nearest(word: str, known: Any, prefix: str = "") -> str:
+def _nearest(word: str, known: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f": did you mean {prefix}{near[0]}?" if near else f": known are {', '.join(known)}"
+    return near[0] if near else None
+
+
+def _nearest_key(name: str, key: str, sections: Mapping[str, Any]) -> str | None:
+    """The key of that name in another section, or the nearest one in its own."""
+    for section, record in sections.items():
+        if key in record.__struct_fields__:
+            return f"{section}.{key}"
+    near = _nearest(key, sections[name].__struct_fields__)
+    return near and f"{name}.{near}"
+
+
+def _check_floats(config: Config) -> None:
+    """Every float is a number of float32, in which devices compute."""
+    for name, value in _values(config):
+        if not isinstance(value, float):
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{name}={value} is not finite: give a finite number.")
+        if value and not _LEAST_FLOAT32 <= abs(value) <= _MOST_FLOAT32:
+            raise ConfigError(
+                f"{name}={value} is no number of float32, which is 0 or {_LEAST_FLOAT32:.2g} to "
+                f"{_MOST_FLOAT32:.2g}: give one of these."
+            )
+
+
+def _check_paths(config: Config) -> None:
+    for name, value in _values(config, of=LocalPath):
+        check_local(name, value)
+
+
+def _values(record: msgspec.Struct, of: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting with its name, also of tables in lists; `of` one type alone, if given."""
+    hints = get_type_hints(type(record), include_extras=True)
+    for field in record.__struct_fields__:
+        value, name = getattr(record, field), f"{prefix}{field}"
+        several = enumerate(value) if isinstance(value, tuple) else ()
+        tables = {f"{name}[{i}].": v for i, v in several if isinstance(v, msgspec.Struct)}
+        if isinstance(value, msgspec.Struct):
+            tables[f"{name}."] = value
+        elif of is None or hints[field] == of:
+            yield name, value
+        for within, table in tables.items():
+            yield from _values(table, of, within)
 
 
 def _check_values(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:

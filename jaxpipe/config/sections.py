@@ -7,10 +7,11 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model import ModelConfig
+from jaxpipe.model.family import INT32_MAX, Count, Positive
 from jaxpipe.partition.sequence import Method, padded_length
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+LocalPath = Annotated[str, Meta(extra={"path": True})]  # relative to where the command was given
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -26,14 +27,15 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunConfig(_Section, kw_only=True):
     """`[run]`: where the run lives."""
 
-    dir: str = ""  # holds data, checkpoints and metrics; empty: runs/<name of the config file>
+    dir: LocalPath = ""  # holds data, checkpoints and metrics; empty: runs/<name of the file>
 
 
 class ParallelConfig(_Section, kw_only=True):
     """`[parallel]`: the mesh, and how the layers and microbatches run on it."""
 
     pp: Positive = 1  # pipeline ranks
-    dp: Annotated[int, Meta(ge=-1)] = 1  # data-parallel replicas of every rank; -1: all that fit
+    # data-parallel replicas of every rank; -1: all that fit
+    dp: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 1
     dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
     cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
     # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
@@ -50,10 +52,13 @@ class ParallelConfig(_Section, kw_only=True):
     # every rank has a part of embedding and head; auto: on GPU, where the plan is not slower
     vocab_parallel_pp: bool | Literal["auto"] = "auto"
     zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
+    # dtype in which gradients are summed over dp replicas; bfloat16 halves the bytes sent, but
+    # rounds each replica's sum, and their total, to 8 bits
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
     reshard_after_forward: bool | Literal["auto"] = "auto"
     schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
-    schedule_file: str = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
+    schedule_file: LocalPath = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
     virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
     breadth: Count = 0  # microbatches through one stage before a rank's next; 0: the schedule's own
     # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
@@ -62,7 +67,7 @@ class ParallelConfig(_Section, kw_only=True):
     objective: Literal["scan", "span", "makespan"] = "scan"  # what searches make least
     # for searches and plans, a file of measured op seconds; "measure": the run times its own before
     # its first step, and keeps them in run.dir; empty: of an H100
-    costs: str = ""
+    costs: LocalPath = ""
     layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
     input_weight: Count = 1  # weighted: layers that the embedding counts for
     output_weight: Count = 1  # weighted: layers that the head counts for
@@ -136,18 +141,18 @@ class TrainConfig(_Section, kw_only=True):
     grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
     batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
     microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with cp, stretches
-    seq_len: Annotated[int, Meta(ge=2)]  # tokens in a sequence
+    seq_len: Annotated[int, Meta(ge=2, le=INT32_MAX)]  # tokens in a sequence
     # a step is as long as the longest of its rows, which hold whole documents of up to seq_len
     variable_length: bool = False
     length_bucket: Count = 1024  # of variable lengths, rounded up to a multiple; 0: as below alone
     pad_to_multiple_of: Positive = 128  # the stretch of a sequence that a device then computes
-    seed: Count = 0  # of the initial values and the order of the data
+    seed: Seed = 0  # of the initial values and the order of the data
     # parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # layers multiply in 8-bit floats, scaled by each operand as it is (current), or by the largest
     # of the last steps (delayed); with compute_dtype=bfloat16
     fp8: Literal["none", "current", "delayed"] = "none"
-    fp8_history: Positive = 1024  # delayed: of so many steps
+    fp8_history: Annotated[int, Meta(ge=1, le=2**16)] = 1024  # delayed: of so many steps
     remat: Literal["none", "selective", "full"] = "none"  # what B repeats
     offload_layers: Count = 0  # of every stage the first: their residuals wait on the host
     offload_moments: bool = False  # the optimizer's moments wait on the host between updates
@@ -188,7 +193,7 @@ class OptimizerConfig(_Section, kw_only=True):
 class SourceConfig(_Section, kw_only=True):
     """`[[data.sources]]`: one of several that are mixed."""
 
-    path: str  # a file of token ids, a folder of them, or a pattern such as "tokens/*.bin"
+    path: LocalPath  # a file of token ids, a folder of them, or a pattern such as "tokens/*.bin"
     weight: Annotated[float, Meta(ge=0)] = 1.0  # of the samples, beside the others'
 
 
@@ -196,15 +201,19 @@ class DataConfig(_Section, kw_only=True):
     """`[data]`: where tokens come from."""
 
     source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
-    path: str = ""  # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    path: LocalPath = ""
     sources: tuple[SourceConfig, ...] = ()  # several, mixed, in place of source and path
-    heldout_path: str = ""  # another for held-out losses; empty: the end of each source
+    heldout_path: LocalPath = ""  # another for held-out losses; empty: the end of each source
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no path is given
     shuffle: bool = True  # a new order of samples every epoch
     # documents in rows that they share without seeing each other: in their order, or where they
     # fit best; none: rows are seq_len tokens on end, or with train.variable_length a document each
     packing: Literal["none", "sequential", "best_fit"] = "none"
     max_documents: Positive = 64  # that a packed row may hold
+    # when a checkpoint was trained on other data, another mixture or seq_len: go on from position 0
+    # of this data, with the step and the moments; false: refuse. Once on it, resumes go on in it
+    restart: bool = False
 
     @property
     def documents(self) -> int:
@@ -219,10 +228,13 @@ class CheckpointConfig(_Section, kw_only=True):
     keep: Positive = 2  # the newest ones that stay on disk
     keep_every: Count = 0  # those of every so many steps stay too; 0: no more
     # auto: from the newest, if there is one; a path: else from there; none: there must be none
-    resume: str = "auto"
+    resume: LocalPath = "auto"
     parameters_only: bool = False  # of a path take no more: step 0, fresh moments
     # of a path not these parameters, by names such as "ends/head": new values, fresh moments
     exclude: tuple[str, ...] = ()
+    # fields of [model] that may differ from those a checkpoint was trained with, such as
+    # "model.rope_factor"; every other change that makes it another model is refused
+    allow_changed: tuple[str, ...] = ()
     asynchronous: bool = True  # write while training goes on
 
 
@@ -242,7 +254,8 @@ class LogConfig(_Section, kw_only=True):
 class RuntimeConfig(_Section, kw_only=True):
     """`[runtime]`: devices."""
 
-    cpu_devices: Count = 0  # virtual CPU devices of a process; 0: the devices that jax finds
+    # virtual CPU devices of a process; 0: the devices that jax finds
+    cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Config(_Section, Generic[Model], kw_only=True):

@@ -43,8 +43,9 @@ class Side(NamedTuple):
     A layer may leave out any of it, and layers of a kind make the same names in the same shapes.
 
     Attributes:
-      loss: a scalar that is added to the summed loss, and like it divided by the number of terms of
-        the whole batch; None: none. It is differentiated.
+      loss: a scalar, a sum over the tokens that the layer saw. The step trains on its mean over the
+        tokens of the whole batch (`StageFunctions.tokens`), which is added to the mean loss of the
+        head. It is differentiated; None: none.
       sums: small arrays by name, added up over layers, microbatches and replicas.
       maxima: small arrays by name, of which the elementwise largest over all these is taken.
       rows: arrays of numbers `[B, ...]` by name, of every example, which are added up over layers

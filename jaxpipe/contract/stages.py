@@ -27,10 +27,12 @@ class StageFunctions:
       kinds: the kinds of layers by name; one kind may be given as it is.
       head: `(shared, x, rows) -> summed loss`, or an array of several, which are all trained on.
       count: `rows -> how many terms the summed loss has`.
+      tokens: `rows -> how many tokens the losses of layers are sums over`; those are divided by
+        this number, whatever the head counts. None: as many as `count`.
       outputs: `(shared, x, rows) -> what a step gives back of a microbatch`, of the head's x: a
         tree of arrays of numbers `[B, ...]`, which devices along tp make alike; None: nothing.
       order: the kind of every layer; None: all are of the only kind.
-      losses: a name for each of the head's losses; what layers make is added to the first.
+      losses: a name for each of the head's losses.
       leaves: a `Leaf` for every leaf of `shared`; None: nothing is cut.
       reads: names of the batch's leaves; others are refused. None: any.
       variables: the first value of the model's state that is no parameter, a tree of arrays that
@@ -58,6 +60,7 @@ class StageFunctions:
     kinds: LayerKind | Mapping[str, LayerKind]
     head: Callable[[Tree, "jax.Array", Tree], "jax.Array"]
     count: Callable[[Tree], "jax.Array"]
+    tokens: Callable[[Tree], "jax.Array"] | None = None
     outputs: Callable[[Tree, "jax.Array", Tree], Tree] | None = None
     order: tuple[str, ...] | None = None
     losses: tuple[str, ...] = ("loss",)

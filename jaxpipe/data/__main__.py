@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from jaxpipe.config import ConfigError
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.data.inspection import inspected
 from jaxpipe.data.prepare import Options, prepare
@@ -53,15 +53,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     making = commands.add_parser("prepare", help="text to shards of token ids")
-    making.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files or folders")
+    making.add_argument(
+        "inputs", nargs="+", type=local_path, metavar="INPUT", help="files or folders"
+    )
     making.add_argument(
         "--tokenizer", required=True, metavar="PATH",
         help="a tokenizer.json, a model's directory with one, or 'bytes'",
     )  # fmt: skip
-    making.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if need be")
+    making.add_argument(
+        "--out", required=True, type=local_path, metavar="DIR", help="made if need be"
+    )
     making.add_argument(
         "--field", default="", help="with the text; default: messages, prompt and completion, text"
     )
+    making.add_argument(
+        "--ignore", action="append", default=[], metavar="FIELD",
+        help="to leave out though it may change what is learned, such as tools; can be repeated",
+    )  # fmt: skip
     making.add_argument(
         "--eod", default="", metavar="TOKEN",
         help="at the end of every document: a token, its id, or none; default: the tokenizer's eos",
@@ -77,7 +85,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     making.set_defaults(run=_prepare)
 
     looking = commands.add_parser("inspect", help="show what a prepared folder holds")
-    looking.add_argument("folder", type=Path, metavar="DIR")
+    looking.add_argument("folder", type=local_path, metavar="DIR")
     looking.add_argument("--documents", type=int, default=3, help="that are shown decoded")
     looking.set_defaults(run=_inspect)
     return parser.parse_args(argv)
@@ -94,6 +102,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
         field=arguments.field,
+        ignored=tuple(sorted({*arguments.ignore})),
         skip_bad_lines=arguments.skip_bad_lines,
         piece_size=arguments.piece,
     )
@@ -111,7 +120,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
     print(
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
         f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
-        f"{manifest.bad_lines:,} that cannot be read; to train on them: data.source=file "
+        f"{manifest.unlearned:,} in which nothing counts, {manifest.bad_lines:,} that cannot be "
+        f"read; to train on them: data.source=file "
         f"data.path={out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
     )
 

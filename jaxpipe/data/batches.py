@@ -105,7 +105,7 @@ class Split:
     @cached_property
     def _contents(self) -> Callable[[int, int], Contents]:
         def of(position: int, step: int) -> Contents:
-            numbers = (self.order[at] for at in range(position, position + step))
+            numbers = map(self._number_at, range(position, position + step))
             found = list(map(self.samples.documents_of, numbers))
             return Contents(step, max(map(sum, found)), np.concatenate(found))
 
@@ -119,22 +119,20 @@ class Split:
 
         `batch_size` is B of the whole step; `rows` picks examples of each microbatch, so that the
         batches of all rows, joined on the second dim, are the batch of the step. Where samples
-        differ in length, `length_of` makes L of that of the step's longest.
+        differ in length, `length_of` makes L of that of the step's longest. Held-out samples that
+        end within the batch are followed by rows without targets, copies of the last one.
 
-        Raises `IndexError` where held-out samples run out, `ConfigError` where their files turn out
-        to be faulty.
+        Raises `IndexError` where held-out samples run out before it, `ConfigError` where their
+        files turn out to be faulty.
         """
         step = microbatches * batch_size
-        if position + step > len(self.order):
+        if position >= len(self.order):
             raise IndexError(
                 f"no {microbatches} x {batch_size} samples at position {position}: the {self.name} "
                 f"data has {len(self)}."
             )
         taken = [
-            [
-                self.samples[self.order[position + m * batch_size + b]]
-                for b in range(batch_size)[rows]
-            ]
+            [self._sample_at(position + m * batch_size + b) for b in range(batch_size)[rows]]
             for m in range(microbatches)
         ]
         if length_of is not None:
@@ -151,13 +149,14 @@ class Split:
     ) -> grain.DatasetIterator[Batch]:  # fmt: skip
         """Batches from a position on, read ahead in threads; `close()` ends these.
 
-        Training batches never end. Held-out ones stop with the last whole batch, so no sample
-        counts twice. The arguments are those of `batch`.
+        Training batches never end. Held-out ones have every sample once, the last of them with rows
+        that count for nothing where it needs more samples. The arguments are those of `batch`.
 
-        Raises `ConfigError` where one batch takes more samples than there are.
+        Raises `ConfigError` where one batch to train on takes more samples than there are, or where
+        there are none.
         """
-        step = microbatches * batch_size
-        if step > len(self):
+        step, endless = microbatches * batch_size, len(self.order) > len(self.samples)
+        if (step if endless else 1) > len(self):
             raise ConfigError(
                 f"a batch takes {microbatches} microbatches x {batch_size} samples = {step}, but "
                 f"the {self.name} data has {len(self)}: use more data, or a smaller "
@@ -167,8 +166,20 @@ class Split:
             self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows,
             length_of=length_of,
         )  # fmt: skip
-        starts = grain.MapDataset.range(position, len(self.order) - step + 1, step)
+        end = len(self.order) - step + 1 if endless else len(self.order)
+        starts = grain.MapDataset.range(position, end, step)
         return iter(starts.map(read).to_iter_dataset(_PREFETCH))
+
+    def _number_at(self, position: int) -> int:
+        """The number of the sample there; after the last one its own again."""
+        return self.order[min(position, len(self.order) - 1)]
+
+    def _sample_at(self, position: int) -> Sample:
+        """The sample there; after the last one that without targets."""
+        sample = self.samples[self._number_at(position)]
+        if position < len(self.order):
+            return sample
+        return sample | {"targets": np.full_like(sample["targets"], PADDING["targets"])}
 
 
 def _padded(sample: Sample, length: int) -> Sample:

@@ -103,7 +103,7 @@ def _is_intact(directory: Path, heldout_fraction: float) -> bool:
     try:
         manifest = _read_manifest(directory)
         digests = {part: _digest(directory / part) for part in PARTS}
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return False
     return (manifest.heldout_fraction, manifest.digests) == (heldout_fraction, digests)
 

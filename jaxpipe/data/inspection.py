@@ -61,7 +61,8 @@ def _table(manifest: Manifest) -> Table:
         "ids": f"{manifest.smallest_id}..{manifest.largest_id}",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids",
         "id at the end of a document": eod,
-        "left out": f"{manifest.empty:,} without text, {manifest.bad_lines:,} that cannot be read",
+        "left out": f"{manifest.empty:,} without text, {manifest.unlearned:,} in which nothing "
+        f"counts, {manifest.bad_lines:,} that cannot be read",
         "shards": f"{len(manifest.shards):,}",
     }
     for row in rows.items():

@@ -58,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     histogram: tuple[Bin, ...]  # of the lengths of documents
     empty: int  # documents without text, left out
     bad_lines: int  # lines that could not be read, left out
+    unlearned: int = 0  # documents of which nothing counts in the loss, left out
     origin: str  # digest of the inputs and options
     shards: tuple[ShardEntry, ...]
 
@@ -77,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}): prepare the folder again."
         ) from error

@@ -42,6 +42,11 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
     return ShardedDocuments(shards, vocab_size, 0, size, path, "".join(tokenizers))
 
 
+def prepared_folders(path: str) -> list[Path]:
+    """The prepared folders that a path stands for, in the order of their names."""
+    return [found for found in _found(path) if (found / MANIFEST).exists()]
+
+
 def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
     """Raise `ConfigError` where places, by the digest of their tokenizer, have several of these."""
     if len(places) > 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,27 +23,39 @@ class Piece(msgspec.Struct, frozen=True):
         return sum(part.size for part in self.parts)
 
 
-def input_files(paths: Iterable[Path], output: Path | None = None) -> list[Path]:
+class Inputs(NamedTuple):
+    """Files to read, and those in the same folders that are not."""
+
+    files: list[Path]
+    left_out: list[Path]
+
+
+def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
     """The files, and those in the folders: all whose name has no dot in front, by their names.
 
-    What is below the output, if one is given, is none of them. Raises `ConfigError` where there
-    are none.
+    Beside JSON or Parquet in a folder the files of other kinds (a README, a license) are no data:
+    they are left out. What is below the output, if one is given, is no input. Raises `ConfigError`
+    where there are none.
     """
-    files = []
+    files, left_out = [], []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"the input {path} does not exist: correct its path.")
         if not path.is_dir():
             files.append(path)
             continue
+        found = []
         for file in sorted(path.rglob("*")):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
             written = output is not None and output.absolute() in file.absolute().parents
             if file.is_file() and not hidden and not written:
-                files.append(file)
+                found.append(file)
+        records = [file for file in found if kind(file) != "text"]
+        files += records or found
+        left_out += [file for file in found if records and file not in files]
     if not files:
         raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
-    return files
+    return Inputs(files, left_out)
 
 
 def cut(files: Iterable[Path], size: int) -> list[Piece]:

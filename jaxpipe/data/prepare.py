@@ -17,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.config import ConfigError
@@ -32,19 +33,23 @@ from jaxpipe.data.manifest import (
     read_manifest,
 )
 from jaxpipe.data.pieces import Piece, cut, input_files
-from jaxpipe.data.readers import Passages, Reader
+from jaxpipe.data.readers import Reader
+from jaxpipe.data.records import Passages, Records
 from jaxpipe.data.tokenizing import (
     BYTES,
     TOKENIZER,
     Tokenizer,
+    chat_fault,
     describe,
     load_tokenizer,
+    template_of,
     tokenizer_file,
 )
 from jaxpipe.data.workers import Report, workers
 from jaxpipe.data.writing import Batch, replacing, sync_folder, write_shard
 
 _BATCH = 1 << 18  # characters that are tokenised at a time
+_FORM = 2  # raised where the same text gives other ids or another mask than before
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: str  # as `load_tokenizer` takes it
     eod: str = ""  # as `describe` takes it
-    field: str = ""  # as `Reader` takes it
+    field: str = ""  # as `Records` takes it
+    ignored: tuple[str, ...] = ()  # as `Records` takes them
     skip_bad_lines: bool = False
     piece_size: int = 32 << 20  # bytes of the inputs on disk that become a shard, or a little more
 
@@ -67,6 +73,8 @@ class Done(msgspec.Struct, frozen=True):
     longest: int
     empty: int
     bad: int
+    unlearned: int = 0  # documents of which nothing counts
+    chats: int = 0
 
 
 def prepare(
@@ -79,15 +87,19 @@ def prepare(
     with something else in it, and where there is no document; `WorkerDied` where a process is
     killed.
     """
-    pieces = cut(input_files(list(inputs), folder), options.piece_size)
+    files, left_out = input_files(list(inputs), folder)
+    if left_out:
+        _tell(console, f"left out beside JSON and Parquet: {_listed(left_out)}; name those to read")
+    pieces = cut(files, options.piece_size)
     entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
-    keys = [_key(piece, options.field, entry) for piece in pieces]
+    keys = [_key(piece, options, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with _locked(folder):
         if manifest := _finished(folder, origin):
             return manifest
         with _journal(folder, keys, options.skip_bad_lines) as (journal, done):
             left = [piece for piece in pieces if piece.number not in done]
+            template = template_of(options.tokenizer)
             work = partial(write_piece, options=options, entry=entry, folder=folder)
             with (
                 workers(min(processes, len(left)), work, iter(left)) as results,
@@ -99,11 +111,15 @@ def prepare(
                         journal.write(msgspec.json.encode(one) + b"\n")
                         os.fsync(journal.fileno())
                         done[one.piece] = one
+                        if one.chats and template:
+                            _tell(console, f"messages are written in ChatML, not by {template}")
+                            template = None  # is told once
                     else:
                         show(*value)
             manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
             if not manifest.documents:
-                raise ConfigError(f"there is no text in the inputs of {folder}: give others.")
+                what = "that counts in the loss " if manifest.unlearned else ""
+                raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
             _finish(folder, manifest, options.tokenizer)
     return manifest
 
@@ -112,47 +128,62 @@ def write_piece(
     piece: Piece, report: Report, *, options: Options, entry: TokenizerEntry, folder: Path
 ) -> Done:
     """Write a piece to its shard, and report bytes on disk and tokens of it as they are done."""
-    tokenizer, read, empty = _loaded(options.tokenizer), 0, 0
+    tokenizer, read, empty, unlearned = _loaded(options.tokenizer), 0, 0, 0
 
     def advance(size: int) -> None:
         nonlocal read
         read += size
 
     def batches() -> Iterator[Batch]:
-        nonlocal read, empty
+        nonlocal read, empty, unlearned
         for documents in grouped(doc for part in piece.parts for doc in reader.documents(part)):
-            batch = tokenise(documents, tokenizer, entry.eod)
-            empty += len(documents) - len(batch.lengths)
+            batch, without_text = tokenise(documents, tokenizer, entry.eod)
+            empty += without_text
+            unlearned += len(documents) - len(batch.lengths) - without_text
             report((read, len(batch.ids)))
             read = 0
             if len(batch.lengths):
                 yield batch
 
-    reader = Reader(options.field, options.skip_bad_lines, advance)
+    records = Records(
+        options.field, frozenset(options.ignored), chat_fault(options.tokenizer, tokenizer)
+    )
+    reader = Reader(records, options.skip_bad_lines, advance)
     dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
     written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
     report((read, 0))
     shard, lengths = written or (None, np.zeros(0, int))
     bars, longest = histogram(lengths), int(lengths.max(initial=0))
-    return Done(piece.number, "", shard, bars, longest, empty, reader.bad)
+    return Done(
+        piece.number, "", shard, bars, longest, empty, reader.bad, unlearned, records.chats
+    )
 
 
-def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -> Batch:
-    """The ids of documents, but of those without any."""
-    encoded = iter(tokenizer.encode([text for passages in documents for text, _ in passages]))
-    end = [(np.array([] if eod is None else [eod], np.int32), True)]
-    arrays, counts, lengths = [], [], []
-    for passages in documents:
-        ids = [(next(encoded), counted) for _, counted in passages]
-        if length := sum(len(part) for part, _ in ids):
-            ids += end
-            arrays += [part for part, _ in ids]
-            counts += [counted for _, counted in ids]
-            lengths.append(length + len(end[0][0]))
+def tokenise(
+    documents: list[Passages], tokenizer: Tokenizer, eod: int | None
+) -> tuple[Batch, int]:
+    """The ids of documents, but of those without text or without a token that counts.
+
+    The id at the end counts where the last passage does; a text that ends with it, but for white
+    space, gets no second one. Also returns how many have no text.
+    """
+    end, mark = np.array([] if eod is None else [eod], np.int32), ""
+    if eod is not None:
+        mark = tokenizer.mark_of(eod)
+    ids, counted, lengths, empty = [], [], [], 0
+    for passages, encoded in zip(documents, tokenizer.encode(documents)):
+        if not len(encoded.ids):
+            empty += 1
+            continue
+        text, counts = passages[-1]
+        ending = end[:0] if mark and text.rstrip().endswith(mark) else end
+        if encoded.counted.any() or (counts and len(ending)):
+            ids += [encoded.ids, ending]
+            counted += [encoded.counted, np.full(len(ending), counts)]
+            lengths.append(len(encoded.ids) + len(ending))
     if not lengths:
-        return Batch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool))
-    counted = np.repeat(np.array(counts), [len(part) for part in arrays])
-    return Batch(np.concatenate(arrays), np.array(lengths), counted)
+        return Batch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool)), empty
+    return Batch(np.concatenate(ids), np.array(lengths), np.concatenate(counted)), empty
 
 
 _loaded = lru_cache(maxsize=1)(load_tokenizer)  # once in a worker
@@ -171,10 +202,20 @@ def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
         yield group
 
 
-def _key(piece: Piece, field: str, entry: TokenizerEntry) -> str:
+def _tell(console: Console, sentence: str) -> None:
+    console.print(escape(sentence), highlight=False, soft_wrap=True)
+
+
+def _listed(files: list[Path], most: int = 5) -> str:
+    """The first few of some files, and how many more there are."""
+    more = f" and {len(files) - most} more" if len(files) > most else ""
+    return ", ".join(map(str, files[:most])) + more
+
+
+def _key(piece: Piece, options: Options, entry: TokenizerEntry) -> str:
     """What the shard of a piece depends on: its inputs as they are on disk, and the options."""
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
-    known = msgspec.json.encode([files, field, entry])
+    known = msgspec.json.encode([_FORM, files, options.field, options.ignored, entry])
     return hashlib.blake2b(known, digest_size=16).hexdigest()
 
 
@@ -274,6 +315,7 @@ def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
         histogram=merged([one.histogram for one in done]),
         empty=sum(one.empty for one in done),
         bad_lines=sum(one.bad for one in done),
+        unlearned=sum(one.unlearned for one in done),
         origin=origin,
         shards=shards,
     )

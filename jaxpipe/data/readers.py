@@ -1,17 +1,13 @@
-"""Documents of text from files: text, JSON lines and Parquet, perhaps compressed.
+"""Documents of text from files: text, JSON and Parquet, perhaps compressed.
 
-A text file is one document. A line of a `.jsonl` file, or a row of a `.parquet` file, is one: the
-text of a field, or what a model is to answer, with what it is asked:
-
-    {"text": "..."}                                          all of it counts in the loss
-    {"prompt": "...", "completion": "..."}                   the completion counts
-    {"messages": [{"role": "...", "content": "..."}, ...]}   what the assistant says counts
-
-Messages are written in ChatML, `<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; of those of the assistant
-all counts from CONTENT on.
+A text file is one document. So is a line of a `.jsonl` file, an element of a `.json` file that is
+one array, or a row of a `.parquet` file; `records` says what a record holds.
 """
 
+import codecs
 import gzip
+import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,12 +20,12 @@ import msgspec
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import needed
+from jaxpipe.data.records import HARMLESS, MESSAGES, Passages, Records
 
-Passages = list[tuple[str, bool]]  # the text of a document, and whether it counts in the loss
-FIELDS = ("messages", "prompt", "completion", "text")
 _KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "rows"}
 _CHUNK = 1 << 20  # bytes read at a time
 _ROWS = 256  # of Parquet that are read at a time
+_NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes them, but they are no JSON
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -42,20 +38,23 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def kind(path: Path) -> str:
-    """What the documents of a file are: its `lines` or `rows`, or the `text` in it."""
-    return _KINDS.get((path.with_suffix("") if is_compressed(path) else path).suffix, "text")
+    """What the documents of a file are: its `lines`, `elements` or `rows`, or the `text` in it."""
+    suffix = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+    if suffix == ".json" and _begins_with_bracket(path):
+        return "elements"
+    return _KINDS.get(suffix, "text")
 
 
 def is_compressed(path: Path) -> bool:
     """Whether a file can only be read from its beginning."""
-    return path.suffix in (".gz", ".zst")
+    return path.suffix.lower() in (".gz", ".zst")
 
 
 @dataclass
 class Reader:
     """Reads the documents of parts, and counts what it leaves out."""
 
-    field: str  # that holds the text; empty: messages, prompt and completion, or text
+    records: Records
     skip_bad: bool  # leave out what cannot be read
     advance: Callable[[int], None]  # told of bytes on disk that were read
     bad: int = 0
@@ -65,73 +64,97 @@ class Reader:
 
         Raises `ConfigError` with file and line for what cannot be read.
         """
-        path = Path(part.path)
-        read = {"lines": _lines, "rows": partial(_rows, self.field), "text": _text}[kind(path)]
-        for number, (load, size) in enumerate(read(part)):
+        read = {"lines": _lines, "elements": _elements, "text": _text}
+        read["rows"] = partial(_rows, self.records)
+        for number, (load, size) in enumerate(read[kind(Path(part.path))](part)):
             try:
-                yield passages(load(), self.field)
-            except (ValueError, msgspec.DecodeError) as error:
+                yield self.records.passages(load())
+            except ConfigError as error:
+                raise ConfigError(f"{_place(part, number)} {error}") from error
+            except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 if not self.skip_bad:
+                    said = "it is nested too deeply" if isinstance(error, RecursionError) else error
                     raise ConfigError(
-                        f"{_place(part, number)} is no document: {error}; correct it, or give "
-                        f"--field or --skip-bad-lines."
+                        f"{_place(part, number)} is no document: {said}; correct it, or give "
+                        f"--field, --ignore or --skip-bad-lines."
                     ) from error
                 self.bad += 1
             self.advance(size)
 
 
-def passages(record: Any, field: str = "") -> Passages:
-    """The text of a record, and what of it counts in the loss.
-
-    Raises `ValueError` where it has not the fields that it must have.
-
-    >>> passages({"prompt": "1 + 1 = ", "completion": "2"})
-    [('1 + 1 = ', False), ('2', True)]
-    """
-    if isinstance(record, str):
-        return [(record, True)]
-    if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
-    if not field and "messages" in record:
-        return _chat(record["messages"])
-    if not field and "prompt" in record and "text" not in record:
-        return [(_string(record, "prompt"), False), (_string(record, "completion"), True)]
-    return [(_string(record, field or "text"), True)]
-
-
-def _chat(messages: Any) -> Passages:
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("its messages are no list of objects")
-    taken = []
-    for message in messages:
-        role, content = _string(message, "role"), _string(message, "content")
-        taken.append((f"<|im_start|>{role}\n", False))
-        taken.append((f"{content}<|im_end|>\n", role == "assistant"))
-    return taken
-
-
-def _string(record: dict[str, Any], field: str) -> str:
-    if field not in record:
-        raise ValueError(f"it has no field {field!r}, but {', '.join(map(repr, record)) or 'none'}")
-    if not isinstance(record[field], str):
-        raise ValueError(f"its field {field!r} is no string")
-    return record[field]
-
-
 Item = tuple[Callable[[], Any], int]  # what makes a record of one, and its bytes on disk
+
+
+def _decode(line: bytes) -> Any:
+    """A record of JSON, perhaps with the NaN and Infinity that Python writes."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        if not _NOT_JSON.search(line):
+            raise
+        record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # raises for half a surrogate pair
+        return record
 
 
 def _text(part: Part) -> Iterator[Item]:
     content = b"".join(chunk for chunk, _ in _unpacked(Path(part.path)))
-    yield content.decode, part.size
+    yield partial(str, content, "utf-8-sig"), part.size
 
 
 def _lines(part: Part) -> Iterator[Item]:
     """The lines that begin in a part, but empty ones."""
     path = Path(part.path)
     for line, size in _compressed_lines(path) if is_compressed(path) else _plain_lines(part):
-        if line.strip():
-            yield partial(msgspec.json.decode, line), size
+        if record := _record(line):
+            yield partial(_decode, record), size
+
+
+def _record(line: bytes) -> bytes:
+    """A line without white space, and without the BOM that files put together have anywhere."""
+    return line.removeprefix(codecs.BOM_UTF8).strip()
+
+
+def _begins_with_bracket(path: Path) -> bool:
+    """Whether the first character of a file, white space aside, opens a JSON array."""
+    for chunk, _ in _unpacked(path):
+        if begin := chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]:
+            return begin == b"["
+    return False
+
+
+def _elements(part: Part) -> Iterator[Item]:
+    """The elements of a file that is one array."""
+    for element, size, _ in _array(part):
+        yield partial(_decode, element), size
+
+
+def _array(part: Part) -> Iterator[tuple[bytes, int, int]]:
+    """The JSON of each element of an array, its bytes on disk, and the line where it begins.
+
+    The text of the file is in memory, but of its records only one at a time.
+    """
+    content = b"".join(chunk for chunk, _ in _unpacked(Path(part.path)))
+    line, before = 1, 0
+    try:
+        text = content.decode("utf-8-sig")
+        skip, scan = re.compile(r"[ \t\n\r]*").match, json.JSONDecoder().raw_decode
+        at = skip(text, skip(text).end() + 1).end()
+        more = not text.startswith("]", at)
+        while more:
+            line += text.count("\n", before, at)
+            before, (_, end) = at, scan(text, at)
+            share = part.size * end // len(text) - part.size * at // len(text)
+            yield text[at:end].encode(), share, line
+            at = skip(text, end).end()
+            if more := text.startswith(",", at):
+                at = skip(text, at + 1).end()
+        if not text.startswith("]", at) or skip(text, at + 1).end() < len(text):
+            raise ValueError("the array does not end behind this element")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{part.path} is no array of JSON from line {line} on ({first_line(error)}): correct it."
+        ) from error
 
 
 def _plain_lines(part: Part) -> Iterator[tuple[bytes, int]]:
@@ -157,7 +180,7 @@ def _compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def _unpacked(path: Path) -> Iterator[tuple[bytes, int]]:
     """The content of a file in chunks, with the bytes on disk that each took."""
-    read = {".gz": _gzip_chunks, ".zst": _zst_chunks}.get(path.suffix, _plain_chunks)
+    read = {".gz": _gzip_chunks, ".zst": _zst_chunks}.get(path.suffix.lower(), _plain_chunks)
     try:
         yield from read(path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -165,7 +188,9 @@ def _unpacked(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _plain_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    yield (content := path.read_bytes()), len(content)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk, len(chunk)
 
 
 def _gzip_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -193,15 +218,14 @@ def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise EOFError("it ends within a frame")
 
 
-def _rows(field: str, part: Part) -> Iterator[Item]:
+def _rows(records: Records, part: Part) -> Iterator[Item]:
     parquet = needed("pyarrow.parquet", f"reading {part.path}")
     with parquet.ParquetFile(part.path) as file:
-        wanted = [field] if field else FIELDS
-        columns = [name for name in wanted if name in file.schema_arrow.names]
+        columns = _columns(records, file.schema_arrow)
         groups = range(part.begin, part.end)
         rows = sum(file.metadata.row_group(group).num_rows for group in groups)
         try:
-            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns or None):
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns):
                 size = part.size * batch.num_rows // rows
                 for record in batch.to_pylist():
                     yield partial(dict, record), size
@@ -210,6 +234,25 @@ def _rows(field: str, part: Part) -> Iterator[Item]:
             raise ConfigError(
                 f"{part.path} is damaged ({first_line(error)}): fetch it again."
             ) from error
+
+
+def _columns(records: Records, schema: Any) -> list[str]:
+    """The columns that a record needs: of text its own, else all that are not ignored."""
+    names, field = schema.names, records.field
+    if field:
+        top, *inner = [field] if field in names else field.split(".")
+        found = schema.field(top).type if top in names else None
+        for name in inner:  # of structs
+            index = found.get_field_index(name) if hasattr(found, "get_field_index") else -1
+            found = found.field(index).type if index >= 0 else None
+        if found is None:
+            return names  # for the message that it is not there
+        if not hasattr(found, "value_field"):  # no list, so no messages
+            return [field]
+    elif "text" in names and not any(name in names for name in MESSAGES):
+        return [name for name in ("text", "prompt", "completion") if name in names]
+    kept = {field, field.split(".")[0]}
+    return [name for name in names if name in kept or name not in HARMLESS | records.ignored]
 
 
 def _place(part: Part, number: int) -> str:
@@ -222,6 +265,9 @@ def _place(part: Part, number: int) -> str:
             metadata = needed("pyarrow.parquet", f"reading {path}").read_metadata(path)
             before = (metadata.row_group(group).num_rows for group in range(part.begin))
             return f"{path}, row {sum(before) + number + 1},"
+        case "elements":
+            _, _, line = next(islice(_array(part), number, None))
+            return f"{path}, line {line},"
     return f"{path}, line {_line_number(part, number)},"
 
 
@@ -233,5 +279,5 @@ def _line_number(part: Part, number: int) -> int:
     else:
         before = sum(1 for _ in _plain_lines(Part(part.path, 0, part.begin, 0)))
         lines = _plain_lines(part)
-    full = (at for at, (line, _) in enumerate(lines, 1) if line.strip())
+    full = (at for at, (line, _) in enumerate(lines, 1) if _record(line))
     return before + next(islice(full, number, None))

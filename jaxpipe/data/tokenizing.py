@@ -1,10 +1,11 @@
 """Text to token ids: Hugging Face's `tokenizers`, or the bytes of the text themselves."""
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -12,9 +13,10 @@ import numpy as np
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.manifest import TokenizerEntry
 from jaxpipe.data.optional import needed
+from jaxpipe.data.records import MARKS, Passages
 
 BYTES = "bytes"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -23,14 +25,28 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, integers `[tokens]`, without ids of its beginning or end."""
+    def encode(self, documents: Sequence[Passages]) -> list["Encoded"]:
+        """Ids of the text of each document, without ids of its beginning or end.
+
+        All passages are encoded as one text. A token counts if one of its characters does, also
+        where it begins in a passage that does not count.
+        """
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids `[tokens]`."""
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, if it is one."""
+
+    def mark_of(self, number: int) -> str:
+        """The text that is always the token of an id, if that is a special one; else nothing."""
+
+
+class Encoded(NamedTuple):
+    """The tokens of a document."""
+
+    ids: np.ndarray  # integers [tokens]
+    counted: np.ndarray  # bool [tokens]: whether a token counts in the loss as a target
 
 
 @dataclass(frozen=True)
@@ -39,9 +55,15 @@ class Bytes:
 
     vocab_size: int = 256
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Bytes of each text."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
+        """Bytes of each document, which count as their passage does."""
+        return list(map(self._encoded, documents))
+
+    def _encoded(self, passages: Passages) -> Encoded:
+        parts = [text.encode() for text, _ in passages]
+        counted = np.array([counted for _, counted in passages], bool)
+        ids = np.frombuffer(b"".join(parts), np.uint8)
+        return Encoded(ids, np.repeat(counted, list(map(len, parts))))
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of bytes `[tokens]`."""
@@ -50,6 +72,10 @@ class Bytes:
     def id_of(self, token: str) -> int | None:
         """The byte of a text of one."""
         return ord(token) if len(token) == 1 and ord(token) < 128 else None
+
+    def mark_of(self, number: int) -> str:
+        """Nothing: a byte may always be of text."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -63,10 +89,23 @@ class FromFile:
         """One more than the largest id, added tokens included."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, without those that the tokenizer would put before or behind it."""
-        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encoded]
+    def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
+        """Ids of each document, without those that the tokenizer would put before or behind it."""
+        texts = ["".join(text for text, _ in passages) for passages in documents]
+        kinds = [{counted for _, counted in passages} for passages in documents]
+        # Where tokens begin and end takes time to find, and is needed only of some documents.
+        mixed = [number for number, counts in enumerate(kinds) if len(counts) > 1]
+        plain = [number for number, counts in enumerate(kinds) if len(counts) <= 1]
+        encoded: dict[int, Encoded] = {}
+        fast = self.tokenizer.encode_batch_fast([texts[n] for n in plain], add_special_tokens=False)
+        for number, encoding in zip(plain, fast):
+            ids = np.array(encoding.ids, np.int32)
+            encoded[number] = Encoded(ids, np.full(len(ids), True in kinds[number]))
+        whole = self.tokenizer.encode_batch([texts[n] for n in mixed], add_special_tokens=False)
+        for number, encoding in zip(mixed, whole):
+            ids = np.array(encoding.ids, np.int32)
+            encoded[number] = Encoded(ids, _counted(encoding, documents[number]))
+        return [encoded[number] for number in range(len(documents))]
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids `[tokens]`."""
@@ -75,6 +114,28 @@ class FromFile:
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, if it is one."""
         return self.tokenizer.token_to_id(token)
+
+    def mark_of(self, number: int) -> str:
+        """The text of a special token."""
+        token = self.tokenizer.get_added_tokens_decoder().get(number)
+        return token.content if token is not None and token.special else ""
+
+
+def _counted(encoding: Any, passages: Passages) -> np.ndarray:
+    """Which tokens have a character of a passage that counts, `bool [tokens]`.
+
+    Tokens are in the order of the text, so those of a passage are found by bisection; asking the
+    library for the places of all is slow.
+    """
+    span, tokens = encoding.token_to_chars, range(len(encoding))
+    counted, begin = np.zeros(len(tokens), bool), 0
+    for text, counts in passages:
+        end = begin + len(text)
+        if counts and text:
+            first = bisect_right(tokens, begin, key=lambda token: span(token)[1])
+            counted[first : bisect_left(tokens, end, first, key=lambda token: span(token)[0])] = True
+        begin = end
+    return counted
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -103,6 +164,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         tokenizer = library.Tokenizer.from_file(str(file))
         tokenizer.no_truncation()  # some files ask for one length of all texts
         tokenizer.no_padding()
+        # No tokens are to be added, and what adds them may cut blanks off the spans of others.
+        tokenizer.post_processor = library.processors.Sequence([])
         return FromFile(tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
@@ -143,12 +206,38 @@ def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
     return msgspec.structs.replace(entry, eod=number)
 
 
+def chat_fault(name: str, tokenizer: Tokenizer) -> str:
+    """Why a tokenizer cannot write ChatML, to stand behind the place of messages; or nothing."""
+    if name == BYTES:
+        return ""  # its tokens are bytes, also of the marks
+    for mark in MARKS:
+        number = tokenizer.id_of(mark)
+        if number is None or number not in tokenizer.encode([[(mark, True)]])[0].ids:
+            return (
+                f"has messages, which are written in ChatML, but the tokenizer {name} has no token "
+                f"{mark}: give one that has it, or write prompt and completion."
+            )
+    return ""
+
+
+def template_of(name: str) -> Path | None:
+    """The file with the chat template of a tokenizer, if it has one."""
+    if name == BYTES:
+        return None
+    folder = tokenizer_file(Path(name)).parent
+    for file in (folder / "chat_template.jinja", folder / "chat_template.json"):
+        if file.exists():
+            return file
+    config = _tokenizer_config(folder)
+    return folder / TOKENIZER_CONFIG if config.get("chat_template") else None
+
+
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What `tokenizer_config.json` says, if it is there."""
-    path = folder / "tokenizer_config.json"
+    """What the tokenizer's other file says, if it is there."""
+    path = folder / TOKENIZER_CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON ({error}): correct it.") from error

@@ -153,7 +153,7 @@ def _open_bin(path: Path) -> IdFile:
         name = "uint16"
         if sidecar.exists():
             name = msgspec.json.decode(sidecar.read_bytes(), type=Sidecar).dtype
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f'{sidecar} gives the type of the tokens in {path} and must be like {{"dtype": '
             f'"uint16"}}, with uint8, uint16 or uint32 ({error}): correct it.'

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from jaxpipe.contract import StageFunctions
 
 Tree = Any
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+INT32_MAX = 2**31 - 1  # devices count steps, tokens and sizes in int32
+Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Layers = Annotated[int, Meta(ge=1, le=2**16)]  # each is described one by one
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,7 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     family: str = DEFAULT  # one of jaxpipe.model.FAMILIES
     preset: str = ""  # fills the fields below; those also given by hand win
-    n_layers: Positive
+    n_layers: Layers
     d_model: Positive  # width of the residual stream
     vocab_size: Positive
     max_seq_len: Count = 0  # longest sequence that it is made for; 0: any

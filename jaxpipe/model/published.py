@@ -10,7 +10,7 @@ class Theirs(NamedTuple):
     Attributes:
       name: the tensor's, behind what all of a layer begin with. With `{}` in it there is a tensor
         for every index of our first dim, which stands there, and all else is said of each.
-      transposed: whether it is ours transposed.
+      transposed: whether its last two dims are ours exchanged.
       part, parts: ours is this one of so many equal parts of it, which lie along our last dim.
     """
 
@@ -27,13 +27,17 @@ class HuggingFace(Protocol):
     theirs is; names of layer i begin with `PREFIX.format(i)`. Where no name begins with `BASE`, the
     file is of the model without its head, and all names lack it. Tensors that end with one of
     `BUFFERS` hold no parameters. `EMBED` and `HEAD` are their names of one tensor where `tied` says
-    so, which some checkpoints hold twice.
+    so, which some checkpoints hold twice. `FUSED` gives for some leaves of a layer where they are
+    in checkpoints that do not have the tensors of `LAYER`. `ARCHITECTURES` are the names that
+    config.json may give the model.
     """
 
+    ARCHITECTURES: tuple[str, ...]
     MODELS: str
     BASE: str
     PREFIX: str
     LAYER: Mapping[str, Theirs]
+    FUSED: Mapping[str, Theirs]
     ENDS: Mapping[str, Theirs]
     BUFFERS: tuple[str, ...]
     HEAD: str
@@ -42,11 +46,23 @@ class HuggingFace(Protocol):
     def tied(self, model: Any) -> bool:
         """Whether the head is the embedding."""
 
+    def with_defaults(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A config.json with what its absent fields mean to transformers, as far as it matters.
+
+        Raises `ValueError` as `expected` does.
+        """
+
     def expected(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `[model]` that a config.json asks for.
 
         Raises `ValueError` with the end of a sentence that begins with the file, where it describes
         a model that the family does not have.
+        """
+
+    def trained(self, theirs: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Fields of `[model]` that only training reads, as a config.json of this model has them.
+
+        A run may have others: an import reports them and compares none.
         """
 
     def written(self, model: Any, dtype: str, max_positions: int) -> dict[str, Any]:
@@ -75,7 +91,9 @@ def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
     """
     for name in ours:
         if name not in theirs:
-            raise ValueError(f"has no {name}: download it again.")
+            raise ValueError(
+                f"has no {name}, which has no default: add it, or take the whole file."
+            )
     return {own: theirs[name] for name, own in ours.items()}
 
 

@@ -6,6 +6,7 @@ replicas. What the replicas divide nowhere is stored with zeros at the end of a 
 zeros: their gradients, moments and updates are. What ops read has none.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,6 +95,20 @@ class Stored:
             )
         rest = tuple(axis for axis in _NESTING if axis in axes and axis not in cutting)
         return lax.psum(gradient, rest) if rest else gradient
+
+    def reduce_over_replicas(
+        self, gradient: jax.Array, axes: Collection[str], dtype: Any = None, *, scatter: bool = True
+    ) -> jax.Array:
+        """`reduce` over axes of replicas, with operands of this dtype (None: the gradient's own).
+
+        Without `scatter` every device first has the whole sum, and then keeps its part.
+        """
+        own, axes = gradient.dtype, tuple(sorted(axes))
+        if dtype is not None and math.prod(map(lax.axis_size, axes)) > 1:
+            gradient = gradient.astype(dtype)
+        if scatter or not axes:
+            return self.reduce(gradient, axes).astype(own)
+        return self.part(lax.psum(gradient, axes).astype(own), axes)
 
     @property
     def on_each_rank(self) -> "Stored":

@@ -4,7 +4,12 @@ from jaxpipe.contract import Context, LayerKind, LayerOutput, Side, StageFunctio
 from jaxpipe.pipeline.cut import POLICIES
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.executor import Pipeline, loss_and_gradients
-from jaxpipe.pipeline.reference import StepOutput, losses_and_gradients_ref, step_ref
+from jaxpipe.pipeline.reference import (
+    StepOutput,
+    losses_and_gradients_ref,
+    step_ref,
+    total_count,
+)
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 __all__ = [
@@ -22,4 +27,5 @@ __all__ = [
     "losses_and_gradients_ref",
     "split_layer",
     "step_ref",
+    "total_count",
 ]

@@ -32,6 +32,7 @@ class LayerSlot:
       stored: how the leaves are stored if only a part over the replicas is held: then every action
         gathers the layer when it comes to it, and adds to sums of its part.
       reduced: makes of the sums of its gradients what this device keeps, summed over replicas.
+      reduce_dtype: in which gradients go over the replicas if an action does it; None: their own.
     """
 
     kind: RunKind
@@ -41,6 +42,7 @@ class LayerSlot:
     ring: int
     stored: Tree = None
     reduced: Callable[[Tree], Tree] = lambda total: total
+    reduce_dtype: Any = None
 
     @property
     def on_host(self) -> bool:
@@ -61,7 +63,9 @@ class LayerSlot:
                 return total
             gradient = gradient.astype(total.dtype)
             if stored and stored[0].dim(DP) is not None:
-                gradient = stored[0].reduce(gradient, stored[0].shards)
+                gradient = stored[0].reduce_over_replicas(
+                    gradient, stored[0].shards, self.reduce_dtype
+                )
             return total + gradient
 
         stored = () if self.stored is None else (self.stored,)

@@ -5,6 +5,9 @@ parameters, constants or the microbatch's own data is computed again, never stor
 elementwise equations make of other residuals. The stash is what W reads of B. Rematerialisation is
 the same cut made elsewhere: a policy says which forward values may be stored, and B computes the
 others again from those. Values with a name that must be kept are stored whatever the policy says.
+
+Effects (`jax.debug.print`, callbacks) happen once: those of the forward in F, those that depend on
+the gradient in B. What an equation with an effect returns is stored like a value that must be kept.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT, PRODUCT
-from jaxpipe.pipeline.jaxpr import dependents, equations_to, reads, variables_in
+from jaxpipe.pipeline.jaxpr import dependents, equations_to, has_effects, reads, variables_in
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
 
@@ -95,11 +98,16 @@ class Residuals(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """What crosses: residuals, the stash, and what both B and W gather of values in parts."""
+    """What crosses: residuals, the stash, and what both B and W gather of values in parts.
+
+    `effects_in_f` and `effects_in_b` are the equations that F and B run for their effects.
+    """
 
     residuals: Residuals
     stash: tuple[Var, ...]
     gathered: tuple[Var, ...]
+    effects_in_f: tuple[JaxprEqn, ...]
+    effects_in_b: tuple[JaxprEqn, ...]
 
 
 def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
@@ -110,8 +118,12 @@ def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Cr
     after = {ports.dy, *ports.dstate}
     free = {*jaxpr.constvars, *jaxpr.invars, *ports.next_state} - {ports.x, *ports.state, *after}
     on_dy = dependents(jaxpr, {*after, *ports.dloss})
-    on_x = dependents(jaxpr, {ports.x, *ports.state}) - on_dy - free
-    b_outputs = ports.made_by_b
+    effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
+    in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
+    in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
+    once = {var for eqn in in_f for var in eqn.outvars}
+    on_x = dependents(jaxpr, {ports.x, *ports.state, *once}) - on_dy - free
+    b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
     w_outputs = ports.gradients_of(b=False)
 
     layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
@@ -119,14 +131,15 @@ def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Cr
         var
         for eqn in jaxpr.eqns
         for var in eqn.outvars
-        if var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy))
+        if var in once
+        or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
     }
     # Of what may be stored, all that B and W read, but what B makes again of the rest.
     backward, made_before = [*b_outputs, *w_outputs], free | saved | after
     saved &= {*reads(equations_to(jaxpr, backward, made_before), backward)}
     saved -= _repeated(jaxpr, saved, on_x)
     # W stops at what B has made and at forward values that B will compute again for it.
-    by_b = {var for eqn in equations_to(jaxpr, b_outputs, free) for var in eqn.outvars}
+    by_b = {var for eqn in equations_to(jaxpr, b_outputs, free, in_b) for var in eqn.outvars}
     handed = ((by_b & on_dy) | (on_x - saved) | after) - layout
     in_w = equations_to(jaxpr, w_outputs, free | saved | handed)
     from_b_or_f = reads(in_w, w_outputs)
@@ -144,7 +157,8 @@ def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Cr
     made = {var for eqn in in_whole_b for var in eqn.outvars}
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
     gathered = tuple(var for var in gathers if var in made)
-    return Crossing(Residuals(tuple(for_b), tuple(for_w)), tuple(stash), gathered)
+    residuals = Residuals(tuple(for_b), tuple(for_w))
+    return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
 
 
 def _is_kept(eqn: JaxprEqn, keep: tuple[str, ...]) -> bool:

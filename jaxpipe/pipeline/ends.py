@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,22 @@ from jaxpipe.schedule import Row, Tables
 Tree = Any
 
 
+class Mean(NamedTuple):
+    """How a sum of losses becomes a mean over the whole batch.
+
+    Attributes:
+      share: one over the number of its terms; 0 where there are none.
+      seed: the gradient at the sum.
+    """
+
+    share: jax.Array
+    seed: jax.Array
+
+    def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
+        """Losses `[M, ...]` with a microbatch's share of the mean added."""
+        return losses.at[m].add((loss * self.share).astype(losses.dtype))
+
+
 @dataclass(frozen=True)
 class StepData:
     """What no tick changes, on one rank.
@@ -32,8 +48,9 @@ class StepData:
       variables: the model's state that is no parameter.
       loss: shape and dtype of what the head returns.
       outputs: shapes and dtypes of what the model gives back of a microbatch.
-      share: one over the number of terms in the whole batch.
-      seed: the gradient at the summed loss.
+      head: the mean of the head's losses over the batch's terms.
+      aux: the mean of the layers' losses over the batch's tokens.
+      counts: the terms of the head's losses in each microbatch, of all replicas, `[M]`.
       unscale: what the sums of gradients are multiplied with at the end; None: nothing.
       poison: whether idle messages and free slots are to hold NaN.
     """
@@ -44,8 +61,9 @@ class StepData:
     variables: Tree
     loss: jax.ShapeDtypeStruct
     outputs: Tree
-    share: jax.Array
-    seed: jax.Array
+    head: Mean
+    aux: Mean
+    counts: jax.Array
     unscale: jax.Array | None
     poison: bool
 
@@ -63,11 +81,6 @@ class StepData:
         if not np.any(flag(self.tables.columns)):
             return no()
         return lax.cond(flag(row), yes, no)
-
-    def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        """Losses with a microbatch's share of this added: of a layer's to the head's first."""
-        place = (m, 0) if loss.ndim < self.loss.ndim else m
-        return losses.at[place].add((loss * self.share).astype(losses.dtype))
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class Ends(ABC):
         )
 
     def _seed(self, loss: jax.Array) -> Cotangent:
-        return Cotangent(jnp.broadcast_to(self.step.seed.astype(loss.dtype), loss.shape))
+        return Cotangent(jnp.broadcast_to(self.step.head.seed.astype(loss.dtype), loss.shape))
 
     def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """The totals with the embedding's gradients added."""
@@ -136,7 +149,7 @@ class OwnEnds(Ends):
             else:
                 loss, dy, gradients = self._loss(carry.y, rows, carry.shared_gradients)
                 ring = carry.for_head
-            return self.step.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
+            return self.step.head.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
 
         passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head, carry.outputs
         losses, y, gradients, ring, outputs = self.step.choose(
@@ -232,7 +245,7 @@ class SharedEnds(Ends):
             here = lax.axis_index(PP) == rank
             y = _from_rank(here, carry.y)
             loss, dy, gradients = self._loss(y, self.step.rows(m), carry.shared_gradients)
-            losses = self.step.recorded(carry.losses, jnp.where(here, loss, 0), m)
+            losses = self.step.head.recorded(carry.losses, jnp.where(here, loss, 0), m)
             outputs = self._with_outputs(carry.outputs, y, m, here)
             return losses, self._stored(carry.inbox, dy, here, slot), gradients, outputs
 

@@ -11,7 +11,7 @@ from jaxpipe.schedule import Lockstep
 
 @dataclass(frozen=True)
 class Execution:
-    """How a schedule is run; only `compute_dtype` changes what is computed.
+    """How a schedule is run; only the dtypes change what is computed.
 
     `lockstep` says how the schedule is laid out in ticks; its `vocab_parallel` is for functions
     whose collectives span pp too. `remat` names a policy of `jaxpipe.pipeline.split.POLICIES`, or
@@ -26,7 +26,8 @@ class Execution:
     `zero_stage` says what the replicas along dp hold parts of (Rajbhandari et al. 2020): 1 all that
     outlives a step, 2 the gradients too, which are then scattered as they are summed; 3 the
     parameters also within a step if `reshard_after_forward`, where every action gathers a layer
-    anew and scatters its gradient. Otherwise parameters are gathered once a step.
+    anew and scatters its gradient. Otherwise parameters are gathered once a step. Gradients go over
+    the replicas in `grad_reduce_dtype` (None: as they are accumulated).
 
     What the first `offload_layers` layers of every stage leave for B and W waits in the memory of
     the device's host (Wan et al. 2025, arXiv 2503.01328). It is copied while other layers compute.
@@ -47,6 +48,7 @@ class Execution:
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False
+    grad_reduce_dtype: Any = None
     offload_layers: int = 0
     overlap_sums: bool = False
     poison_bubbles: bool = False

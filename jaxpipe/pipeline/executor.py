@@ -104,10 +104,11 @@ class Pipeline:
     ) -> StepOutput:
         """Shares of the loss, gradients of their sum, and what layers make beside.
 
-        The loss is the sum over all examples, and over the losses that layers make, divided by the
-        number of the head's terms (0 where there are none). Gradients come in the form, dtype and
-        sharding of `params`. Backward computes them of the loss times `loss_scale`, a scalar, and
-        divides them by it at the end (None: see `Execution`).
+        The losses of the head are summed over all examples and divided by the number of their
+        terms, those of layers by the number of tokens (`StageFunctions.tokens`); either is 0 where
+        there are none. Gradients come in the form, dtype and sharding of `params`.
+        Backward computes them of the losses times `loss_scale`, a scalar, and divides them by it at
+        the end (None: see `Execution`).
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
@@ -133,7 +134,7 @@ class Pipeline:
             UpdatingProgram(program, update),
             mesh=self.mesh,
             in_specs=(*outlives, batch_spec(), PartitionSpec(None, PP)),
-            out_specs=Updated(*outlives, PartitionSpec(), PartitionSpec()),
+            out_specs=Updated(*outlives, *(PartitionSpec(),) * 4),
             check_vma=False,
         )(params, moments, batch, self.tables.columns)
 
@@ -170,6 +171,8 @@ class Pipeline:
                 specs if tables.trains else None,
                 Side(None, all_have, all_have, rows),
                 rows,
+                all_have,
+                all_have,
             ),
             check_vma=False,  # the collectives stand outside everything differentiated
         )
@@ -239,8 +242,8 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, Tree]:
     """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
 
-    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`. Gradients come
-    in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
+    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`, and the mean of
+    the losses that layers make, over its tokens: what the gradients are of. Gradients come in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
     model, parameters, batch, schedule and mesh do not fit each other.
 
     A regression through four layers on two ranks:
@@ -268,5 +271,6 @@ def loss_and_gradients(
     23.492 (2, 4, 4)
     """
     pipeline = Pipeline(functions, schedule, mesh, **options)
-    losses, gradients = pipeline.losses_and_gradients(params, batch)
-    return losses.sum(), gradients
+    made = pipeline.step(params, batch)
+    added = 0 if made.aux_losses is None else made.aux_losses.sum()
+    return made.losses.sum() + added, made.gradients

@@ -4,11 +4,14 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitives
 
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+_SUMS = {primitives.reduce_sum_p, primitives.scatter_add_p, primitives.cumsum_p}
+_WITH_BODIES = {primitives.cond_p, primitives.remat_p, primitives.scan_p, primitives.while_p}
 
 
 def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
@@ -17,6 +20,11 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     A transposed matrix product `transpose(a @ b)`, as JAX writes a weight's gradient, becomes the
     product `b @ a` that makes the same values in place. Of the first, XLA on CPU makes a product of
     two transposed operands, which it has no fast kernel for: it takes 1.35 times as long.
+
+    Sums of 16-bit floats (`reduce_sum`, `scatter-add`, `cumsum`) are made in float32 and rounded
+    once, those in the bodies of loops too. The gradient of a broadcast or of a look-up is such a
+    sum over tokens, and JAX writes it in the operand's dtype: n equal bfloat16 terms, added up in
+    bfloat16, stop growing at 256 of them.
     """
     closed = jax.make_jaxpr(function)(*args)
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
@@ -27,24 +35,63 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(inlined)(*shapes)
 
 
-def run_slice(jaxpr: Jaxpr, known: dict[Var, Any], outputs: Iterable[Any]) -> list[Any]:
-    """Values of `outputs`, computed from the `known` ones by the equations that reach them."""
+def unrounded(jaxpr: Jaxpr, outputs: Iterable[Any]) -> list[Any]:
+    """Of each output the wider float that its equation rounds, if it does nothing else."""
+    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _rounds(eqn)}
+    return [
+        made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs
+    ]
+
+
+def _rounds(eqn: JaxprEqn) -> bool:
+    if eqn.primitive is not primitives.convert_element_type_p:
+        return False
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    return _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
+
+
+def run_slice(
+    jaxpr: Jaxpr,
+    known: dict[Var, Any],
+    outputs: Iterable[Any],
+    effects: Collection[JaxprEqn] = (),
+) -> list[Any]:
+    """Values of `outputs`, computed from the `known` ones by the equations that reach them.
+
+    Equations in `effects` are run too, though nothing may read what they make.
+    """
     outputs = list(outputs)
     values = dict(known)
-    for eqn in equations_to(jaxpr, outputs, known):
+    for eqn in equations_to(jaxpr, outputs, known, effects):
         bind(eqn, values)
     return [read(values, var) for var in outputs]
 
 
-def equations_to(jaxpr: Jaxpr, outputs: Iterable[Any], known: Collection[Var]) -> list[JaxprEqn]:
-    """The equations, in order, that `outputs` need when the variables in `known` are given."""
+def equations_to(
+    jaxpr: Jaxpr,
+    outputs: Iterable[Any],
+    known: Collection[Var],
+    effects: Collection[JaxprEqn] = (),
+) -> list[JaxprEqn]:
+    """The equations, in order, that `outputs` need when the variables in `known` are given.
+
+    And those in `effects`, with what these need.
+    """
     wanted = {var for var in outputs if isinstance(var, Var) and var not in known}
     found = []
     for eqn in reversed(jaxpr.eqns):
-        if wanted.intersection(eqn.outvars):
+        if wanted.intersection(eqn.outvars) or any(eqn is one for one in effects):
             found.append(eqn)
             wanted.update(var for var in variables_in(eqn) if var not in known)
     return found[::-1]
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether the equation does something besides what it returns, as `jax.debug.print` does.
+
+    That a collective names a mesh axis is an effect to JAX, but not one that anybody sees.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
@@ -74,8 +121,43 @@ def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.transpose_p and eqn.invars[0] in products:
             eqn = _swapped(products[eqn.invars[0]], eqn) or eqn
+        if eqn.primitive in _SUMS and _is_narrow(eqn.outvars[0].aval):
+            values[eqn.outvars[0]] = _sum_in_float32(eqn, values)
+            continue
+        if eqn.primitive in _WITH_BODIES:
+            bodies = {name: _with_wide_sums(param) for name, param in eqn.params.items()}
+            eqn = eqn.replace(params=bodies)
         bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]
+
+
+def _is_narrow(like: Any) -> bool:
+    return jnp.issubdtype(like.dtype, jnp.floating) and jnp.finfo(like.dtype).bits < 32
+
+
+def _sum_in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
+    """What a sum of narrow floats makes, rounded to its dtype after the last addition."""
+    operands = (jnp.asarray(read(values, var)) for var in eqn.invars)
+    wide = [x.astype(jnp.float32) if _is_narrow(x) else x for x in operands]
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive is primitives.scatter_add_p:
+        params = {name: param for name, param in params.items() if not name.startswith("update_")}
+        total = lax.scatter_add(*wide, **params)
+    else:
+        total = eqn.primitive.bind(*wide, **params)
+    return total.astype(eqn.outvars[0].aval.dtype)
+
+
+def _with_wide_sums(param: Any) -> Any:
+    """The body of a loop, or of every branch, with its sums in float32; else what it is."""
+    if type(param) is tuple:
+        return tuple(map(_with_wide_sums, param))
+    if not isinstance(param, (Jaxpr, ClosedJaxpr)):
+        return param
+    closed = param if isinstance(param, ClosedJaxpr) else ClosedJaxpr(param, ())
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    made = jax.make_jaxpr(lambda *args: _evaluate(closed.jaxpr, closed.consts, args))(*shapes)
+    return made if param is closed else made.jaxpr
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:

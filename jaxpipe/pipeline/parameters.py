@@ -89,6 +89,7 @@ class RankParameters:
                 ring=ring,
                 reduced=partial(self._of_layer, self.stored["layers"][slot]),
                 stored=self.stored["layers"][slot] if reshard else None,
+                reduce_dtype=self.execution.grad_reduce_dtype,
             )
 
         slots = iter(range(len(layers)))
@@ -153,11 +154,13 @@ class RankParameters:
         """The part of a gradient summed over these axes, and over tp where it must be."""
         if TP in stored.leaf.summed:
             gradient = lax.psum(gradient, TP)
-        replicas = axes.intersection(REPLICAS)
-        if self.execution.zero_stage == 1 and replicas:
-            gradient = stored.reduce(gradient, axes - replicas)
-            return stored.part(lax.psum(gradient, tuple(sorted(replicas))), replicas)
-        return stored.reduce(gradient, axes)
+        replicas, how = axes.intersection(REPLICAS), self.execution
+        if how.zero_stage != 1 and how.grad_reduce_dtype is None:
+            return stored.reduce(gradient, axes)
+        gradient = stored.reduce(gradient, axes - replicas)
+        return stored.reduce_over_replicas(
+            gradient, replicas, how.grad_reduce_dtype, scatter=how.zero_stage != 1
+        )
 
 
 def _whole(stored: Tree, held: Tree) -> Tree:

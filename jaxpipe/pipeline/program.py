@@ -1,5 +1,6 @@
 """What one rank does in a step, from its parameters and its part of the batch to its gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,11 +12,11 @@ from jax import lax
 from jaxpipe.contract import Context, Side, StageFunctions
 from jaxpipe.parallel import PP, REPLICAS, TP, StageLayout
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.ends import Ends, OwnEnds, SharedEnds, StepData
+from jaxpipe.pipeline.ends import Ends, Mean, OwnEnds, SharedEnds, StepData
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import RunKind
 from jaxpipe.pipeline.parameters import RankParameters
-from jaxpipe.pipeline.reference import StepOutput
+from jaxpipe.pipeline.reference import StepOutput, total_count
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.pipeline.tick import RankWork
 from jaxpipe.pipeline.ticks import closing_tick, run_ticks
@@ -48,7 +49,7 @@ class RankProgram:
         columns = jax.tree.map(lambda column: column[:, 0], columns)
         carry = run_ticks(work, carry, columns, closing)
         every = (PP, *REPLICAS)
-        losses = lax.psum(carry.losses, every)
+        losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         side = Side(
             None,
             {name: lax.psum(value, every) for name, value in carry.side.sums.items()},
@@ -58,13 +59,13 @@ class RankProgram:
         )
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.trains:
-            return StepOutput(losses, None, side, outputs)
+            return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
         gradients = own.gradients(
             carry.shared_gradients, carry.layer_gradients, reduced=closing is not None
         )
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
-        return StepOutput(losses, gradients, side, outputs)
+        return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses)
 
     def begun(
         self, own: RankParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
@@ -105,7 +106,6 @@ class RankProgram:
         self, own: RankParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
         loss_scale: jax.Array | None,
     ) -> StepData:  # fmt: skip
-        terms = lax.psum(self._counted(batch), REPLICAS)
         loss = jax.eval_shape(self.functions.head, own.shared, x, rows)
         names, outputs = self.functions.losses, self.functions.outputs
         if loss.shape != (() if len(names) == 1 else (len(names),)):
@@ -113,12 +113,19 @@ class RankProgram:
                 f"the head returns losses of shape {loss.shape}, but `losses` names "
                 f"{', '.join(names)}: return a scalar for one name, else an array of as many."
             )
-        share = jnp.where(terms > 0, 1 / jnp.maximum(terms, 1).astype(loss.dtype), 0)
-        seed, unscale = share, None
+        counts = self._counts(self.functions.count, batch)
+        tokens = counts
+        if self.functions.tokens is not None:
+            tokens = self._counts(self.functions.tokens, batch)
+        shares = self._share(counts, loss.dtype), self._share(tokens, loss.dtype)
+        seeds, unscale = shares, None
         if loss_scale is not None:
-            seed, unscale = share * loss_scale.astype(share.dtype), 1 / loss_scale
+            seeds = tuple(share * loss_scale.astype(share.dtype) for share in shares)
+            unscale = 1 / loss_scale
         elif self.execution.divides_at_end:
-            seed, unscale = jnp.ones_like(share), share
+            # At the end all gradients are divided by the number of the head's terms.
+            terms = jnp.maximum(self._total(counts, loss.dtype), 1)
+            seeds, unscale = (jnp.ones_like(terms), terms * shares[1]), 1 / terms
         return StepData(
             tables=self.tables,
             shared=own.shared,
@@ -126,16 +133,25 @@ class RankProgram:
             variables=variables,
             loss=loss,
             outputs=outputs and jax.eval_shape(outputs, own.shared, x, rows),
-            share=share,
-            seed=seed,
+            head=Mean(shares[0], seeds[0]),
+            aux=Mean(shares[1], seeds[1]),
+            counts=counts,
             unscale=unscale,
             poison=self.execution.poison_bubbles,
         )
 
-    def _counted(self, batch: Tree) -> jax.Array:
-        """The terms of the step's loss in this device's rows, or `[N]` of so many steps."""
-        counts = jax.vmap(self.functions.count)(batch)
-        return counts.reshape(self.steps, -1).sum(axis=1) if self.steps else counts.sum()
+    def _counts(self, count: Callable[[Tree], jax.Array], batch: Tree) -> jax.Array:
+        """What a function counts in each microbatch, over all replicas: `[M]`."""
+        return lax.psum(jax.vmap(count)(batch), REPLICAS)
+
+    def _total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The sum of such counts `[M]`, or `[N]` of so many steps."""
+        return total_count(counts.reshape(self.steps, -1) if self.steps else counts, dtype)
+
+    def _share(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """One over that; 0 where it is 0."""
+        total = self._total(counts, dtype)
+        return jnp.where(total > 0, 1 / jnp.maximum(total, 1), 0)
 
     def _ends(self, step: StepData, x: Any, rows: Tree) -> Ends:
         """Embedding and head, traced at the shapes of `x` and `rows`."""

@@ -16,18 +16,33 @@ class StepOutput(NamedTuple):
     """What a step computes.
 
     Attributes:
-      losses: each microbatch's share of the loss, `[M]`, or of each of the head's K losses,
-        `[M, K]`; their sum is what is trained on.
-      gradients: of that sum, a tree like the parameters'; None: forward only.
+      losses: each microbatch's share of the head's loss, `[M]`, or of each of its K losses,
+        `[M, K]`: their sum over M is the mean over the terms of the batch.
+      gradients: of the sum of all losses, those of layers too, a tree like the parameters'; None:
+        forward only.
       side: sums and maxima over all layers, microbatches and replicas, and of every microbatch the
-        rows, `[M, B, ...]`; its loss is in `losses`.
+        rows, `[M, B, ...]`; its loss is in `aux_losses`.
       outputs: what the model gives back of every microbatch, `[M, B, ...]`; None: nothing.
+      counts: the terms of the head's losses in each microbatch, integers `[M]`.
+      aux_losses: each microbatch's share of the losses that layers make, `[M]`: their sum is the
+        mean over the tokens of the batch, added up over layers; None: no layer makes one.
     """
 
     losses: jax.Array
     gradients: Tree
     side: Side
     outputs: Tree = None
+    counts: jax.Array | None = None
+    aux_losses: jax.Array | None = None
+
+
+def total_count(counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The sum of integer counts over their last dim as a float, rounded once.
+
+    It may be more than an int32 can hold: what is summed are the counts' halves of 16 bits.
+    """
+    high, low = (part.sum(-1).astype(dtype) for part in (counts >> 16, counts & 0xFFFF))
+    return high * 2**16 + low
 
 
 def step_ref(
@@ -43,9 +58,9 @@ def step_ref(
     `layers` are the parameters of all layers in order, of whole layers: no device shares them. The
     leaves of `batch` are `[M, B, ...]`; so many `slices` in a row are microbatches of the same
     sequences. `variables` is what layers find in their context. Gradients come as
-    `{"shared": tree, "layers": [tree, ...]}`, in the parameters' dtypes. The loss is the sum over
-    all examples, and over the losses that layers make, divided by the number of the head's terms
-    (0 where there are none).
+    `{"shared": tree, "layers": [tree, ...]}`, in the parameters' dtypes. The head's losses are
+    divided by the number of their terms, those of layers by the number of tokens
+    (`StageFunctions.tokens`); either is 0 where there are none.
 
     Raises `ValueError` where the order of kinds has another number of layers.
 
@@ -64,51 +79,57 @@ def step_ref(
     microbatches = [
         jax.tree.map(lambda a, m=m: a[m], batch) for m in range(jax.tree.leaves(batch)[0].shape[0])
     ]
-    terms = sum(functions.count(rows) for rows in microbatches)
+    counts = [jnp.asarray(functions.count(rows)) for rows in microbatches]
+    terms = sum(counts)
+    tokens = sum(map(functions.tokens, microbatches)) if functions.tokens else terms
     kinds = [functions.by_name[name] for name in functions.kinds_of(len(layers))]
 
     def shares(
         params: Tree, seen: list[list[Tree]], sequence: list[Tree]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        losses, sides, outputs, states = [], [], [], [None] * len(kinds)
+        losses, aux, sides, outputs, states = [], [], [], [], [None] * len(kinds)
         for rows, of_layers in zip(sequence, seen):
             made = []
-            x, more = functions.embed(params["shared"], rows), 0.0
+            x, more = functions.embed(params["shared"], rows), None
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
                 context = Context(rows, jnp.int32(index), states[index], variables)
                 context = observing(context, of_layers[index])
                 x, states[index], side = kind.layer(layer, x, context)
-                more = more if side.loss is None else more + side.loss
+                if side.loss is not None:
+                    more = side.loss if more is None else more + side.loss
                 made.append(side)
             sides.append(reduce(_joined, made, Side()))
             if functions.outputs is not None:
                 outputs.append(functions.outputs(params["shared"], x, rows))
             loss = functions.head(params["shared"], x, rows)
-            loss = loss + more if loss.ndim == 0 else loss.at[0].add(more)
             losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
-        return sum(losses).sum(), (losses, outputs, sides)
+            if more is not None:
+                aux.append(jnp.where(tokens > 0, more / jnp.maximum(tokens, 1), 0))
+        return sum(losses).sum() + sum(aux), (losses, aux, outputs, sides)
 
     # Everywhere copies of what is observed, for the gradients at one would be added up.
     seen = [{name: variables[name] for name in kind.observed} for kind in kinds]
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, argnums=(0, 1), has_aux=True))
     params = {"shared": shared, "layers": layers}
     total, sides = jax.tree.map(jnp.zeros_like, params), []
-    every, every_output = [], []
+    every, every_aux, every_output = [], [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
         made = shares_and_gradients(params, [seen] * len(sequence), sequence)
-        (_, (losses, outputs, more)), (gradients, left) = made
+        (_, (losses, aux, outputs, more)), (gradients, left) = made
         observed = [Side(maxima=one) for of_slice in left for one in of_slice]
         more[0] = reduce(_joined, observed, more[0])
-        every, every_output = every + losses, every_output + outputs
+        every, every_aux = every + losses, every_aux + aux
+        every_output = every_output + outputs
         total, sides = jax.tree.map(jnp.add, total, gradients), sides + more
     stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731
     outputs = jax.tree.map(stacked, *every_output or (None,))
     rows = jax.tree.map(stacked, *(side.rows for side in sides))
     side = reduce(_joined, sides, Side())._replace(rows=rows)
-    return StepOutput(jnp.stack(every), total, side, outputs)
+    aux_losses = jnp.stack(every_aux) if every_aux else None
+    return StepOutput(jnp.stack(every), total, side, outputs, jnp.stack(counts), aux_losses)
 
 
 def losses_and_gradients_ref(*args: Any, **kwargs: Any) -> tuple[jax.Array, Tree]:

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Ports, Residuals, cut
-from jaxpipe.pipeline.jaxpr import run_slice, trace_flat
+from jaxpipe.pipeline.jaxpr import run_slice, trace_flat, unrounded
 
 Tree = Any
 Layer = Callable[[Tree, Any, Context], LayerOutput]
@@ -73,7 +73,8 @@ class LayerSplit:
         ports, kept = self._ports, self._crossing.residuals
         known = {ports.x: x} | dict(zip(ports.state, jax.tree.leaves(context.state)))
         wanted = [ports.y, *ports.next_state, *ports.loss, *ports.beside, *kept.for_b, *kept.for_w]
-        values = iter(self._run(params, context, known, wanted))
+        effects = self._crossing.effects_in_f
+        values = iter(self._run(params, context, known, wanted, effects))
         output = jax.tree.map(lambda _: next(values), self.output)
         values = tuple(values)
         cut = len(kept.for_b)
@@ -122,7 +123,8 @@ class LayerSplit:
     ) -> tuple[Cotangent, list[Any], tuple[Any, ...]]:
         """Gradients at the input, those of vectors, and what W is handed."""
         made = self._ports.made_by_b
-        dx, *values = self._run(params, context, known, [*made, *handed])
+        effects = self._crossing.effects_in_b
+        dx, *values = self._run(params, context, known, [*made, *handed], effects)
         handed = tuple(values[len(made) - 1 :])
         rest = iter(values[: len(made) - 1])
         dstate = tuple(next(rest) for _ in self._ports.dstate_before)
@@ -150,13 +152,18 @@ class LayerSplit:
         return {var: dloss for var in self._ports.dloss}
 
     def _run(
-        self, params: Tree, context: Context, known: dict[Var, Any], outputs: list[Any]
+        self,
+        params: Tree,
+        context: Context,
+        known: dict[Var, Any],
+        outputs: list[Any],
+        effects: tuple[JaxprEqn, ...] = (),
     ) -> list[Any]:
         jaxpr = self._closed.jaxpr
         given = dict(zip(jaxpr.constvars, self._closed.consts))
         data = jax.tree.leaves((params, context._replace(state=None)))
         given |= dict(zip(jaxpr.invars, data))
-        return run_slice(jaxpr, given | known, outputs)
+        return run_slice(jaxpr, given | known, outputs, effects)
 
 
 def inexact(tree: Tree) -> tuple[Any, ...]:
@@ -263,7 +270,7 @@ def _ports(
         dx=dx,
         dstate_before=tuple(gradients[:floats]),
         observed=tuple(gradients[floats : floats + observed]),
-        gradients=tuple(gradients[floats + observed :]),
+        gradients=tuple(unrounded(closed.jaxpr, gradients[floats + observed :])),
         in_b=tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params)),
     )
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Context, LayerOutput
-from jaxpipe.pipeline.jaxpr import reads, trace_flat
+from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_flat, unrounded
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 Tree = Any
@@ -43,11 +43,20 @@ class SharedPart:
         return split_layer(of_used, self.pick(shared), x, Context(rows))
 
     def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> list[jax.Array]:
-        """Gradients of the used leaves from that of `function(shared, rows)`."""
-        _, pull = jax.vjp(
-            lambda used: self.function(self._put(shared, used), rows), self.pick(shared)
-        )
-        return pull(dx)[0]
+        """Gradients of the used leaves from that of `function(shared, rows)`.
+
+        What has been summed over tokens is float32, whatever the leaves' dtype is.
+        """
+
+        def pulled(used: list[jax.Array], rows: Tree, dx: jax.Array) -> list[jax.Array]:
+            _, pull = jax.vjp(lambda used: self.function(self._put(shared, used), rows), used)
+            return pull(dx)[0]
+
+        given = self.pick(shared), rows, dx
+        closed = trace_flat(pulled, *given)
+        known = dict(zip(closed.jaxpr.constvars, closed.consts))
+        known |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(given)))
+        return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, closed.jaxpr.outvars))
 
     def _put(self, shared: Tree, used: list[jax.Array]) -> Tree:
         leaves, structure = jax.tree.flatten(shared)

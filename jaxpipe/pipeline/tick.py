@@ -58,6 +58,9 @@ class RankWork:
             layer_gradients=(),
             shared_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
+            aux_losses=(
+                jnp.zeros(microbatches, step.loss.dtype) if self._layers_make_losses else None
+            ),
             side=empty_side(self.kinds, microbatches),
             observed={},
             outputs=jax.tree.map(
@@ -176,9 +179,8 @@ class RankWork:
         return any(kind.output.side.loss is not None for kind in self.kinds)
 
     def _before_forward(self, carry: Carry) -> tuple[Made, jax.Array | None]:
-        """What F changes: y, its rings, side outputs; and the losses, if layers make any."""
-        losses = carry.losses if self._layers_make_losses else None
-        return Made(carry.y, self._parts(carry, Op.F), carry.side, None), losses
+        """What F changes: y, its rings, side outputs; and the layers' losses, if they make any."""
+        return Made(carry.y, self._parts(carry, Op.F), carry.side, None), carry.aux_losses
 
     def _given_forward(self, carry: Carry, row: Row) -> tuple[Given, Made]:
         x, rows = self._input(carry, row)
@@ -188,13 +190,13 @@ class RankWork:
         return self._given(row, rows), before._replace(y=x)
 
     def _forward_made(self, carry: Carry, row: Row, made: Made) -> tuple[Made, jax.Array | None]:
-        losses = carry.losses if self._layers_make_losses else None
+        losses = carry.aux_losses
         if losses is not None:
-            losses = self.step.recorded(losses, made.loss, row.forward_mb)
+            losses = self.step.aux.recorded(losses, made.loss, row.forward_mb)
         return made._replace(loss=None), losses
 
     def _given(self, row: Row, rows: Tree) -> Given:
-        return Given(row, rows, self.step.variables, self.step.seed)
+        return Given(row, rows, self.step.variables, self.step.aux.seed)
 
     def _given_gradient(
         self, carry: Carry, row: Row, op: Op, chunk: int
@@ -220,9 +222,8 @@ class RankWork:
         return x, rows
 
     def _with_forward(self, carry: Carry, made: Made, losses: jax.Array | None) -> Carry:
-        losses = carry.losses if losses is None else losses
         rings = self._after(carry, Op.F, made.rings)
-        return carry._replace(y=made.y, rings=rings, side=made.side, losses=losses)
+        return carry._replace(y=made.y, rings=rings, side=made.side, aux_losses=losses)
 
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> Gradients:
         """What a gradient action changes, as it is before."""

@@ -38,12 +38,16 @@ class Updated(NamedTuple):
     Attributes:
       params, moments: after the last update, in the form and sharding that they came in.
       losses: each microbatch's share of its step's loss, `[N M]` or `[N M, K]`.
+      aux_losses: and of the losses that layers make, `[N M]`; None: they make none.
+      counts: the terms of the head's losses in each microbatch, `[N M]`.
       squares: the squared norm of each step's gradients, float32 `[N]`.
     """
 
     params: Tree
     moments: Tree
     losses: jax.Array
+    aux_losses: jax.Array | None
+    counts: jax.Array
     squares: jax.Array
 
 
@@ -89,8 +93,9 @@ class UpdatingProgram:
             lambda state, row: (ticks.tick(*state, row), None), (carry, held), columns
         )
         made = self._with_shared(Stored.of_owner, (held.params, held.moments), ticks.owned)
-        losses = lax.psum(carry.losses, (PP, *REPLICAS))
-        return Updated(*made, losses, lax.psum(held.squares, (PP, *REPLICAS, TP)))
+        losses = lax.psum((carry.losses, carry.aux_losses), (PP, *REPLICAS))
+        squares = lax.psum(held.squares, (PP, *REPLICAS, TP))
+        return Updated(*made, *losses, work.step.counts, squares)
 
     @property
     def _stored(self) -> Tree:
@@ -152,8 +157,8 @@ class _UpdatingTicks:
         """That of the step at which this rank is."""
         work, step = self.work, self.work.step
         own = replace(self.own, shared=held.shared, layers=held.layers)
-        seed, share = step.seed[held.done], step.share[held.done]
-        step = replace(step, shared=held.shared, seed=seed, share=share)
+        head, aux = jax.tree.map(lambda of_steps: of_steps[held.done], (step.head, step.aux))
+        step = replace(step, shared=held.shared, head=head, aux=aux)
         chunks = own.chunks(self.layout, work.kinds, mirrored=False)
         return replace(work, step=step, ends=replace(work.ends, step=step), chunks=chunks)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.units import readable_bytes
+from jaxpipe.model.family import INT32_MAX
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
 from jaxpipe.planning.expert_checks import check_experts
@@ -13,8 +15,11 @@ from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.hardware import read_measured
 from jaxpipe.planning.sequence_checks import check_sequences
-from jaxpipe.runtime.devices import compute_capability
+from jaxpipe.runtime.devices import compute_capability, host_memory
+from jaxpipe.runtime.processes import started
 from jaxpipe.schedule import FAMILIES, ScheduleError
+
+_MOST_FORWARDS = 2**16  # of a schedule, which is built and proved action by action
 
 
 def validate(
@@ -49,6 +54,7 @@ def validate(
             f"parallel.tp={parallel.tp} must divide the {devices_of_host} devices of a host: those "
             f"that share a layer exchange values within it; use a smaller tp and more pp."
         )
+    _check_memory(config, devices, platform, memory)
     wanted = parallel.pp * parallel.dp * parallel.tp
     if devices is not None and wanted != devices:
         raise ConfigError(
@@ -69,6 +75,20 @@ def _check_platform(config: Config, platform: str) -> None:
         from jaxpipe.runtime.compiler import check_rings
 
         check_rings(platform)
+
+
+def _check_memory(
+    config: Config, devices: int | None, platform: str | None, memory: float | None
+) -> None:
+    """Raise `ConfigError` where all devices together cannot hold one copy of the model."""
+    held = host_memory() * started() if platform == "cpu" else (devices or 0) * (memory or 0)
+    needed = 8 * config.model.parameter_count()
+    if held and needed > held:
+        raise ConfigError(
+            f"model of {config.model.parameter_count():,} parameters: their float32 values and "
+            f"gradients alone take {readable_bytes(needed)}, but the devices have "
+            f"{readable_bytes(held)} together; make [model] smaller, or use more devices."
+        )
 
 
 def _check_packing(config: Config, platform: str | None) -> None:
@@ -153,12 +173,28 @@ def check_sizes(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    """A step has a number of microbatches, which was given or has been filled in."""
-    train = config.train
+    """A step has microbatches, given or filled in, that one can count and schedule."""
+    parallel, train = config.parallel, config.train
     if bool(train.grad_accum_steps) == bool(train.batch_tokens):
         raise ConfigError(
             f"train.grad_accum_steps={train.grad_accum_steps} with train.batch_tokens="
             f"{train.batch_tokens}: give one of them, and leave the other out or 0."
+        )
+    if config.tokens_per_step > INT32_MAX:
+        raise ConfigError(
+            f"a step of {config.tokens_per_step} tokens (train.grad_accum_steps="
+            f"{train.grad_accum_steps} x train.microbatch_size={train.microbatch_size} x "
+            f"train.seq_len={train.seq_len} on {parallel.dp // parallel.cp} replicas) exceeds "
+            f"2^31 - 1, as far as its targets are counted: make one of them smaller."
+        )
+    stages = parallel.pp * max(parallel.virtual_stages, 1)
+    forwards = train.grad_accum_steps * parallel.slices * stages * train.fused_steps
+    if forwards > _MOST_FORWARDS:
+        raise ConfigError(
+            f"train.grad_accum_steps={train.grad_accum_steps} x parallel.slices={parallel.slices} "
+            f"on {stages} stages x train.fused_steps={train.fused_steps} are {forwards} forwards, "
+            f"but a schedule has at most {_MOST_FORWARDS}: use fewer microbatches, and a larger "
+            f"train.microbatch_size."
         )
 
 
@@ -265,11 +301,6 @@ def _check_rest(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
-    if optimizer.warmup_steps > config.train.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps="
-            f"{config.train.steps}: warm up for fewer steps or train longer."
-        )
     if optimizer.muon_lr and optimizer.name != "muon":
         raise ConfigError(
             f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
@@ -292,6 +323,13 @@ def _check_start(config: Config) -> None:
             f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
             f"exclude out."
         )
+    fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
+    for key in checkpoint.allow_changed:
+        if key not in fields:
+            raise ConfigError(
+                f"checkpoint.allow_changed has {key!r}, but what it may name are the fields "
+                f"{', '.join(fields)}."
+            )
 
 
 def _check_log(config: Config) -> None:

@@ -247,7 +247,7 @@ def read_measured(path: Path) -> OpSeconds:
     """
     try:
         return msgspec.convert(json.loads(path.read_text())["seconds"], OpSeconds)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read op seconds from {path} ({error}): give what "
             "`python -m jaxpipe.bench ops` writes, or a JSON object like "

@@ -1,6 +1,9 @@
 """Devices by name: the numbers of their data sheets, and what is known of those that are here."""
 
+import os
 from typing import NamedTuple
+
+from jaxpipe.config import ConfigError, first_line
 
 
 class Device(NamedTuple):
@@ -41,6 +44,26 @@ def device_memory(device_kind: str) -> int | None:
     (80000000000, None)
     """
     return next((device.memory for name, device in DEVICES.items() if name in device_kind), None)
+
+
+def check_present() -> None:
+    """Raise `ConfigError` where jax finds no device of the platform that it is told to use."""
+    import jax
+
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # a plugin without its device only asserts
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise ConfigError(
+            f"jax finds no device{f' with JAX_PLATFORMS={asked}' if asked else ''} "
+            f"({first_line(error)}): unset JAX_PLATFORMS, check the driver with nvidia-smi, or set "
+            f"runtime.cpu_devices to train on virtual CPU devices."
+        ) from error
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, which virtual CPU devices share."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def compute_capability() -> float | None:

@@ -33,7 +33,7 @@ def read(path: str | Path, *, slices: int = 1) -> Schedule:
         rows = json.loads(text) if path.suffix == ".json" else list(csv.reader(text.splitlines()))
     except OSError as error:
         raise ScheduleError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
+    except (ValueError, csv.Error, RecursionError) as error:
         raise ScheduleError(f"{path}: is not valid {path.suffix[1:]}: {error}.") from error
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
         raise ScheduleError(f"{path}: needs a row for each rank, and has none.")

@@ -1,7 +1,8 @@
 """Where the numbers of a run are shown beside its own log: TensorBoard, Weights & Biases."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -9,40 +10,21 @@ import msgspec
 import numpy as np
 
 from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.runtime.directory import WriteGuard
 
 Shown = Mapping[str, float | np.ndarray]  # a scalar, or the finite numbers of a histogram, by name
 
 
 class Board(Protocol):
-    """A place that shows numbers by step."""
+    """A place that shows numbers by step. Its methods raise `OSError` where they cannot."""
+
+    name: str  # in messages
 
     def show(self, step: int, values: Shown) -> None:
         """Take one step's numbers."""
 
     def close(self) -> None:
         """Write what is still to be written."""
-
-
-class TensorBoard:
-    """Event files in `<run.dir>/tensorboard`; those of steps after `last_step` count no more."""
-
-    def __init__(self, config: Config, last_step: int):
-        from tensorboardX import SummaryWriter
-
-        directory = Path(config.run.dir) / "tensorboard"
-        self._writer = SummaryWriter(str(directory), purge_step=last_step + 1)
-
-    def show(self, step: int, values: Shown) -> None:
-        """Write them as scalars and histograms."""
-        for name, value in values.items():
-            if isinstance(value, np.ndarray):
-                self._writer.add_histogram(name, value, step)
-            else:
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write what is still to be written."""
-        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -56,7 +38,8 @@ class WeightsAndBiases:
     def __init__(self, config: Config, last_step: int):
         import wandb
 
-        self._histogram = wandb.Histogram
+        self.name = f"{config.run.dir}/wandb"
+        self._histogram, self._error = wandb.Histogram, wandb.Error
         name = Path(config.run.dir).resolve().name
         mode = os.environ.get("WANDB_MODE") or config.log.wandb
         try:
@@ -81,14 +64,33 @@ class WeightsAndBiases:
             name: self._histogram(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
-        self._run.log(shown, step=step)
+        with self._its_errors():
+            self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Send what is still to be sent, and end the run."""
-        self._run.finish()
+        with self._its_errors():
+            self._run.finish()
+
+    @contextlib.contextmanager
+    def _its_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise OSError(first_line(error)) from error
 
 
-def boards(config: Config, last_step: int) -> list[Board]:
-    """Those that the configuration asks for, to go on after `last_step`."""
-    wanted = {TensorBoard: config.log.tensorboard, WeightsAndBiases: config.log.wandb}
-    return [board(config, last_step) for board, asked in wanted.items() if asked]
+def boards(config: Config, last_step: int, guard: WriteGuard | None = None) -> list[Board]:
+    """Those that the configuration asks for, to go on after `last_step`.
+
+    One whose files cannot be written is left out and reported by `guard`.
+    """
+    guard, found = guard or WriteGuard(print), list[Board]()
+    if config.log.tensorboard:
+        from jaxpipe.training.tensorboard import TensorBoard  # a trainer needs no event files
+
+        found.append(TensorBoard(config, last_step))
+    if config.log.wandb:
+        with guard.attempt(f"{config.run.dir}/wandb"):
+            found.append(WeightsAndBiases(config, last_step))
+    return found

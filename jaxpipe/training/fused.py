@@ -18,7 +18,7 @@ from jax import lax
 from jaxpipe.pipeline import Pipeline, Side
 from jaxpipe.schedule import fused
 from jaxpipe.training import optimizer as optimizers
-from jaxpipe.training.rates import other_losses, step_metrics
+from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -65,21 +65,24 @@ class FusedSteps:
         known = {"norm": jnp.where(state.step < 0, 1.0, 0.0), "finite": state.step >= 0}
         before = {"moments": state.optimizer, **known}
         made = self.pipeline.updated(state.params, before, batch, self._update)
-        shares = made.losses.reshape(self.count, -1, *made.losses.shape[1:])
+        of_steps = made.losses, made.counts, made.aux_losses
+        of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
+        has_targets = (of_steps[1] > 0).any(1).all()
         norms = jnp.sqrt(made.squares)
         goes_on = state.guard.in_row <= config.train.skip_non_finite
         most = (config.optimizer.clip_norm or _MOST) * (1 - _MARGIN)
-        metrics = [self._metrics_of(*step) for step in zip(shares, norms)]
+        metrics = [
+            self._metrics_of(*jax.tree.map(lambda a, n=n: a[n], (norms, *of_steps)))
+            for n in range(self.count)
+        ]
         metrics = jax.tree.map(lambda *of_each: jnp.stack(of_each), *metrics)
-        valid = goes_on & jnp.isfinite(metrics["loss"]).all() & (norms < most).all()
+        valid = goes_on & has_targets & jnp.isfinite(metrics["loss"]).all() & (norms < most).all()
 
         def taken() -> tuple[State, dict[str, jax.Array]]:
             guard = state.guard
             for _ in range(self.count):
                 guard, _ = guard.after(jnp.bool_(True), config.train.skip_non_finite)
-            more = {}
-            if config.train.skip_non_finite:
-                more["skipped_steps"] = jnp.full(self.count, guard.skipped)
+            more = {"skipped_steps": jnp.full(self.count, guard.skipped)}
             step = state.step + self.count
             after = State(made.params, made.moments["moments"], step, state.variables, guard)
             return after, metrics | more
@@ -99,8 +102,10 @@ class FusedSteps:
         )
         return params, before | {"moments": moments}
 
-    def _metrics_of(self, shares: jax.Array, norm: jax.Array) -> dict[str, jax.Array]:
+    def _metrics_of(
+        self, norm: jax.Array, losses: jax.Array, counts: jax.Array, aux_losses: jax.Array | None
+    ) -> dict[str, jax.Array]:
         """Those of a step, as `Trainer.step` has them."""
-        first, *others = self.trainer.by_loss(shares)
-        metrics = step_metrics(first.sum(), norm, Side(), self.trainer.model.functions.report)
-        return metrics | other_losses(self.trainer.model.functions.losses, first, others)
+        loss, report = self.trainer.first_loss(losses), self.trainer.model.functions.report
+        metrics = step_metrics(loss, norm, Side(), report)
+        return metrics | self.trainer.losses_of(losses, counts, aux_losses)

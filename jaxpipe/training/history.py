@@ -1,5 +1,6 @@
 """What a run was started with, every time: its configuration, and the versions and devices."""
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -12,24 +13,26 @@ import jax
 import msgspec
 
 from jaxpipe.config import Config, to_toml
+from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
 
 
-def note_start(config: Config, step: int) -> None:
+def note_start(config: Config, step: int, guard: WriteGuard) -> None:
     """Write down that the run goes on from this step, which is 0 at first.
 
     `<run.dir>/config.toml` is the whole configuration, the newest if there were others; every one
-    is kept in `<run.dir>/starts.jsonl`, a line a start. Raises `OSError` where these cannot be
-    written.
+    is kept in `<run.dir>/starts.jsonl`, a line a start. What cannot be written is reported by
+    `guard`.
     """
     directory = Path(config.run.dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    fresh = directory / "config.toml.new"
-    fresh.write_text(to_toml(config))
-    fresh.replace(directory / "config.toml")
+    with guard.attempt(str(directory / "config.toml")):
+        write_whole(directory / "config.toml", to_toml(config).encode())
     start = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    with (directory / "starts.jsonl").open("a") as file:
-        line = start | versions() | {"config": msgspec.to_builtins(config)}
-        file.write(json.dumps(line) + "\n")
+    line = start | versions() | {"config": msgspec.to_builtins(config)}
+    starts = AppendedFile(directory / "starts.jsonl")
+    with guard.attempt(str(directory / "starts.jsonl")):
+        starts.append(f"{json.dumps(line)}\n".encode())
+    with contextlib.suppress(OSError):  # which has just been reported
+        starts.close()
 
 
 def versions() -> dict[str, Any]:

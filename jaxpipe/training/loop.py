@@ -46,6 +46,7 @@ class _Dispatched:
         found = {name: np.asarray(value) for name, value in self.metrics.items()}
         if len(self.program) > 1:
             found = {name: value[self.program.index(self.step)] for name, value in found.items()}
+        found["target_tokens"] = found["target_tokens"].sum(dtype=np.int64)
         return {name: value.tolist() for name, value in found.items()}
 
 
@@ -75,7 +76,7 @@ class Run:
         if done >= train.steps:
             self.progress.say(f"nothing to do: train.steps={train.steps} is reached; raise it")
             return 0
-        batches = self.data.train.batches(seen.samples, **trainer.feed.sizes)
+        batches = self.data.train.batches(seen.position, **trainer.feed.sizes)
         unread, spent, ran = _Unread(), {}, set()
         meter = BubbleMeter(trainer, self.steps, self.progress.say)
         window = Window(trainer.config, self.progress.say)
@@ -97,7 +98,7 @@ class Run:
                         )
                     )
                     spent = {}
-                self.steps.look_ahead(self.data.train, before.samples, train.steps - step)
+                self.steps.look_ahead(self.data.train, before.position, train.steps - step)
                 newest = 0 if window.turns_at(step) else len(program)
                 if failed := self._log_all_but(newest, unread, state):
                     return self._stop_at_non_finite(state, *failed)
@@ -131,7 +132,9 @@ class Run:
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
-            skipped = values.get("skipped_steps", 0)
+            skipped = values["skipped_steps"]
+            if not (limit or skipped):
+                del values["skipped_steps"]
             values |= dispatched.spent
             values |= self.trainer.rates(
                 dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
@@ -145,7 +148,9 @@ class Run:
             self.progress.update(dispatched.step, values, first=dispatched.first)
             if stops:
                 return dispatched, values
-            if unread.not_finite:
+            if not values["target_tokens"]:
+                self.progress.say(f"step {dispatched.step} has no target: it made no update")
+            elif unread.not_finite:
                 self.progress.say(
                     f"{_not_finite(values)} at step {dispatched.step}: left out, "
                     f"{unread.not_finite} in a row of at most train.skip_non_finite={limit}"
@@ -155,9 +160,10 @@ class Run:
     def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
         """What the run has seen after one more step, and what is in that."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
-        contents = self.data.train.contents(seen.samples, samples) if config.pads else None
+        contents = self.data.train.contents(seen.position, samples) if config.pads else None
         tokens = config.tokens_per_step if contents is None else contents.tokens
-        return Seen(seen.samples + samples, seen.tokens + tokens), contents
+        after = seen._replace(samples=seen.samples + samples, tokens=seen.tokens + tokens)
+        return after, contents
 
     def _save(self, step: int, state: State, seen: Seen) -> None:
         meta = describe(self.trainer, self.data, seen, state.guard)
@@ -165,24 +171,48 @@ class Run:
 
     def _end(self, code: int, step: int) -> int:
         """The exit code once all is saved, which is another where that failed."""
-        return code if self.checkpoints.written(step) else 4
+        if not self.checkpoints.written(step):
+            self.progress.say(
+                f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
+                f"same command goes on from the newest checkpoint there"
+            )
+            return 4
+        if code == 0:
+            self.progress.say(self._closing_words(step))
+        return code
+
+    def _closing_words(self, step: int) -> str:
+        """What a run that is done has left, and what can be done with it."""
+        saved = f"{self.trainer.config.run.dir}/checkpoints/{step}"
+        return (
+            f"done: {step} steps; saved in {saved}, numbers of all steps in "
+            f"{self.trainer.config.run.dir}/metrics.jsonl; next: a larger train.steps to train on, "
+            f"or `python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+        )
 
     def _heldout_loss(self, state: State) -> float:
-        """Mean over at most `train.eval_steps` batches, in nats a token."""
-        trainer = self.trainer
+        """Mean over the targets of at most `train.eval_steps` batches, in nats; NaN: none has any.
+
+        It is the same however their rows are divided into batches and microbatches.
+        """
+        trainer, total, targets = self.trainer, 0.0, 0
         batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
-            losses = [
-                float(self.steps.eval_step(state, trainer.put(batch)))
-                for batch in itertools.islice(batches, trainer.config.train.eval_steps)
-            ]
-        return sum(losses) / len(losses)
+            for batch in itertools.islice(batches, trainer.config.train.eval_steps):
+                loss, counts = self.steps.eval_step(state, trainer.put(batch))
+                count = int(np.asarray(counts).sum(dtype=np.int64))
+                total, targets = total + float(loss) * count, targets + count
+        if not targets:
+            self.progress.say("no held-out row has a target: there is no held-out loss")
+            return math.nan
+        return total / targets
 
     def _stop_at_non_finite(
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
         """Save the state before that step, which no step since has changed; the exit code."""
-        step, first, last = dispatched.step, dispatched.before.samples, dispatched.after.samples - 1
+        step, first = dispatched.step, dispatched.before.position
+        last = dispatched.after.position - 1
         self._save(step - 1, state, dispatched.before)
         self.progress.say(
             f"error: {_not_finite(values)} at step {step}, samples {first}..{last} of the "
@@ -217,8 +247,11 @@ class _Unread:
         """
         dispatched = self._steps.popleft()
         values = dispatched.numbers()
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        self.not_finite = 0 if finite else self.not_finite + 1
+        of_targets = math.isfinite(values["loss"]) or not values["target_tokens"]
+        if not (of_targets and math.isfinite(values["grad_norm"])):
+            self.not_finite += 1
+        elif values["target_tokens"]:
+            self.not_finite = 0
         if dispatched.step == dispatched.program.start:
             before, self._read_last = self._read_last, time.perf_counter()
             taken = self._read_last - max(before, dispatched.begun)

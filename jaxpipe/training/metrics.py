@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
 from jaxpipe.training.boards import Board
 
 Value = float | list[Any]  # a number, or nested lists of numbers
@@ -20,30 +22,44 @@ class MetricsLog:
     A run resumed after `last_step` first drops what was logged past it, so every step stands once.
     Values are numbers or nested lists of them. Numbers that JSON cannot write (NaN, infinity) are
     null. A board has a scalar for every number of a small list, `counts/3/1`, and a histogram of a
-    large one. A context manager, which closes the boards.
+    large one. What cannot be written is reported by `guard` and written once there is room. A
+    context manager, which closes the boards.
     """
 
-    def __init__(self, directory: Path, *, last_step: int, boards: Sequence[Board] = ()):
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "metrics.jsonl"
-        _keep_until(path, last_step)
-        self._file = path.open("a", buffering=1)
-        self._boards = boards
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        last_step: int,
+        boards: Sequence[Board] = (),
+        guard: WriteGuard | None = None,
+    ):
+        self._path = directory / "metrics.jsonl"
+        self._file = AppendedFile(self._path, lambda: _keep_until(self._path, last_step))
+        self._guard, self._boards = guard or WriteGuard(print), boards
+        with self._guard.attempt(str(self._path)):
+            self._file.flush()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._guard.attempt(str(self._path)):
+            self._file.close()
+        if self._file.lost:
+            self._guard.say(f"warning: {self._path} lacks {self._file.lost} steps of this run")
         for board in self._boards:
-            board.close()
+            with self._guard.attempt(board.name):
+                board.close()
 
     def write(self, step: int, values: dict[str, Value]) -> None:
         """Log one step's values."""
         finite = {name: _for_json(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step} | finite) + "\n")
+        with self._guard.attempt(str(self._path)):
+            self._file.append(f"{json.dumps({'step': step} | finite)}\n".encode())
         for board in self._boards:
-            board.show(step, dict(_for_boards(values)))
+            with self._guard.attempt(board.name):
+                board.show(step, dict(_for_boards(values)))
 
 
 def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
@@ -52,7 +68,8 @@ def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndar
         array = np.asarray(value)
         if array.size <= _SCALARS:
             for index, number in np.ndenumerate(array):
-                yield "/".join((name, *map(str, index))), number.item()
+                value = float(number) if index else number.item()  # boards keep a lone count exact
+                yield "/".join((name, *map(str, index))), value
         elif np.isfinite(array).any():
             yield name, array[np.isfinite(array)]
 
@@ -65,17 +82,24 @@ def _for_json(value: Value) -> Any:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Rewrite a log without the steps after `last_step` and without a half-written line."""
+    """Drop from a log the steps after `last_step` and lines that are damaged.
+
+    Damaged are lines cut short by a crash, or that a file system filled with other bytes. Steps are
+    in order, so the rest is mostly the beginning of the file, which takes no room to keep.
+    """
     if not path.exists():
         return
 
-    def step_of(line: str) -> Any:
+    def is_kept(line: bytes) -> bool:
         try:
-            return json.loads(line)["step"]
-        except (json.JSONDecodeError, KeyError):
-            return math.inf
+            step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        return isinstance(step, int) and step <= last_step
 
-    kept = [line for line in path.read_text().splitlines() if step_of(line) <= last_step]
-    fresh = path.with_suffix(".jsonl.new")
-    fresh.write_text("".join(f"{line}\n" for line in kept))
-    fresh.replace(path)
+    content = path.read_bytes()
+    kept = b"".join(line + b"\n" for line in content.split(b"\n") if is_kept(line))
+    if content.startswith(kept):
+        os.truncate(path, len(kept))
+    else:
+        write_whole(path, kept)

@@ -1,7 +1,10 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 import math
+import os
 from datetime import timedelta
+from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,12 +31,13 @@ class Progress:
     ):
         self._steps = steps
         self._every = config.every
-        self._console = console or Console(soft_wrap=True, highlight=False, quiet=silent)
+        self._console = console or _Output(soft_wrap=True, highlight=False, quiet=silent)
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
         self._seconds: float | None = None  # smoothed time of a step, without the first
-        self._loss: float | None = None  # smoothed
+        self._losses: float | None = None  # smoothed, of a step: the sum over its targets, and ...
+        self._targets: float | None = None  # ... their number
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -41,12 +45,15 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._live.stop()
+        _flush_or_drop(self._console.file)
 
     def say(self, message: RenderableType) -> None:
-        """Print above the live line."""
-        self._console.print(message)
+        """Print above the live line; what an output of a full disk cannot take is not shown."""
+        with contextlib.suppress(OSError):
+            self._console.print(message)
 
     def update(self, step: int, values: dict[str, Value], *, first: bool) -> None:
         """Show one step's numbers, not its lists of them.
@@ -55,16 +62,41 @@ class Progress:
         """
         if not first:
             self._seconds = _smoothed(self._seconds, values["step_seconds"])
+        targets = values["target_tokens"]
         if math.isfinite(values["loss"]):
-            self._loss = _smoothed(self._loss, values["loss"])
-        shown = values if self._loss is None else values | {"smoothed_loss": self._loss}
+            self._losses = _smoothed(self._losses, values["loss"] * targets)
+            self._targets = _smoothed(self._targets, targets)
+        shown = values
+        if self._targets is not None:
+            shown = values | {"smoothed_loss": self._losses / self._targets}
         line = describe(step, self._steps, shown, self._seconds)
         if self._live:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
         elif step % self._every == 0 or step == self._steps or "eval_loss" in values:
-            self._console.print(Text(line))
+            self.say(Text(line))
         if self._live and "eval_loss" in values:
-            self._console.print(Text(line))
+            self.say(Text(line))
+
+
+class _Output(Console):
+    """Standard output, which a run outlives: rich would end it where nobody reads on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _flush_or_drop(self.file)
+
+
+def _flush_or_drop(output: IO[str]) -> None:
+    """Let go of what cannot be written, so that Python's own flush at exit has no error to tell.
+
+    With one it would end with the exit code 120, whatever became of the run.
+    """
+    try:
+        output.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
 
 
 def _smoothed(before: float | None, value: float) -> float:
@@ -86,8 +118,8 @@ _FORMS = {  # of the numbers of a step, in the order of its line
 }
 _MEMORY = "peak_memory_bytes"
 _LOGGED_ONLY = {  # the line is long enough
-    "loss_max", "z_loss", "tokens_seen", "padded_tokens", "tflops_per_device", "data_seconds",
-    "save_seconds", "eval_seconds",
+    "loss_max", "z_loss", "target_tokens", "tokens_seen", "padded_tokens", "tflops_per_device",
+    "data_seconds", "save_seconds", "eval_seconds",
 }  # fmt: skip
 
 

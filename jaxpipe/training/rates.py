@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe.config import Config
 from jaxpipe.data.batches import Contents
-from jaxpipe.pipeline import Side
+from jaxpipe.pipeline import Side, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training import optimizer as optimizers
 
@@ -20,10 +21,10 @@ Report = Callable[[Side], Mapping[str, jax.Array]]
 # What a line of the log may hold that no layer makes; the loop adds the step, seconds of the host
 # and the held-out loss, the progress line the smoothed loss.
 NAMES = (
-    "step", "loss", "z_loss", "loss_max", "grad_norm", "lr", "skipped_steps", "loss_scale",
-    "tokens_seen", "padded_tokens", "packing_efficiency", "tokens_per_second",
-    "tokens_per_second_per_device", "tflops_per_device", "mfu", "step_seconds", "data_seconds",
-    "save_seconds", "eval_seconds", "peak_memory_bytes",
+    "step", "loss", "aux_loss", "z_loss", "loss_max", "target_tokens", "grad_norm", "lr",
+    "skipped_steps", "loss_scale", "tokens_seen", "padded_tokens", "packing_efficiency",
+    "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
+    "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
     "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
 
@@ -109,12 +110,27 @@ def step_metrics(
     return metrics
 
 
-def other_losses(
-    names: Sequence[str], first: jax.Array, others: Sequence[jax.Array]
+def losses_of(
+    names: Sequence[str],
+    losses: jax.Array,
+    counts: jax.Array,
+    aux_losses: jax.Array | None,
+    slices: int = 1,
 ) -> dict[str, jax.Array]:
-    """What is logged of the head's losses beside the first of these names.
+    """What is logged of a step's losses; those of the head have these names.
 
-    `first` and `others` are each microbatch's shares, `[M]`, in the first and in the others.
+    `losses`, `counts` and `aux_losses` are as in `StepOutput`, where the `slices` of a sequence
+    follow one another. The head's losses are means over the step's targets, NaN where it has none;
+    `loss_max` is the largest mean of a microbatch in the first. `aux_loss` is what layers add.
+    `target_tokens` are the targets of each microbatch, `[M]`, to be summed on the host.
     """
-    more = {name: losses.sum() for name, losses in zip(names[1:], others)}
-    return more | {"loss_max": first.max() * first.size}
+    by_name = dict(zip(names, losses.T if losses.ndim > 1 else losses[None]))
+    total = total_count(counts, losses.dtype)
+    logged = {name: jnp.where(total > 0, shares.sum(), jnp.nan) for name, shares in by_name.items()}
+    counts = counts.reshape(-1, slices).sum(1)
+    sums = by_name[names[0]].reshape(-1, slices).sum(1) * total
+    most = jnp.max(sums / jnp.maximum(counts, 1), where=counts > 0, initial=-jnp.inf)
+    logged["loss_max"] = jnp.where(total > 0, most, jnp.nan)
+    if aux_losses is not None:
+        logged["aux_loss"] = aux_losses.sum()
+    return logged | {"target_tokens": counts}

@@ -7,14 +7,15 @@ from pathlib import Path
 import jax
 
 from jaxpipe.config import Config
+from jaxpipe.runtime.directory import WriteGuard
 
 
 @contextlib.contextmanager
 def recording(directory: Path) -> Iterator[None]:
     """Record what the body does, without its Python: operations are named by their part of a tick.
 
-    The XPlane file and the one for Perfetto lie below `directory`. Raises `OSError` where it cannot
-    be made.
+    The XPlane file and the one for Perfetto lie below `directory`. Raises `OSError` where they
+    cannot be written, after the body.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a step is one call
@@ -38,14 +39,15 @@ class Window:
             each = config.train.fused_steps
             self._begin, self._end = self._begin // each * each, -(-self._end // each) * each
         self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
-        self._say = say
+        self._say, self._guard = say, WriteGuard(say)
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Window":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        with self._guard.attempt(str(self._directory)):
+            self._open.close()
 
     def turns_at(self, step: int) -> bool:
         """Whether it begins or ends after this step, which the devices should then have done."""
@@ -53,8 +55,11 @@ class Window:
 
     def turn(self, step: int) -> None:
         """Begin or end, if it is after this step."""
-        if self.turns_at(step):
+        if not self.turns_at(step):
+            return
+        with self._guard.attempt(str(self._directory)):
             self._open.close()
-        if step == self._begin:
-            self._open.callback(self._say, f"steps from {step + 1} on are in {self._directory}")
-            self._open.enter_context(recording(self._directory))
+            if step == self._begin:
+                self._open.enter_context(recording(self._directory))
+                told = f"steps from {step + 1} on are in {self._directory}"
+                self._open.callback(self._say, told)

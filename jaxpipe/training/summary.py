@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning import rank_bytes
 from jaxpipe.schedule import Report, Tables, simulate, timeline
@@ -48,21 +49,33 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
         "precision": f"{train.compute_dtype} compute, float32 parameters and sums"
         + ("" if train.fp8 == "none" else f", products of layers in fp8 ({train.fp8} scaling)"),
         "schedule": (
-            f"{trainer.schedule.name}, {tables.ticks} ticks, transfers take "
+            f"{trainer.schedule.name}, {tables.ticks} ticks, of which a transfer takes "
             f"{tables.lockstep.transfer_ticks}, remat {train.remat}"
         ),
-        "ends": (
-            "embedding and head on all ranks, each with a part of the vocabulary"
+        "embedding, head": (
+            "on all pipeline ranks, each with a shard of the vocabulary"
             if tables.lockstep.vocab_parallel
-            else "embedding on the first rank, head on the last"
+            else "embedding on the first pipeline rank, head on the last"
         ),
-        "bubble (F=B=W)": (
-            f"{report.bubble_global:.1%} asynchronous, {report.bubble_scan:.1%} of the scan"
+        "idle time": (
+            f"{report.bubble_scan:.1%} of a step (the pipeline bubble), {report.bubble_global:.1%} "
+            f"if ranks did not wait for each other's ticks; for equal times of F, B and W"
         ),
+        "learning rate": _learning_rate(config),
         **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),
     }.items():
         table.add_row(name, value)
     return table
+
+
+def _learning_rate(config: Config) -> str:
+    """Its peak, warm-up and decay; a run that ends within the warm-up says where."""
+    optimizer, steps = config.optimizer, config.train.steps
+    words = f"{optimizer.lr:.2e} after {optimizer.warmup_steps} steps of warm-up"
+    if optimizer.warmup_steps > steps:
+        last = optimizer.lr * steps / optimizer.warmup_steps
+        return f"{words}, of which this run has {steps}: it ends at {last:.2e}"
+    return f"{words}, then {optimizer.decay}"
 
 
 def _stage_table(trainer: Trainer, tables: Tables) -> Table:
@@ -75,7 +88,9 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     }
     if planned.host:
         per_rank["on the host"] = planned.host
-    table = Table("rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None)
+    table = Table(
+        "pipeline rank", "layers", "live microbatches", *(f"{name}" for name in per_rank), box=None
+    )
     for rank in range(pp):
         table.add_row(
             str(rank),
@@ -96,7 +111,7 @@ def _stages_of(trainer: Trainer, rank: int) -> list[str]:
             embedding = "embedding + " if stage == 0 and not shared else ""
             head = " + head" if stage == placement.stages - 1 and not shared else ""
             found.append(f"{embedding}{first}..{first + count - 1}{head}")
-    return [*found, "part of the vocabulary"] if shared else found
+    return [*found, "shard of the vocabulary"] if shared else found
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:

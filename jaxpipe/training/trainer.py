@@ -1,9 +1,9 @@
 """Everything a run needs, built from its configuration: mesh, model, state and compiled steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +36,7 @@ from jaxpipe.training import moments
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
-from jaxpipe.training.rates import Rates, other_losses, step_metrics
+from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
 
 Tree = Any
@@ -97,6 +97,7 @@ class Trainer:
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
+            grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
             # A collective on CPU waits for its answer; the layers' sums are made in every tick with
@@ -200,10 +201,10 @@ class Trainer:
 
         A step whose loss or gradient norm is not finite makes no update. It counts as a step left
         out, or stops the run (`Guard`): then all that follow leave the state as it was, and who
-        reads a step late finds the state before it. Metrics are the scalars loss, grad_norm and
-        loss_max (of the microbatch with the largest share in the loss, as if all had it), if steps
-        may be left out their number, and by their names other losses of the head and the sums and
-        maxima of layers.
+        reads a step late finds the state before it. Nor does a step without any target, whose loss
+        is NaN: of its state only the number of the step changes. Metrics are grad_norm, the number
+        of steps left out so far, the losses (`losses_of`), and by their names the sums and maxima
+        of layers.
         """
 
         return self.compiled(self.step)
@@ -220,56 +221,64 @@ class Trainer:
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         """`train_step`, for use within compiled functions."""
-        shares, gradients, side, _ = self.pipeline.step(
-            state.params, batch, state.variables, state.guard.loss_scale
-        )
-        first, *others = self.by_loss(shares)
-        state, metrics = self.update(state, first.sum(), gradients, side)
-        return state, metrics | other_losses(self.model.functions.losses, first, others)
+        made = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
+        has_targets = (made.counts > 0).any()
+        loss = self.first_loss(made.losses)
+        state, metrics = self.update(state, loss, made.gradients, made.side, has_targets)
+        return state, metrics | self.losses_of(made.losses, made.counts, made.aux_losses)
 
-    def by_loss(self, shares: jax.Array) -> list[jax.Array]:
-        """Each microbatch's share, `[M]`, of each of the head's losses."""
-        return [shares] if shares.ndim == 1 else list(shares.T)
+    def first_loss(self, shares: jax.Array) -> jax.Array:
+        """The first of the head's losses, of shares `[M]` or `[M, K]`; 0 without targets."""
+        return (shares if shares.ndim == 1 else shares[:, 0]).sum()
+
+    @property
+    def losses_of(self) -> Callable[..., dict[str, jax.Array]]:
+        """`rates.losses_of` of this model's losses and schedule."""
+        return partial(losses_of, self.model.functions.losses, slices=self.schedule.slices)
 
     def update(
-        self, state: State, loss: jax.Array, gradients: Tree, side: Side
-    ) -> tuple[State, dict[str, jax.Array]]:
+        self, state: State, loss: jax.Array, gradients: Tree, side: Side,
+        has_targets: jax.Array | bool = True,
+    ) -> tuple[State, dict[str, jax.Array]]:  # fmt: skip
         """The state after an update, unless loss or gradient norm is not finite; and the metrics.
 
-        Pure, for use within compiled functions. Raises `ValueError` where a sum or maximum has the
-        name of another metric.
+        Without targets there is no update either. Pure, for use within compiled functions. Raises
+        `ValueError` where a sum or maximum has the name of another metric.
         """
         norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
         metrics = step_metrics(loss, norm, side, self.model.functions.report)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        guard, stops = state.guard.after(finite, limit)
-        if limit:
-            metrics["skipped_steps"] = guard.skipped
+        guard, stops = state.guard.after(finite, limit, has_targets)
+        metrics["skipped_steps"] = guard.skipped
         if guard.loss_scale is not None:
             metrics["loss_scale"] = state.guard.loss_scale
-        finite &= ~stops
+        updates = finite & has_targets & ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         offloads, before = self.config.train.offload_moments, state.optimizer
         if offloads:
-            before, finite = moments.fetched(before, finite)
-        params, made = optimizers.apply(self.optimizer, gradients, before, state.params, finite)
+            before, updates = moments.fetched(before, updates)
+        params, made = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
-            variables = optimizers.chosen(finite, following(variables, side), variables)
+            variables = optimizers.chosen(updates, following(variables, side), variables)
         made = moments.returned(made) if offloads else made
         return State(params, made, state.step + ~stops, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:
-        """Compiled `(state, batch) -> loss` by the forward-only pass."""
+        """Compiled `(state, batch) -> (loss, targets)` by the forward-only pass.
 
-        def loss(state: State, batch: Tree) -> jax.Array:
+        The mean cross-entropy over the batch's targets, 0 where it has none, and how many of them
+        each microbatch has.
+        """
+
+        def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
             held = state.optimizer
             if self.config.train.offload_moments:
                 held, _ = moments.fetched(held, state.step)
             params = optimizers.averaged(self.config.optimizer, held, state.params)
-            shares = self.pipeline.losses(params, batch, state.variables)
-            return self.by_loss(shares)[0].sum()
+            made = self.pipeline.forward(params, batch, state.variables)
+            return self.first_loss(made.losses), made.counts
 
         return jax.jit(
             loss,

@@ -14,21 +14,19 @@ from commands import start
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
-from jaxpipe.bench import costs, memory, rounds, show, step, worker
-from jaxpipe.bench.ops import OpTimer, UpdateTimer
+from jaxpipe.bench import costs, memory, rounds, step, worker
 from jaxpipe.bench.results import Result
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
 from jaxpipe.planning import (
-    Hardware,
     LayerSeconds,
     OpSeconds,
     candidate,
     estimate,
     op_seconds,
-    scale,
 )
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import Variant
+from jaxpipe.training.op_timers import OpTimer, UpdateTimer
 from jaxpipe.training.trainer import Trainer
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
@@ -84,6 +82,7 @@ def test_timers_give_every_op_a_positive_time():
     assert UpdateTimer(trainer, 2).seconds() > 0
 
 
+@pytest.mark.slow(unless=["accumulated"])
 @pytest.mark.parametrize("kind", ["trained", "accumulated"])
 def test_a_worker_trains_as_the_trainer_does(kind):
     """Both of its steps, pipelined or not, and the batch dealt to replicas, give equal losses."""
@@ -136,7 +135,7 @@ def test_memory_counts_what_was_used_for_a_moment():
     assert 0.9 * size < found["peak"] - found["before"] < 3 * size
 
 
-def test_ops_write_what_plans_and_the_readme_read(tmp_path, monkeypatch, capsys):
+def test_ops_write_what_plans_read(tmp_path, capsys):
     out = tmp_path / "ops.json"
     overrides = ["parallel.pp=2", "parallel.dp=1", "parallel.tp=2"]
     assert bench.main(["ops", str(SMALL), *overrides, "--repeats", "1", "--out", str(out)]) == 0
@@ -146,10 +145,6 @@ def test_ops_write_what_plans_and_the_readme_read(tmp_path, monkeypatch, capsys)
     assert read.layer.F == found["seconds"]["layer"]["F"] > 0
     assert found["flops"]["BW"] == found["flops"]["B"] + found["flops"]["W"]
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
-    monkeypatch.setattr(show, "RESULTS", tmp_path)
-    filled = show.filled("<!-- ops ops -->\n<!-- end -->\n")
-    assert f"| F | {1e3 * read.layer.F:,.3f} |" in filled
-    assert "of the peak" not in filled  # nobody knows that of a processor
 
 
 def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
@@ -171,6 +166,7 @@ def test_ops_without_the_devices_that_they_need():
         costs.of_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
+@pytest.mark.oldest
 def test_steps_on_the_present_devices(tmp_path, capsys):
     out = tmp_path / "steps.json"
     assert bench.main(["train", str(SMALL), "--steps", "2", "--out", str(out)]) == 0
@@ -180,19 +176,6 @@ def test_steps_on_the_present_devices(tmp_path, capsys):
     assert found["least_seconds"] <= found["step_seconds"] <= found["most_seconds"]
     rate = 4 * 2 * 32 / found["step_seconds"] / 8
     assert found["tokens_per_second_per_device"] == pytest.approx(rate)
-
-
-def test_scaling_is_printed_with_its_assumptions(capsys):
-    sizes = ["model.n_layers=4", "train.grad_accum_steps=8", "parallel.dp=4"]
-    assert bench.main(["scale", str(SMALL), *sizes]) == 0
-    said = capsys.readouterr().out
-    assert "tokens/s/device" in said
-    assert "Assumed: the seconds of ops are" in said
-    assert bench.main(["scale", str(SMALL), *sizes, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {row["pp"] for row in rows} == {2, 4}
-    assert bench.main(["scale", str(SMALL), "--efficiency", "2"]) == 2
-    assert "--efficiency 2.0 must be above 0" in capsys.readouterr().err
 
 
 class Processes:
@@ -207,6 +190,7 @@ class Processes:
         return self.touched
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CORES < 2, reason="a rank is pinned to a core of its own, on Linux")
 def test_steps_take_turns_and_are_written(tmp_path):
     out, names = tmp_path / "steps.json", ["single", "data parallel", "gpipe"]
@@ -241,26 +225,6 @@ def test_a_device_of_a_tp_group_has_its_part_of_the_model():
     part = costs.of_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
     assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)
     assert (part.model.d_ff, part.model.vocab_size, part.parallel.tp) == (32, 128, 1)
-
-
-def test_scaling_is_the_planners_step_with_the_replicas_sums():
-    config = configs.load(SMALL, ["model.n_layers=8", "train.grad_accum_steps=16", "parallel.dp=4"])
-    given = scale.Assumptions(Hardware(), network=1e9, memory=80e9)
-    found = {(p.scaling, p.config.parallel.pp, p.config.parallel.dp): p
-             for p in scale.points(config, given)[0]}  # fmt: skip
-    one, four = found["weak", 2, 1], found["weak", 2, 4]
-    assert one.sums == 0
-    seconds = op_seconds(one.config)
-    planned = estimate(one.config, candidate(one.config, seconds, one.variant), seconds)
-    assert one.seconds == planned.seconds
-    parameters = planned.bytes.parameters
-    assert four.seconds - one.seconds == pytest.approx(2 * 3 / 4 * parameters / 1e9)
-    assert four.sums == pytest.approx(1 - one.seconds / four.seconds)
-    strong = found["strong", 2, 16]
-    assert strong.config.train.grad_accum_steps == 4
-    assert ("strong", 2, 256) not in found
-    weak = found["weak", 2, 16]
-    assert strong.bubble / (1 - strong.sums) > weak.bubble / (1 - weak.sums)  # of the pipeline
 
 
 def test_the_published_comparison_of_schedules_is_reproduced():

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
-from jaxpipe.bench import correct, report, show
+from jaxpipe.bench import correct, report
 from jaxpipe.bench.items import MODEL, Item, items
 from jaxpipe.planning.checks import validate
 
@@ -160,15 +160,12 @@ def test_each_kind_of_finding_has_its_words():
     assert report._in_words({}) == ""
 
 
-def test_the_table_of_a_report_is_shown_where_it_is_marked(tmp_path, monkeypatch):
-    monkeypatch.setattr(show, "RESULTS", tmp_path)
-    page = "<!-- gpu gpu -->\n<!-- end -->\n"
-    assert "Not measured yet: `./launch/gpu_report.sh`" in show.filled(page)
+def test_the_table_of_a_report_stands_beside_its_file(tmp_path):
     outcome = report.Outcome("python -m x", 3.0, STEP)
     report.Result("today", "report", "a card", {"jax": "1"}, {"one": outcome}).write(
         tmp_path / "gpu.json"
     )
-    assert "| here: one | fp8 | full | 1,234 | 500 |" in show.filled(page)
+    assert "| here: one | fp8 | full | 1,234 | 500 |" in (tmp_path / "gpu.md").read_text()
 
 
 TINY = (

@@ -1,11 +1,5 @@
 """What is made of measured steps: ratios within a round, what is asked of them, tables in files."""
 
-from pathlib import Path
-
-import pytest
-
-from jaxpipe.bench import __main__ as bench
-from jaxpipe.bench import show
 from jaxpipe.bench.results import Peak, Result, Steps, table
 
 
@@ -42,28 +36,6 @@ def test_ratios_are_within_a_round():
     assert "bubble" not in table(found)  # nobody measured it
 
 
-def test_the_readme_is_filled_from_the_kept_results(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(show, "RESULTS", tmp_path)
+def test_a_result_is_read_as_it_was_written(tmp_path):
     result().write(tmp_path / "one.json")
     assert Result.read(tmp_path / "one.json") == result()
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results one -->\nold\n<!-- end -->\nafter <!-- end -->\n")
-    assert bench.main(["show", "--files", str(readme)]) == 0
-    once = readme.read_text()
-    assert "| 1f1b | 2 | 8.00 | 25 | 0.812 |" in once
-    assert "old" not in once
-    assert once.startswith("before\n") and once.endswith("after <!-- end -->\n")  # noqa: PT018
-    assert show.filled(once) == once
-    picture = (tmp_path / "one.svg").read_bytes()
-    assert picture.startswith(b"<?xml")
-    assert bench.main(["show", "--files", str(readme)]) == 0
-    assert (tmp_path / "one.svg").read_bytes() == picture
-    readme.write_text("<!-- results two -->\n<!-- end -->\n")
-    assert bench.main(["show", "--files", str(readme)]) == 2
-    assert "there is no two.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", show.FILES, ids=str)
-def test_the_files_show_the_results_that_are_kept(file):
-    text = (Path(__file__).parents[2] / file).read_text()
-    assert show.filled(text) == text

@@ -13,6 +13,7 @@ from hf_moe import QWEN3_MOE, SQUARE_MOE
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES
@@ -164,6 +165,7 @@ def imported(directory, model, tensors):
 
 def export(step, model, target, **options):
     options = {"dtype": "float32", "max_positions": 64, "max_shard_bytes": 10**9} | options
+    options.setdefault("serving", ServingFiles())
     export_huggingface(StoredCheckpoint(step), model, target, **options)
     return target
 

@@ -21,11 +21,17 @@ from hf_models import (
     random_tensors,
     write_model,
 )
+from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxpipe.checkpoint import Keying, read_state
-from jaxpipe.checkpoint.huggingface import import_huggingface, parameters
+from jaxpipe.checkpoint.huggingface import (
+    huggingface_of,
+    import_huggingface,
+    parameters,
+    trained_with,
+)
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
@@ -74,6 +80,22 @@ def test_versions_of_transformers_write_the_number_of_experts_differently(tmp_pa
     want = hf.config_json(QWEN3_MOE) | {"router_aux_loss_coef": 0.0}
     assert {name: written[name] for name in want} == want
     assert_same_bytes(all_tensors(out), tensors)
+
+
+def test_a_coefficient_of_the_routers_loss_means_the_same(tmp_path):
+    """transformers' loss is K where loads are even, ours 1 in each of S layers: K = 2 here, S = 1.
+
+    So a coefficient c is c K / S of ours; an import reports that where the run has another.
+    """
+    trained = replace(QWEN3_MOE, n_layers=8, router_aux_loss=0.03)  # sparse: 3, 5 and 7
+    written = huggingface_of(trained).written(trained.resolved(), "float32", 64)
+    assert written["router_aux_loss_coef"] == pytest.approx(0.03 * 3 / 2, rel=1e-12)
+    source = tmp_path / "hf"
+    write_model(source, trained, random_tensors(trained), **written)
+    assert trained_with(source, trained) == {}
+    found = trained_with(source, replace(trained, router_aux_loss=0.5))
+    assert found == {"router_aux_loss": pytest.approx(0.03, rel=1e-12)}
+    assert trained_with(write_model(tmp_path / "dense", LLAMA, random_tensors(LLAMA)), LLAMA) == {}
 
 
 def test_bfloat16_stays_what_it_is(tmp_path):

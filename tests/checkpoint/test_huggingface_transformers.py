@@ -6,6 +6,7 @@ import pytest
 from hf_models import our_logits, rope_scaling, stored_params
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
@@ -118,6 +119,7 @@ def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size
         dtype="float32",
         max_positions=64,
         max_shard_bytes=10**9 if shard_size == "1GB" else 40_000,
+        serving=ServingFiles.from_meta(StoredCheckpoint(step).meta),
     )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(theirs)

@@ -12,6 +12,7 @@ import pytest
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import Batch, Split, heldout_order, training_order
 from jaxpipe.data.samples import sample_of
+from jaxpipe.model.loss import IGNORE
 
 L, N = 5, 23
 SHAPE = {"microbatches": 3, "batch_size": 4}  # 12 samples a step, so a step spans two epochs
@@ -135,8 +136,8 @@ def test_heldout_samples_of_a_mixture_are_taken_once() -> None:
     samples = [sample_of(np.arange(i, i + L + 1)) for i in range(sum(SIZES))]
     heldout = Split("held-out", "", samples, order)
     assert len(heldout) == 25
-    with pytest.raises(ConfigError, match=r"26 microbatches x 1 samples = 26, but .* has 25: use"):
-        heldout.batches(0, microbatches=26, batch_size=1)
+    (only,) = heldout.batches(0, microbatches=26, batch_size=1)
+    assert (only["targets"] == IGNORE).all((1, 2)).tolist() == [False] * 25 + [True]
 
 
 def test_order_of_a_mixture_is_the_one_of_earlier_versions() -> None:
@@ -154,20 +155,41 @@ def test_iterator_equals_direct_batches_from_any_position(start: int) -> None:
     batches.close()
 
 
-def test_heldout_ends_with_the_last_whole_batch() -> None:
-    data = split(heldout_order([N], [1]))
+@pytest.mark.parametrize(("microbatches", "batch_size"), [(2, 4), (1, 1), (6, 4), (1, 23)])
+def test_heldout_samples_count_once_and_what_fills_the_last_batch_for_nothing(
+    microbatches: int, batch_size: int
+) -> None:
+    data, step = split(heldout_order([N], [1])), microbatches * batch_size
+    shape = {"microbatches": microbatches, "batch_size": batch_size}
     for _ in range(2):
-        taken = [numbers(batch).ravel() for batch in data.batches(0, microbatches=2, batch_size=4)]
-        np.testing.assert_array_equal(np.concatenate(taken), np.arange(16))
-    with pytest.raises(IndexError, match="no 2 x 4 samples at position 16: the training data has"):
-        data.batch(16, microbatches=2, batch_size=4)
+        batches = list(data.batches(0, **shape))
+        taken = np.concatenate([numbers(batch).ravel() for batch in batches])
+        np.testing.assert_array_equal(taken[:N], np.arange(N))
+        assert (taken[N:] == N - 1).all()
+        targets = np.concatenate([batch["targets"].reshape(-1, L) for batch in batches])
+        assert len(targets) == -(-N // step) * step
+        assert (targets[:N] != IGNORE).all()
+        assert (targets[N:] == IGNORE).all()
+    end = len(targets)
+    with pytest.raises(IndexError, match=f"samples at position {end}: the training data has"):
+        data.batch(end, **shape)
 
 
-@pytest.mark.parametrize("order", [training_order([N], [1], 7), heldout_order([N], [1])])
-def test_a_batch_larger_than_the_data(order: grain.MapDataset[int]) -> None:
+def test_parts_of_the_last_heldout_batch_join() -> None:
+    data = split(heldout_order([N], [1]))
+    parts = [data.batch(12, rows=slice(r, r + 1), **SHAPE) for r in range(4)]
+    joined = {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
+    assert_equal(joined, data.batch(12, **SHAPE))
+
+
+def test_a_batch_larger_than_the_data() -> None:
+    order = training_order([N], [1], 7)
     split(order).batches(0, microbatches=N, batch_size=1).close()
     with pytest.raises(ConfigError, match=r"6 microbatches x 4 samples = 24, but .* has 23: use"):
         split(order).batches(0, microbatches=6, batch_size=4)
+    nothing = Split("held-out", "", [], heldout_order([0], [1]))
+    with pytest.raises(ConfigError, match="the held-out data has 0"):
+        nothing.batches(0, microbatches=1, batch_size=1)
 
 
 def test_close_ends_the_threads() -> None:

@@ -132,7 +132,7 @@ def test_faults_are_sentences_and_write_nothing(tmp_path: Path, fault: str) -> N
 def test_the_place_of_a_fault_is_that_in_its_file(tmp_path: Path, name: str, piece: int) -> None:
     path = write_texts(tmp_path / name, [*TEXTS, "7"], name)
     if name.endswith("parquet"):
-        table = pyarrow.table({"text": [*TEXTS, None]})
+        table = pyarrow.table({"prompt": [*TEXTS, "7"], "completion": [*TEXTS, None]})
         pyarrow.parquet.write_table(table, path, row_group_size=2)
     else:
         opened: Any = {".gz": gzip.open, ".zst": zstandard.open}.get(path.suffix, open)

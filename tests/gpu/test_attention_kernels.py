@@ -35,6 +35,7 @@ ONE_LAYER = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_packed_rows_have_no_square_of_scores_or_of_a_mask():
@@ -48,6 +49,7 @@ def test_packed_rows_have_no_square_of_scores_or_of_a_mask():
     assert squares == 0
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_keys_go_round_behind_the_fused_kernels_blocks():

@@ -20,6 +20,7 @@ STEP = ("model.n_layers=8", "train.grad_accum_steps=8", "train.compute_dtype=bfl
 VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
 
 
+@pytest.mark.slow(unless=["zbv-4-8"])
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert 0.95 * everything < size["peak"] <= everything  # not all need live at once
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_steps_in_one_program_are_compiled_as_they_run():
@@ -83,6 +85,7 @@ def test_steps_in_one_program_are_compiled_as_they_run():
     assert embedding not in {copy["shape"] for copy in several["buffer_copies"]}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("schedule", "fp8", "mesh", "ops"),
@@ -111,6 +114,7 @@ def test_layers_multiply_in_8_bits(schedule, fp8, mesh, ops):
     assert sum(one["count"] for one in narrow) == 2 * sum(ops.values())
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("shared", ["false", "true"])
@@ -139,6 +143,7 @@ EXPERTS = (*STEP, "model.n_experts=8", "model.experts_per_token=2", "model.d_exp
            "parallel.layer_split=even")  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
@@ -157,6 +162,7 @@ def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
     assert found["graphs"]["whole"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_experts_with_a_capacity_multiply_in_8_bits():
     """Three products of all experts at once beside attention's four, in F, in B and in W."""
@@ -179,6 +185,7 @@ def test_experts_have_a_kernel_each_for_f_b_and_w():
     assert found["graphs"]["whole"]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_residuals_wait_in_the_hosts_memory():
@@ -203,6 +210,7 @@ def test_residuals_wait_in_the_hosts_memory():
     assert everything["host_copies"] == {"asynchronous": 0, "synchronous": 0, "hidden": 0}
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_moments_wait_in_the_hosts_memory():
     """The step begins and ends without them; behind the loop they come and go."""
@@ -239,6 +247,7 @@ def test_moments_on_the_host_take_no_room_of_the_device(told):
     assert found[place][fact] == (0 if told else 2)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
@@ -257,6 +266,7 @@ def test_real_sizes_with_collectives_in_every_branch():
     assert found["custom_calls"]["__cudnn$fmhaScaleBiasSoftmax"] > 0
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_the_report_notices_the_loss_of_an_option():
@@ -268,6 +278,7 @@ def test_the_report_notices_the_loss_of_an_option():
     assert not report(*meshed, flags=flag)[place][fact]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_table_of_cards_and_schedules():
     alone = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=2", "train.grad_accum_steps=2")

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-# Has the version in $VERSION; makes an environment with itself in it; its processes end with what
-# $CODES has for them.
+# Has the version in $VERSION; makes an environment with itself in it; says on stderr how pip is
+# called; its processes end with what $CODES has for them.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 -) [ -z "$VERSION" ] || echo "$VERSION" ;;
 -m\\ venv*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 -c*) echo 29500 ;;
+-m\\ pip*) printf '%s\\n' 'Collecting one' '  Downloading one' 'Collecting two' && echo "$*" >&2 ;;
 *) echo "$PWD: ${JAX_PROCESS_ID:-} $*"
     [ -z "${JAX_PROCESS_ID:-}" ] || exit "$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")" ;;
 esac
@@ -57,32 +58,46 @@ def test_scripts_can_be_read(script):
 def test_a_command_is_installed_once_and_given_its_arguments(tree, name):
     first = run(tree, f"{name}.sh", "a b.toml", "train.steps=2")
     assert first[0] == 0, first
-    *before, asked = first[1].splitlines()
+    *_, dots, asked = first[1].splitlines()
     assert asked == f"{tree}:  -m jaxpipe.{name} a b.toml train.steps=2"
-    assert any("-m pip install" in line for line in before)
+    assert dots == ".."
+    assert "-m pip install" in first[2]
     again = run(tree, f"{name}.sh", "a b.toml", "train.steps=2")
     assert again == (0, asked + "\n", "")
     with (tree / "pyproject.toml").open("a") as file:
         file.write("changed")
-    assert "pip install" in run(tree, f"{name}.sh", "a b.toml")[1]
+    assert "pip install" in run(tree, f"{name}.sh", "a b.toml")[2]
 
 
-def test_a_file_is_meant_from_where_the_user_stands(tree):
+@pytest.mark.parametrize("script", ["train.sh", "plan.sh", "local_multiprocess.sh"])
+def test_all_paths_are_meant_from_where_the_user_stands(tree, script):
+    """CONFIG, run.dir and data.path alike: the command runs there, with the words as given."""
     here = tree.parent / "elsewhere"
     here.mkdir()
-    (here / "own.toml").touch()
-    _, said, _ = run(tree, "train.sh", "own.toml", "run.dir=runs", cwd=here)
-    assert said.splitlines()[-1] == f"{tree}:  -m jaxpipe.train {here}/own.toml run.dir=runs"
+    words = ["own.toml", "run.dir=runs/a", "data.path=tokens"]
+    several = ["1"] if script == "local_multiprocess.sh" else []
+    code, said, errors = run(tree, script, *several, *words, cwd=here, CODES="0")
+    assert code == 0, errors
+    name = "plan" if script == "plan.sh" else "train"
+    process = "0" if several else ""
+    assert said.splitlines()[-1] == f"{here}: {process} -m jaxpipe.{name} {' '.join(words)}"
+
+
+def test_an_installation_that_fails_ends_the_command(tree):
+    python = tree.parent / "python"
+    python.write_text(PYTHON.replace('echo "$*" >&2 ;;', "exit 1 ;;"))
+    assert run(tree, "train.sh", "own.toml")[0] == 1
+    assert not (tree / ".venv" / "installed").exists()
 
 
 def test_paths_of_data_are_meant_from_where_the_user_stands(tree):
     here = tree.parent / "elsewhere"
     (here / "prepare").mkdir(parents=True)  # a folder of this name is no path in the command
     words = ["prepare", "own text", "--tokenizer", "bytes", "--out", "tokens"]
-    _, said, _ = run(tree, "data.sh", *words, cwd=here)
-    *_, installed, asked = said.splitlines()
+    _, said, errors = run(tree, "data.sh", *words, cwd=here)
+    *_, asked = said.splitlines()
     assert asked == f"{here}:  -m jaxpipe.data {' '.join(words)}"
-    assert installed.endswith("--editable .[data]")
+    assert errors.endswith("--editable .[data]\n")
 
 
 def test_an_old_python_is_refused(tree):
@@ -132,24 +147,23 @@ def test_a_driver_must_be_new_enough_for_the_packages(tree, driver, code):
     if code:
         assert errors == "the driver 570.1 is too old for CUDA 13: install 580 or later.\n"
         return
-    *before, measured, shown = said.splitlines()
+    measured = said.splitlines()[-1]
     assert measured.endswith(" --out jaxpipe/bench/results/gpu.json --items ops")
-    assert shown.endswith("-m jaxpipe.bench show")
-    assert any("cuda13" in line and "pip install" in line for line in before)
+    assert "pip install" in errors
+    assert "cuda13" in errors
 
 
 def test_the_oldest_packages_are_installed_once(tree):
     (tree / "tests").mkdir()
     (tree / "tests" / "oldest.py").touch()
-    (tree / "tests" / "oldest.txt").write_text("# why\n\ntests/one.py\n")
     (tree.parent / "python3.11").symlink_to(tree.parent / "python")
     given = {"PATH": f"{tree.parent}:/usr/bin:/bin", "VERSION": "3.11.9",
              "XDG_CACHE_HOME": str(tree.parent / "kept")}  # fmt: skip
     code, said, errors = run(tree, "test.sh", "--oldest", **given)
     assert code == 0, errors
-    assert "-m pip install" in said
-    assert said.splitlines()[-1].endswith(" -m pytest --short -p no:cacheprovider tests/one.py")
-    assert "pip install" not in run(tree, "test.sh", "--oldest", **given)[1]
+    assert "-m pip install" in errors
+    assert said.splitlines()[-1].endswith(" -m pytest -m oldest and not slow -p no:cacheprovider")
+    assert "pip install" not in run(tree, "test.sh", "--oldest", **given)[2]
     other = given | {"VERSION": "3.12.1", "PYENV_ROOT": "/nowhere"}
     code, _, errors = run(tree, "test.sh", "--oldest", **other)
     assert code == 1

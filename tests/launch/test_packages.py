@@ -8,6 +8,8 @@ import pytest
 from oldest import pins
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.oldest
+
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 

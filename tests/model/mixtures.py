@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 
@@ -140,20 +141,34 @@ def padded(batch, packed):
 def unpadded(model):
     """What one device makes of the same rows without padding, by the twin; one loss of them all.
 
-    Rows of a length are a batch. Everything is a sum over tokens, but divided by those that count.
+    Rows of a length are a batch. Everything is a sum over tokens: what the head makes is divided by
+    the number of targets, what routers add by the number of tokens.
     """
     decoder, shared, layers, batch, variables = problem(model)
-    parts, terms = [], []
+    plain = replace(
+        decoder, config=msgspec.structs.replace(decoder.config, router_aux_loss=0, router_z_loss=0)
+    )
+    heads, routers, terms, tokens = [], [], [], []
     for length in sorted({*HELD} - {0}):
         own = {name: leaf[held() == length][None, :, :length] for name, leaf in batch.items()}
         with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
-            made = step_ref(decoder.functions, shared, layers, own, variables=variables)
+            made, without = (
+                step_ref(each.functions, shared, layers, own, variables=variables)
+                for each in (decoder, plain)
+            )
         terms.append(jnp.sum(own["targets"] != IGNORE))
-        of_step = made.losses, made.gradients
-        parts.append((jax.tree.map(lambda leaf: leaf * terms[-1], of_step), made.side.sums))
-    (loss, gradients), sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
-    loss, gradients = jax.tree.map(lambda leaf: leaf / sum(terms), (loss, gradients))
-    return StepOutput(loss, gradients, Side(None, sums))
+        tokens.append(own["inputs"].size)
+        of_head = without.losses, without.gradients
+        of_router = jax.tree.map(jnp.subtract, made.gradients, without.gradients), made.aux_losses
+        heads.append(jax.tree.map(lambda leaf: leaf * terms[-1], of_head))
+        routers.append((jax.tree.map(lambda leaf: leaf * tokens[-1], of_router), made.side.sums))
+    add = lambda *leaves: sum(leaves)  # noqa: E731
+    head = jax.tree.map(lambda *leaves: add(*leaves) / add(*terms), *heads)
+    router, sums = jax.tree.map(add, *routers)
+    gradients, aux_losses = jax.tree.map(lambda leaf: leaf / add(*tokens), router)
+    gradients = jax.tree.map(jnp.add, head[1], gradients)
+    counts = jnp.stack(terms).sum(keepdims=True)
+    return StepOutput(head[0], gradients, Side(None, sums), None, counts, aux_losses)
 
 
 def pipeline_of(
@@ -197,6 +212,8 @@ def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, h
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = unpadded(model) if padding else wanted(model, crowded, routed, slices)
     if padding:
-        got = got._replace(losses=got.losses.sum(keepdims=True))
+        of_microbatches = got.losses, got.counts, got.aux_losses
+        losses, counts, aux = jax.tree.map(lambda a: a.sum(keepdims=True), of_microbatches)
+        got = got._replace(losses=losses, counts=counts, aux_losses=aux)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=pipeline.sharding.padded(staged))

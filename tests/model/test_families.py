@@ -97,6 +97,7 @@ def test_its_costs_are_those_of_its_kinds(file):
     assert plan([str(file)]) == 0
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
     def losses(directory, *overrides):
         assert train([str(file), f"run.dir={directory}", *overrides]) == 0

@@ -65,6 +65,7 @@ def test_the_loss_is_that_of_a_plain_twin():
     assert float(got) == pytest.approx(want, rel=1e-13)
 
 
+@pytest.mark.slow(unless=["dualpipe-*", "zb_h1-(2, 2, 2)-*"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [
@@ -102,6 +103,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
     small = [
         "model.d_model=16", "model.n_heads=4", "model.d_ff=32", "model.vocab_size=256",

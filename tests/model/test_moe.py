@@ -135,6 +135,42 @@ def test_a_bias_rises_where_few_tokens_chose(step):
     assert not functions.next_variables(functions.variables, nobody)["router_bias"].any()
 
 
+def test_a_bias_tells_counts_apart_that_float32_does_not():
+    functions = Decoder(MODELS["one"]).functions
+    counts = np.full((4, 8), 2**28, np.int32)
+    counts[:, 0] += 1
+    counts[:, 1] -= 1
+    counts[1] += 2**29
+    side = Side(sums={"expert_counts": jnp.asarray(counts)})
+    after = functions.next_variables(functions.variables, side)["router_bias"]
+    want = np.tile(0.01 * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), (4, 1))
+    np.testing.assert_allclose(after, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [2**10, 2**23, 2**28])
+def test_what_is_logged_of_a_step_however_large(tokens):
+    """48 layers, 8 of 128 experts a token: a layer's rows, or those of all, may pass 2^31."""
+    sizes = SIZES | {"n_layers": 48, "n_experts": 128, "experts_per_token": 8}
+    functions = Decoder(LlamaConfig(**sizes)).functions
+    mean = tokens * 8 // 128
+    counts = np.full((48, 128), mean, np.int32)
+    counts[:, 0] += mean // 2
+    counts[:, 1] -= mean // 2
+    dropped = np.linspace(0, 0.4, 48) * tokens * 8  # of each layer
+    side = Side(
+        sums={
+            "expert_counts": jnp.asarray(counts),
+            "expert_rows_dropped": jnp.asarray(dropped, jnp.int32),
+            "router_entropy": jnp.full(48, 2.0 * tokens),
+        }
+    )
+    logged = functions.report(side)
+    np.testing.assert_allclose(logged["expert_load_mean"], mean, rtol=1e-6)
+    np.testing.assert_array_equal(logged["expert_load_max"], mean + mean // 2)
+    np.testing.assert_allclose(logged["expert_dropped_share"], 0.2, rtol=1e-3)
+    np.testing.assert_allclose(logged["router_entropy"], 2.0, rtol=1e-6)
+
+
 def primitives(function, *args):
     """The names of all equations of a function, those of inner calls too."""
     names = []

@@ -20,6 +20,7 @@ from jaxpipe.training.trainer import Trainer
 GROUPS = ["parallel.pp=2", "parallel.dp=4", "parallel.dp_replicate=2"]
 
 
+@pytest.mark.slow(unless=["zb_h1-mesh1-how1", "dualpipe-mesh2-how2"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [

@@ -37,6 +37,7 @@ def normal(key, *shape):
     return jax.random.normal(jax.random.key(key), shape, jnp.float64)
 
 
+@pytest.mark.slow(unless=["4-dualpipe"])
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])
 def test_losses_outputs_and_gradients(name, pp):

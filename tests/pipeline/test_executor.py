@@ -70,6 +70,7 @@ CASES = [(name, 4, True, ticks) for name in BUILDERS for ticks in (1, 2)] + [
 ]
 
 
+@pytest.mark.slow(unless=["*-4-True-1", "1f1b-4-True-2", "zbv-2-False-2", "interleaved_zb-1-*"])
 @pytest.mark.parametrize(("name", "pp", "more", "transfer_ticks"), CASES)
 def test_every_program_equals_the_reference(name, pp, more, transfer_ticks):
     """With transfers of one tick stages differ in length."""
@@ -99,6 +100,7 @@ def test_groups_of_other_sizes(name):
     check(build(name, pp=2, microbatches=5, breadth=3), [1, 2, 1, 1], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
 def test_poison_changes_no_bit(name):
     schedule = schedule_of(name, 4)
@@ -108,6 +110,7 @@ def test_poison_changes_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
 
 
+@pytest.mark.slow(unless=["selective-dualpipe", "full-1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])  # BW; and B, W and pairs
 @pytest.mark.parametrize(
     "remat",
@@ -119,6 +122,7 @@ def test_rematerialisation_changes_nothing(name, remat):
     check(schedule, uneven(schedule.stages), remat=remat)
 
 
+@pytest.mark.slow(unless=["zb_h2"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h2", "zbv", "dualpipe"])
 def test_deferring_the_ends_changes_nothing(name):
     schedule = schedule_of(name, 4)
@@ -166,6 +170,7 @@ def test_running_ahead_changes_nothing(in_flight):
     check(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, lockstep=lockstep)
 
 
+@pytest.mark.slow(unless=["interleaved_1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 def test_ticks_in_which_nothing_enters_change_no_bit(name):
     schedule = schedule_of(name, 4)

@@ -44,6 +44,7 @@ def measured(name, pp, microbatches, remat):
     return memory.temp_size_in_bytes, ring_bytes(schedule, remat)
 
 
+@pytest.mark.slow(unless=["1f1b-none", "v_half-full"])
 @pytest.mark.parametrize(("name", "remat"), [*zip(FLAT, cycle(("none", "full")))])
 def test_memory_is_the_rings_and_one_tick(name, remat):
     """No more than the rings and the working set of one tick, but for 15 %.
@@ -57,6 +58,7 @@ def test_memory_is_the_rings_and_one_tick(name, remat):
     assert rings <= total <= 1.15 * (rings + halves * (alone - own_rings))
 
 
+@pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("name", FLAT)
 def test_memory_is_flat_in_microbatches(name):
     """But for rings, which a search may make shorter where there are few microbatches."""

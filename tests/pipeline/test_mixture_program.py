@@ -31,6 +31,7 @@ def shapes_of(pipeline, model, examples=EXAMPLES, length=LENGTH):
     return params, {"inputs": ids, "targets": ids}, variables
 
 
+@pytest.mark.slow(only=["qwen-1f1b-mesh0-none", "narrow-1f1b-mesh3-selective"])
 @pytest.mark.parametrize(
     ("model", "name", "mesh", "remat"),
     [
@@ -55,6 +56,7 @@ def test_a_step_executes_active_experts_alone(model, name, mesh, remat):
     assert expert_rows(config, **sizes, ep=ep) == active * (config.capacity_factor or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "remat"), [("qwen", "selective"), ("narrow", "full")])
 def test_memory_is_flat_in_microbatches(model, remat):
     """Of dropless experts and of slots, both in parts on two replicas; rows as long as to count."""
@@ -70,6 +72,7 @@ def test_memory_is_flat_in_microbatches(model, remat):
     assert (temporaries(24) - temporaries(8)) / 16 <= 0.02 * stream
 
 
+@pytest.mark.slow(unless=["*parallel.ep=4*"])
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -70,6 +70,7 @@ def uneven(stages):
     return [1 + (stage >= stages // 2) for stage in range(stages)]
 
 
+@pytest.mark.slow(only=["dualpipe-two-none"])
 @pytest.mark.parametrize(
     ("name", "counts", "remat"),
     [("dualpipe", two, "none"), ("dualpipev", two, "full"), ("dualpipev", uneven, "selective")],

@@ -25,6 +25,7 @@ def while_body(text):
     return text[start.start() : text.index("\n}", start.start())]
 
 
+@pytest.mark.slow(only=["1f1b-2-4-1", "1f1b-4-16-1", "1f1b-8-8-2", "dualpipe-4-8-1"])
 @pytest.mark.parametrize(
     ("name", "pp", "microbatches", "transfer_ticks"),
     [("1f1b", 2, 4, 1), ("1f1b", 4, 16, 1), ("1f1b", 8, 8, 2), ("dualpipe", 4, 8, 1)]
@@ -45,6 +46,7 @@ def copies_in_the_loop(compiled_step, sizes, shape):
     return re.findall(rf"\w+\[(?:{sizes}),{slot},[\d,]+\]\S* copy\(", loop)
 
 
+@pytest.mark.slow(unless=["interleaved_zb", "zbv", "dualpipev"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_ring_is_copied_in_the_loop(name):
     trace, schedule = traced(name, 4, 8)
@@ -71,6 +73,7 @@ def test_a_ring_that_is_copied_is_seen():
     assert copies_in_the_loop(step.lower(ring, ring + 1).compile(), {3}, (WIDE, 6))
 
 
+@pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
     """Keys and values, and the gradient at them, are written into their slots in place."""
@@ -92,6 +95,15 @@ def test_size_does_not_grow_with_microbatches():
     assert lines[64] <= 1.02 * lines[4]
 
 
+@pytest.mark.slow(
+    unless=[
+        "none-0-False-zb_h1",
+        "none-0-True-1f1b",
+        "none-0-True-zbv",
+        "full-1-False-interleaved_zb",
+        "full-1-False-dualpipev",
+    ]
+)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(
     ("remat", "extra", "defer_ends"), [("none", 0, False), ("none", 0, True), ("full", 1, False)]

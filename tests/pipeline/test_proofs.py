@@ -143,6 +143,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow(unless=["1f1b", "interleaved_zb", "v_half", "dualpipe"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_planted_faults_are_seen(name):
     with jax.enable_x64(True):

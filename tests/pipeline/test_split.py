@@ -14,6 +14,8 @@ from jaxpipe.pipeline import POLICIES, Context, LayerOutput, split_layer
 from jaxpipe.pipeline.jaxpr import equations_to, reads, trace_flat
 from jaxpipe.pipeline.split import Cotangent
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture
 def layer_case():

@@ -13,7 +13,6 @@ from legal import QUICK
 from signature import signature
 
 from jaxpipe import config as configs
-from jaxpipe.bench.__main__ import main as bench
 from jaxpipe.plan import main
 from jaxpipe.planning import (
     Hardware,
@@ -23,9 +22,7 @@ from jaxpipe.planning import (
     estimate,
     estimates,
     layout_of,
-    scale,
 )
-from jaxpipe.planning.candidates import variants
 from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.memory import mirrored_bytes
 from jaxpipe.schedule import Lockstep, Variant, build, write
@@ -188,26 +185,3 @@ def test_what_a_sequence_parallel_run_sends():
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
     assert cut[2] == whole[2] > 0
-
-
-@pytest.mark.parametrize("how", ["parallel.vocab_parallel_pp=true", "parallel.slices=2"])
-def test_scaling_takes_what_a_plan_tries(how, capsys):
-    """1F1B packed as tightly as these want it is among them, under the plan's own name."""
-    sizes = ["model.n_layers=4", "train.grad_accum_steps=8", "parallel.dp=4", "parallel.pp=2", how]
-    config = configs.load(SMALL, sizes)
-    given = scale.Assumptions(Hardware(), network=1e12, memory=1e12)
-    points, refused = scale.points(config, given)
-    assert points
-    # 1F1B in either form is tried wherever the layers fill the stages; others say why they are not.
-    fits = {label: {pp for pp, _ in refused[label]} for label in refused if "1f1b" in label}
-    assert fits
-    assert all(meshes <= {8, 16, 32, 64} for meshes in fits.values())
-    assert "4 layers cannot fill 8 stages" in refused["1f1b"][8, 8]
-    assert "dualpipe" in refused["dualpipe"][2, 2]
-    assert all(point.variant in variants(point.config) for point in points)
-    assert any(point.variant.in_flight for point in points)
-    assert bench(["scale", str(SMALL), *sizes, "--json"]) == 0
-    labels = {row["schedule"] for row in json.loads(capsys.readouterr().out)}
-    assert labels == {point.variant.label for point in points}
-    assert bench(["scale", str(SMALL), *sizes]) == 0
-    assert "1f1b is not for pp=8 M=8, " in capsys.readouterr().out

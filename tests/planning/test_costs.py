@@ -75,12 +75,14 @@ def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, *
 CASES = list(product(POLICIES, ["float32", "bfloat16", "float16"], [False, True]))
 
 
+@pytest.mark.slow(unless=["grouped-*-bfloat16-True"])
 @pytest.mark.parametrize(("remat", "dtype", "qk_norm"), CASES)
 @pytest.mark.parametrize("heads", SHAPES, ids=["grouped", "own", "shared"])
 def test_bytes_and_flops(remat, dtype, qk_norm, heads):
     check(model_of(qk_norm=qk_norm, **heads), dtype, remat)
 
 
+@pytest.mark.slow(unless=["*-selective"])
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize(("length", "share"), [(256, 3 / 4), (258, 3 / 4), (257, 1)])
 def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
@@ -91,6 +93,7 @@ def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
     assert layer.W + attention == layer.F  # W makes as many products as F with matrices
 
 
+@pytest.mark.slow(unless=["selective-*"])
 @pytest.mark.parametrize(
     ("window", "keys"), [(16, (128 + 143) / 2), (129, 192), (300, 192), (1, 128)]
 )
@@ -107,6 +110,7 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
     assert layer.F <= with_window.F <= without.F  # tiles of 128 keys and queries
 
 
+@pytest.mark.slow(unless=["*-selective-*"])
 @pytest.mark.parametrize("how", [{"length": 256}, {"slices": 2, "cp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
@@ -130,6 +134,7 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
     assert traced(model_of(sliding_window=3), **how) == traced(model_of(), **how)
 
 
+@pytest.mark.slow(unless=["*-selective-bfloat16-True", "{'cp': 4, 'heads': 2}-none-float32-False"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(
     ("remat", "dtype"), [("none", "float32"), ("selective", "bfloat16"), ("full", "float32")]
@@ -145,6 +150,15 @@ def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
     check(model_of(qk_norm=qk_norm), dtype, remat, **how)
 
 
+@pytest.mark.slow(
+    only=[
+        "xla-{'cp': 2, 'heads': 1}",
+        "xla-{'cp': 4, 'heads': 1}",
+        "xla-{'slices': 4}",
+        "xla-{'cp': 4, 'heads': 2}",
+        "xla-{'cp': 2, 'heads': 1, 'slices': 4}",
+    ]
+)
 @pytest.mark.parametrize(
     "how", [{"cp": 2, "heads": 1}, {"cp": 4, "heads": 1}, {"cp": 4, "heads": 4}, {"slices": 4},
             {"cp": 4, "heads": 2}, {"cp": 2, "heads": 1, "slices": 4}],
@@ -166,6 +180,7 @@ def test_attention_costs_the_causal_half(how, attention):
     assert layer.B - weights == 2.5 * (layer.F - weights)
 
 
+@pytest.mark.slow(unless=["cudnn-4-2-*"])
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize(("cp", "heads"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
@@ -194,6 +209,7 @@ def test_what_is_sent_to_those_that_share_sequences(attention, cp, heads, slices
     assert layer.shared == {op: want[op] + turned[op] for op in want}
 
 
+@pytest.mark.slow(unless=["grouped-cudnn-*"])
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
@@ -203,6 +219,7 @@ def test_bytes_and_flops_of_devices_that_share_layers(remat, sequence, attention
     check(model, "bfloat16", remat, tp=2, sequence_parallel=sequence)
 
 
+@pytest.mark.slow(unless=["*-selective"])
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize(
     ("sizes", "batch", "length"), [({}, 1, 16), ({}, 2, 1), ({"head_dim": 2, "d_ff": 7}, 1, 3)]
@@ -217,6 +234,7 @@ def test_head_in_chunks_makes_the_same_products(chunks):
     assert traced(model, chunks=chunks).head == traced(model).head
 
 
+@pytest.mark.slow(only=["False-none", "True-none"])
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkeypatch):

@@ -124,6 +124,7 @@ def test_cpus_compute_their_own_ends():
     assert Trainer(large()).config.parallel.vocab_parallel_pp is False
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_device_decides_nothing():
     """Nor whether it is known: a run that goes on elsewhere decides alike."""
     config = large("parallel.schedule=zb_auto", "parallel.memory_limit=auto")

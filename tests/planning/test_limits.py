@@ -45,6 +45,7 @@ def most_held(choice, until_b, until_w):
     return most
 
 
+@pytest.mark.slow(unless=["*-40GiB"])
 @pytest.mark.parametrize("limit", ["1p", "2p", 9.0, "40GiB", "auto"])
 @pytest.mark.parametrize("name", SEARCHED)
 @pytest.mark.parametrize("remat", ["selective", "full"])

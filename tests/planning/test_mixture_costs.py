@@ -29,6 +29,7 @@ SPARSE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow(unless=["dropless-*-{'ep': 2, 'tp': 2}", "shared-full-*"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("name", "remat"), list(product(MODELS, POLICIES)))
 def test_flops_and_bytes_sent(name, remat, mesh):

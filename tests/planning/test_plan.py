@@ -106,6 +106,7 @@ def test_slices_are_planned_as_they_are_run():
     assert "zbv has no slices" in refused["zbv"]
 
 
+@pytest.mark.slow(unless=["*-mesh0"])
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("vocab", ["false", "true"])
@@ -180,6 +181,7 @@ def test_bytes_of_moments(optimizer):
     assert estimated.bytes.optimizer == moments
 
 
+@pytest.mark.slow
 def test_deferred_ends_take_what_the_head_leaves():
     sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
     config, _, at_once = estimates_of(*sizes)
@@ -212,6 +214,7 @@ def test_every_schedule_that_fits_the_sizes_is_there():
     assert "even pp" in refused["dualpipe"]
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
     start = time.process_time()
     assert main([str(CONFIGS / "llama3_70b_plan.toml"), "--memory", "80GiB", "--json"]) == 0

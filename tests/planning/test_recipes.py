@@ -37,6 +37,7 @@ def cells_of(row, own):
     )
 
 
+@pytest.mark.slow(unless=["llama3_8b_16k_pp4.toml*"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("`")[1])
 def test_a_row_is_what_the_plan_says(row, capsys):
     config, own = planned(row, capsys)
@@ -56,6 +57,7 @@ def test_a_row_is_what_the_plan_says(row, capsys):
     assert row == f"| {' | '.join(cells)} |"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.split("`")[1])
 def test_so_is_what_all_to_alls_cost(row, capsys):
     config, own = planned(row, capsys)

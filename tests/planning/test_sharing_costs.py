@@ -15,6 +15,7 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SHARED = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "train.seq_len=256"]
 
 
+@pytest.mark.slow(unless=["2-*"])
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("heads", [0, 1, 2, 4])
 def test_compute_waits_for_all_that_nothing_hides(heads, slices):

@@ -32,6 +32,7 @@ def found(row, **options):
     return simulate(schedule, costs).max_span, bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CASES["heuristic"], ids=str)
 def test_no_worse_than_the_published_heuristic(row):
     """With a twentieth of the default effort, or a quarter."""
@@ -59,6 +60,7 @@ TABLE_5 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_5, ids=str)
 def test_no_worse_than_the_paper(row):
     pp, m, f, b, w, transfer, hidden, heads, one, two = row

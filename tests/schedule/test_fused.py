@@ -37,6 +37,7 @@ ON_ONE_RANK = [name for name in BUILDERS if FAMILIES[name].placement != "both wa
 ALIKE = Costs(1.0, 1.0, 1.0)
 
 
+@pytest.mark.slow(only=["zb_h1", "zb_auto", "interleaved_zb", "zbv", "v_half", "v_min"])
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 @given(
     pp=st.integers(1, 5),

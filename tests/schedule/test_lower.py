@@ -43,6 +43,7 @@ def writable(tables):
     return deepcopy(tables)
 
 
+@pytest.mark.slow(only=["v_half", "v_min"])
 @pytest.mark.parametrize("name", BUILDERS)
 @given(
     pp=st.integers(1, 8),

@@ -41,6 +41,7 @@ def svg_of(schedule, folder, **options):
     return (folder / "a.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("lockstep", CLOCKS, ids=str)
 @pytest.mark.parametrize("costs", [Costs(), UNEVEN], ids=["default", "uneven"])
@@ -115,6 +116,14 @@ def test_an_overlapped_pair_frees_at_its_end():
     assert row.memory == [(0.0, 1.0), (3.0, 0.0)]
 
 
+@pytest.mark.slow(
+    unless=[
+        ".svg-<?xml-1f1b-4",
+        ".PDF-%PDF-1f1b-4",
+        ".png-\\x89PNG-1f1b-4",
+        ".html-<!DOCTYPE html>-1f1b-4",
+    ]
+)
 @pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("dualpipe", 4), ("dualpipev", 2)])
 @pytest.mark.parametrize(
     ("suffix", "start"),

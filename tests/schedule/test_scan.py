@@ -27,6 +27,7 @@ from jaxpipe.schedule.scan import paced, scan_starts, scan_time
 PUBLISHED = Costs(1, 1.15, 0.85, transfer=0.05)
 
 
+@pytest.mark.slow(only=["v_half", "v_min"])
 @pytest.mark.parametrize("name", BUILDERS)
 @given(
     pp=st.integers(1, 6),

@@ -49,6 +49,7 @@ def test_every_builder_is_valid(name, pp, microbatches, v):
         assert report.peak_until_w == declared
 
 
+@pytest.mark.slow(unless=["zb_auto", "zbv"])
 @pytest.mark.parametrize("name", SEARCHED)
 @given(
     pp=st.integers(1, 12),

@@ -63,6 +63,7 @@ def test_zbv_with_as_many_microbatches_as_ranks_beats_its_own_order():
     assert simulate(found).max_span < simulate(order).max_span
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CASES, ids=str)
 def test_no_worse_than_the_published_generators(row):
     """Makespan and span within the same memory, with no more than the default effort.

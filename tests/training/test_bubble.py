@@ -1,5 +1,6 @@
 """A bubble measured while a run goes on, beside the one that is predicted."""
 
+import pytest
 from commands import SMALL, metrics
 
 from jaxpipe import config as configs
@@ -40,6 +41,7 @@ def test_a_recording_without_ticks_is_said_once(tmp_path, monkeypatch, capsys):
     assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_steps_in_one_program_have_its_bubble(tmp_path):
     steps = ["train.fused_steps=2", "train.steps=5", "log.bubble_every=4", "checkpoint.every=0"]
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *HOW, *steps]) == 0

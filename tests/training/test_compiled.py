@@ -62,6 +62,7 @@ def run(directory, shard):
     return "\n".join(said)
 
 
+@pytest.mark.slow
 def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first = run(whole, shard)
@@ -87,6 +88,7 @@ def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
         seen = line["tokens_seen"]
 
 
+@pytest.mark.slow(unless=["best_fit"])
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_padding_changes_neither_loss_nor_gradient(packing):
     """And microbatches of nothing else are zeros."""

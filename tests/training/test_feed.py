@@ -82,6 +82,7 @@ def test_samples_are_numbered_in_the_order_of_the_run():
     assert "samples" not in of_run.put({"inputs": ids, "targets": ids})
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_drops_as_one_that_never_stopped(tmp_path):
     settings = [
         "model.dropout=0.2", "model.attention_dropout=0.1", "optimizer.decay=constant",

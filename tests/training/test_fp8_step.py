@@ -61,6 +61,7 @@ def wanted(model, history, microbatches):
     )  # fmt: skip
 
 
+@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [
@@ -106,6 +107,7 @@ def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, exec
             assert (want.side.maxima["fp8_scale"] > 0).any(axis=(0, 1)).all()
 
 
+@pytest.mark.slow
 def test_slices_are_seen_too():
     """A sequence in two slices makes the step of whole ones, up to what its scales are made of."""
     with jax.enable_x64(True):
@@ -145,6 +147,7 @@ def trainer_of(*overrides):
     return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_8_bits_elsewhere_and_back(tmp_path):
     """bfloat16, then fp8 with scales of its own, then bfloat16 again; restored on another mesh."""
     said = []

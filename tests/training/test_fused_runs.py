@@ -52,6 +52,7 @@ def test_a_run_logs_and_saves_as_one_of_single_steps(tmp_path):
         assert line["grad_norm"] == pytest.approx(lines[step]["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_programs_on_another_mesh(tmp_path):
     """From step 3: as single steps, and with one to the next multiple of two."""
     assert run(so_many(3), tmp_path / "begun") == 0
@@ -63,6 +64,7 @@ def test_a_run_goes_on_with_other_programs_on_another_mesh(tmp_path):
     same_runs(tmp_path / "2", tmp_path / "1", so_many(1))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_stops_a_run_within_a_program(tmp_path):
     said = []
     for fused in (1, 3):
@@ -85,6 +87,7 @@ def without_step_five(position, **sizes):
         yield batch | bad
 
 
+@pytest.mark.slow
 def test_a_signal_stops_a_run_after_the_program(tmp_path):
     def signalling(position, **sizes):
         for number, batch in enumerate(batches(position, **sizes)):

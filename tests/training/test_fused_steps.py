@@ -102,6 +102,7 @@ class Overlapping(FusedSteps):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
 
 
+@pytest.mark.slow(unless=["*zb_h2-True"])
 @pytest.mark.parametrize(
     ("overrides", "poison"),
     [
@@ -126,6 +127,7 @@ def test_steps_that_overlap_are_steps_in_turn(overrides, poison):
     same(at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES))
 
 
+@pytest.mark.slow
 def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
     """While the steps last they are in other parts, and so may be the order of a sum of four."""
     trainer = trainer_of(CLIPS_NONE, "parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2")
@@ -140,6 +142,7 @@ def steps_of(schedule):
     return FusedSteps(trainer_of(*TWO, *how, CLIPS_THE_FIRST, "train.skip_non_finite=1"))
 
 
+@pytest.mark.slow(unless=["zb_h1-*"])
 @pytest.mark.parametrize(
     "broken", [(), (2,), (0, 2), (1, 2)], ids=["clipped", "left out", "two left out", "stopped"]
 )
@@ -180,6 +183,7 @@ def test_what_cannot_overlap(functions, execution, message):
         jax.eval_shape(partial(pipeline.updated, update=None), params, (), batch_at(0, 4, 2))
 
 
+@pytest.mark.slow
 def test_ranks_that_hand_on_copy_no_matrix():
     """Neither parameters, moments and sums of gradients nor rings; nor does the loop's body."""
     trainer = trainer_of(*TWO, "parallel.schedule=zb_h2")

@@ -6,6 +6,7 @@ import subprocess
 
 import jax
 import msgspec
+import pytest
 from commands import SMALL
 
 from jaxpipe import train
@@ -15,6 +16,7 @@ from jaxpipe.training.history import commit
 QUIET = ["train.eval_every=0", "optimizer.warmup_steps=0", "parallel.pp=1"]
 
 
+@pytest.mark.slow
 def test_every_start_is_kept_with_its_configuration(tmp_path):
     command = [str(SMALL), f"run.dir={tmp_path}", *QUIET]
     first, second = ["train.steps=1", "parallel.dp=-1"], ["train.steps=2", "parallel.dp=8"]

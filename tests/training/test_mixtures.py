@@ -69,6 +69,7 @@ def test_a_run_logs_loads_and_goes_on_elsewhere(tmp_path, alone):
     assert np.abs(state["variables"]["router_bias"]).max() > 0
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
     trainer = trainer_of("tp")
     state, metrics = trainer.train_step(trainer.init(), trainer.put(next(batches(0, 4, 4))))
@@ -78,6 +79,7 @@ def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
     np.testing.assert_array_equal(state.variables["router_bias"], variables["router_bias"])
 
 
+@pytest.mark.slow
 def test_rows_of_any_length_leave_the_same_loads():
     """The same texts in rows twice as long: counts, the bias after the step, the losses."""
     trainer = trainer_of("ep", "train.variable_length=true", "train.pad_to_multiple_of=16")

@@ -25,6 +25,7 @@ def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow(unless=["adamw"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
 def test_a_step_leaves_moments_where_they_were(name):
     """And what is no moment on the device, with the bits of a state that is all there."""
@@ -47,6 +48,7 @@ def test_a_step_leaves_moments_where_they_were(name):
     jax.tree.map(np.testing.assert_array_equal, made[True], made[False])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_moments_elsewhere(tmp_path):
     """From the device to the host and back, each time to the bit."""
     how = ["parallel.pp=2", "train.steps=6", "checkpoint.every=3"]

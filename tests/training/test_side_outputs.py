@@ -36,6 +36,7 @@ def keyed(trainer, state):
     return jax.tree.map(np.asarray, keying.keyed(state.parts()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_one_device(mesh):
     """Loss and norm with the layers' loss, its counts and maxima, and the state after it."""
@@ -52,7 +53,9 @@ def test_a_step_is_that_of_one_device(mesh):
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
         after, wanted = alone.update(state, want.losses.sum(), gradients, want.side)
         got, made = trainer.train_step(trainer.init(), trainer.put(batch))
-        assert_same(made, wanted | {"loss_max": MICROBATCHES * want.losses.max()})
+        terms = TOKENS * np.ones(MICROBATCHES) / MICROBATCHES
+        more = {"loss_max": MICROBATCHES * want.losses.max(), "target_tokens": terms}
+        assert_same(made, wanted | more | {"aux_loss": want.aux_losses.sum()})
         assert_same(keyed(trainer, got), keyed(alone, after))
         assert not np.array_equal(after.variables["bias"], state.variables["bias"])
 
@@ -100,6 +103,7 @@ def test_counts_reach_the_logs(tmp_path):
     assert "counts" not in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [(*ALONE, "parallel.schedule=1f1b"), ("parallel.pp=2", "parallel.schedule=zbv")],

@@ -54,6 +54,7 @@ def passing_over(step):
     return others
 
 
+@pytest.mark.slow(unless=["parallel.pp=2"])
 @pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])
 def test_a_run_that_left_a_step_out_is_one_that_never_saw_its_data(tmp_path, mesh):
     trainer = trainer_of(mesh, *CONSTANT, "train.steps=5", "train.skip_non_finite=1")
@@ -86,6 +87,7 @@ def half_precision(steps, *overrides):
     return Trainer(configs.load(SMALL, [*settings, *overrides]))
 
 
+@pytest.mark.slow
 def test_the_loss_scale_falls_until_gradients_are_finite_and_is_saved(tmp_path, monkeypatch):
     """It begins so large that they are not; a run in two parts goes on with it."""
     monkeypatch.setattr(guard, "_FIRST_SCALE", 2.0**26)

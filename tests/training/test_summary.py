@@ -49,7 +49,10 @@ def test_what_waits_on_the_host_is_shown():
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("auto", "embedding on the first rank, head on the last"), ("true", "head on all ranks")],
+    [
+        ("auto", "embedding on the first pipeline rank, head on the last"),
+        ("true", "on all pipeline ranks, each with a shard"),
+    ],
 )
 def test_it_says_whose_the_ends_are(given, said):
     mesh = ["parallel.pp=2", "parallel.dp=1", f"parallel.vocab_parallel_pp={given}"]

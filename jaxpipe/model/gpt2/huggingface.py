@@ -11,6 +11,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.published import Theirs, architecture, check_only, sizes
 
 GPT2 = "GPT2LMHeadModel"
+ARCHITECTURES = (GPT2,)
 MODELS = "a GPT-2"
 
 BASE, PREFIX = "transformer.", "transformer.h.{}."
@@ -39,6 +40,7 @@ ENDS = {
     "final_norm/scale": Theirs("transformer.ln_f.weight"),
     "final_norm/bias": Theirs("transformer.ln_f.bias"),
 }
+FUSED: dict[str, Theirs] = {}
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old versions kept
 
 # Theirs, ours.
@@ -65,13 +67,22 @@ def tied(model: GPT2Config) -> bool:
     return True
 
 
+def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with what its absent fields mean to transformers.
+
+    Raises `ValueError` where it names another architecture.
+    """
+    architecture(theirs, ARCHITECTURES)
+    return {"bos_token_id": 50256, "eos_token_id": 50256} | theirs
+
+
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `[model]` that a config.json asks for.
 
     Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
     model that ours is not.
     """
-    architecture(theirs, (GPT2,))
+    theirs = with_defaults(theirs)
     check_only(theirs, _ONLY)
     found = sizes(theirs, _SIZES)
     return found | {
@@ -79,6 +90,11 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "d_ff": theirs.get("n_inner") or 4 * found["d_model"],
         "norm_eps": theirs.get("layer_norm_epsilon", 1e-5),
     }
+
+
+def trained(theirs: Mapping[str, Any], model: GPT2Config) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads, as a config.json has them: none."""
+    return {}
 
 
 def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]:
@@ -107,7 +123,7 @@ def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
-        "bos_token_id": None,  # the tokenizer's
+        "bos_token_id": None,  # where none is known
         "eos_token_id": None,
         "torch_dtype": dtype,
     }

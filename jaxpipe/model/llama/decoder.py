@@ -13,7 +13,7 @@ from jaxpipe.model.attention import Attend
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import DecoderLayer, Ends
-from jaxpipe.model.moe.balance import REAL, ROUTES, Balance
+from jaxpipe.model.moe.balance import REAL, ROUTES, Balance, count_tokens
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.experts import PRODUCTS, in_rounds
 from jaxpipe.model.moe.layer import KEEP
@@ -78,7 +78,7 @@ class Decoder(CausalDecoder):
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
         reads = (*functions.reads, ROUTES, *(() if self.documents else (REAL,)))
-        functions = replace(functions, report=balance.report, reads=reads)
+        functions = replace(functions, report=balance.report, reads=reads, tokens=count_tokens)
         if balance.variables is None:
             return functions
         return functions.with_variables(balance.variables, balance.next_variables)

@@ -31,6 +31,7 @@ LAYER = {
     "mlp/w_down": Theirs("mlp.down_proj.weight", transposed=True),
     **experts.LAYER,
 }
+FUSED = experts.FUSED
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS = {
     "embed": Theirs(EMBED),
@@ -55,11 +56,14 @@ _ROPE = {
 }
 # What a field means that is not there; of others a head's width follows from the stream's.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    LLAMA: {},
+    LLAMA: {"bos_token_id": 1, "eos_token_id": 2},
     QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
     QWEN3_MOE: {"num_key_value_heads": 4, **experts.DEFAULTS},
-    MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
-}
+    MISTRAL: {
+        "num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2
+    },
+}  # fmt: skip
+ARCHITECTURES = tuple(_DEFAULTS)
 # What our decoder does not have, and the only values under which theirs has neither.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -76,19 +80,31 @@ def tied(model: LlamaConfig) -> bool:
     return model.tie_embeddings
 
 
+def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with what its absent fields mean to transformers.
+
+    Raises `ValueError` where it names another architecture.
+    """
+    return _DEFAULTS[architecture(theirs, ARCHITECTURES)] | theirs
+
+
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `[model]` that a config.json asks for.
 
     Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
     model that ours is not.
     """
-    name = architecture(theirs, tuple(_DEFAULTS))
-    theirs = _DEFAULTS[name] | theirs
+    name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
     window = theirs["sliding_window"] or 0 if name == MISTRAL else 0
     _check_plain(theirs, "sliding_attention" if window else "full_attention")
     choices = {"qk_norm": name in (QWEN3, QWEN3_MOE), "sliding_window": window}
     mixture = experts.expected(theirs) if name == QWEN3_MOE else experts.NONE
     return sizes(theirs, _SIZES) | _choices(theirs) | choices | mixture
+
+
+def trained(theirs: Mapping[str, Any], model: LlamaConfig) -> dict[str, Any]:
+    """Fields of `[model]` that only training reads, as a config.json has them."""
+    return experts.trained(theirs, model)
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
@@ -132,7 +148,7 @@ def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,  # the tokenizer's: Llama's defaults are those of Llama 2
+        "bos_token_id": None,  # where none is known: Llama's defaults are those of Llama 2
         "eos_token_id": None,
         "torch_dtype": dtype,
         **own,

@@ -53,8 +53,10 @@ class Balance:
         a share of that (Wang et al. 2024, "Auxiliary-loss-free load balancing", section 4.3).
         """
         counts, bias = side.sums["expert_counts"], variables["router_bias"]
-        mean = counts.mean(axis=1, keepdims=True)
-        few = (mean - counts) / jnp.maximum(mean, 1)  # a step may be of nothing but padding
+        mean, rest = _mean(counts)
+        # The difference first: float32 does not tell counts above 2^24 from their neighbours.
+        few = (mean[:, None] - counts) + rest[:, None]
+        few /= jnp.maximum(mean + rest, 1)[:, None]  # a step may be of nothing but padding
         few = jnp.sign(few) if self.config.router_bias_step == "sign" else few
         return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
 
@@ -91,14 +93,16 @@ class Balance:
 
     def report(self, side: Side) -> Mapping[str, jax.Array]:
         """What is logged of a step: loads by layer, the share dropped, entropy and loss a token."""
-        counts = side.sums["expert_counts"]
-        rows = jnp.maximum(counts.sum(1), 1)  # a step may be of nothing but padding
+        counts, dropped = side.sums["expert_counts"], side.sums["expert_rows_dropped"]
+        mean = sum(_mean(counts))
+        rows = jnp.maximum(mean * self.config.n_experts, 1)  # a step may be of nothing but padding
         tokens = rows / self.config.experts_per_token
         means = [name for name in ("router_entropy", "router_loss") if name in side.sums]
         return {
             "expert_load_max": counts.max(1),
-            "expert_load_mean": counts.mean(1),
-            "expert_dropped_share": side.sums["expert_rows_dropped"].sum() / rows.sum(),
+            "expert_load_mean": mean,
+            # Every sparse layer routes the same tokens; their rows together may pass 2^31.
+            "expert_dropped_share": (dropped / rows).mean(),
         } | {name: side.sums[name] / tokens for name in means}
 
     def _counts(self, choice_BLK: jax.Array) -> jax.Array:
@@ -144,3 +148,29 @@ class Balance:
         f_BE, tokens_B1 = count_BE / choices_B1, choices_B1 / copies
         even_B = self.config.n_experts * jnp.sum(f_BE * share_BE / tokens_B1, -1)
         return jnp.sum(counts_BE.sum(-1) / copies * even_B)
+
+
+def count_tokens(rows: Mapping[str, jax.Array]) -> jax.Array:
+    """The number of tokens of a microbatch that routers send to experts: those of no padding."""
+    real_BL = real_tokens(rows)
+    return jnp.asarray(rows["inputs"].size if real_BL is None else real_BL.sum(), jnp.int32)
+
+
+def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Which tokens of a microbatch are no padding, `[B, L]`; None: all.
+
+    Packed rows tell it by their `segments`, others that may end in padding by `real`.
+    """
+    if "segments" in rows:
+        return rows["segments"] >= 0
+    return rows[REAL] > 0 if REAL in rows else None
+
+
+def _mean(counts_SE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean count of each layer's experts: its integer part, and the rest of it, `[S]`.
+
+    No sum is larger than what it is a mean of, so none can pass the largest int32.
+    """
+    experts = counts_SE.shape[1]
+    rest_S = (counts_SE % experts).sum(1)
+    return (counts_SE // experts).sum(1) + rest_S // experts, rest_S % experts / experts

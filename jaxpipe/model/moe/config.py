@@ -27,8 +27,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_scale: PositiveFloat = 1.0  # times the weights
     expert_groups: Positive = 1  # equal groups of neighbouring experts, and ...
     groups_per_token: Positive = 1  # ... in how many of them a token chooses
-    router_aux_loss: NotNegative = 0.0  # times the loss of uneven loads
-    router_z_loss: NotNegative = 0.0  # times the mean of log(Z)^2, Z of the router's softmax
+    # times the loss of uneven loads, 1 where they are even: a mean over the routed tokens, masked
+    # ones too, summed over layers
+    router_aux_loss: NotNegative = 0.0
+    router_z_loss: NotNegative = 0.0  # times log(Z)^2 of the router's softmax, averaged alike
     router_bias_rate: NotNegative = 0.0  # of a bias on the choice that evens loads; 0: no bias
     router_bias_step: Literal["sign", "error"] = "sign"  # what the rate multiplies
     capacity_factor: NotNegative = 0.0  # times the mean load: what an expert takes; 0: everything

@@ -16,6 +16,13 @@ LAYER = {
     "moe/experts/w_up": Theirs("mlp.experts.{}.up_proj.weight", transposed=True),
     "moe/experts/w_down": Theirs("mlp.experts.{}.down_proj.weight", transposed=True),
 }
+# As transformers 5 computes with them, and saves them with `save_original_format=False`: one tensor
+# of all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
+FUSED = {
+    "moe/experts/w_gate": Theirs("mlp.experts.gate_up_proj", transposed=True, part=0, parts=2),
+    "moe/experts/w_up": Theirs("mlp.experts.gate_up_proj", transposed=True, part=1, parts=2),
+    "moe/experts/w_down": Theirs("mlp.experts.down_proj", transposed=True),
+}
 DEFAULTS: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -59,6 +66,23 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {"first_dense_layers": len(dense)} | _ONLY_OURS
 
 
+def trained(theirs: Mapping[str, Any], model: MixtureConfig) -> dict[str, Any]:
+    """`router_aux_loss` of `[model]` as a config.json has it, if it does."""
+    if not model.n_experts or (coefficient := theirs.get("router_aux_loss_coef")) is None:
+        return {}
+    return {"router_aux_loss": coefficient * _aux_loss_per_coefficient(model.resolved())}
+
+
+def _aux_loss_per_coefficient(model: MixtureConfig) -> float:
+    """`model.router_aux_loss` with the gradient of a `router_aux_loss_coef` of 1.
+
+    transformers takes shares of choices and of scores over the tokens of all S sparse layers
+    together, counts each of a token's K choices as a whole one, and has one loss: K where loads are
+    even. Ours is 1 there, in each of S layers.
+    """
+    return model.experts_per_token / len(model.sparse_layers)
+
+
 def written(model: MixtureConfig) -> dict[str, Any]:
     """What a config.json says of a model's experts.
 
@@ -74,6 +98,6 @@ def written(model: MixtureConfig) -> dict[str, Any]:
     return {
         **{name: getattr(resolved, own) for name, own in _CHOICES.items()},
         "mlp_only_layers": list(range(model.first_dense_layers)),
-        "router_aux_loss_coef": model.router_aux_loss,
+        "router_aux_loss_coef": model.router_aux_loss / _aux_loss_per_coefficient(model),
         "output_router_logits": False,
     }

@@ -1,13 +1,11 @@
 """A mixture of experts in the place of an MLP."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Context, Side
-from jaxpipe.model.moe.balance import LOADS, REAL, ROUTES, Balance
+from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.experts import Experts, dispatch_of
 from jaxpipe.model.moe.router import CHOICE, Router
@@ -56,13 +54,3 @@ class Mixture(nnx.Module):
             )
         place = jnp.argmax(jnp.asarray(config.sparse_layers) == context.index)
         return jnp.take(routes, place, axis=2)
-
-
-def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Which tokens of a microbatch are no padding, `[B, L]`; None: all.
-
-    Packed rows tell it by their `segments`, others that may end in padding by `real`.
-    """
-    if "segments" in rows:
-        return rows["segments"] >= 0
-    return rows[REAL] > 0 if REAL in rows else None

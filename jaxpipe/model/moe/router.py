@@ -66,15 +66,26 @@ class Router(nnx.Module):
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
         softmax = config.router_score == "softmax"
         scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
-        total = jnp.sum(scores_BLE, -1, keepdims=True)
-        shares_BLE = scores_BLE if softmax else scores_BLE / total
+        shares_BLE = scores_BLE if softmax else _over_sum(scores_BLE)
         choice_BLK = given_BLK
         if choice_BLK is None:
             choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
         weights_BLK = jnp.take_along_axis(scores_BLE, choice_BLK, axis=-1)
         if config.norm_topk_prob:
-            weights_BLK = weights_BLK / weights_BLK.sum(-1, keepdims=True)
+            weights_BLK = _over_sum(weights_BLK)
         return Routes(choice_BLK, config.router_scale * weights_BLK, logits_BLE, shares_BLE)
+
+
+def _over_sum(scores: jax.Array) -> jax.Array:
+    """scores / (their sum over the last dim + 1e-20), finite also where every score underflows.
+
+    The bias, or the groups, may choose experts whose scores are all 0 in float32. The term 1e-20 is
+    that of DeepSeek-V3's released gate. The factor is a power of two, so it changes no bit of the
+    result, but without it the gradient would divide by the square of 1e-20, which is 0 in float32.
+    """
+    factor = 2.0**40
+    scaled = factor * scores
+    return scaled / (scaled.sum(-1, keepdims=True) + factor * 1e-20)
 
 
 def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfig) -> jax.Array:

@@ -1,0 +1,148 @@
+"""Whether a checkpoint is of the model that a configuration describes: its settings, its arrays.
+
+Of `[model]` every field is compared but those below, so a field that is added later is compared
+unless somebody decides otherwise.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import msgspec
+
+from jaxpipe.checkpoint.exclusion import leaves_by_name
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.model import ModelConfig
+
+Tree = Any
+_UNKNOWN = "unknown to this version"
+
+# Fields of [model] that may differ from those that a checkpoint was trained with, and why.
+MAY_DIFFER = {
+    "preset": "a name for values of other fields",
+    "attention": "another implementation of the same function",
+    "max_seq_len": "a limit; learned positions are arrays",
+    "dropout": "in training only",
+    "attention_dropout": "in training only",
+    "router_aux_loss": "in training only",
+    "router_z_loss": "in training only",
+    "router_bias_step": "in training only",
+    "router_bias_rate": "in training only, but a bias that was trained may not be left out",
+    "capacity_factor": "a limit of memory and time, which a run may raise or lower",
+}
+# Fields that the shapes of arrays show; those that are taken are compared.
+SHOWN_BY_ARRAYS = frozenset(
+    {"n_layers", "d_model", "vocab_size", "d_ff", "qk_norm", "tie_embeddings"}
+    | {"n_experts", "d_expert", "shared_experts", "first_dense_layers", "moe_every"}
+)
+
+
+def check_same_settings(
+    checkpoint: Path, meta: Mapping[str, Any], config: Config, *, with_moments: bool
+) -> None:
+    """Raise `ConfigError` where a checkpoint was trained with other settings than these.
+
+    Compared are `[model]`, but for what may differ and for what `checkpoint.allow_changed` names,
+    and where its moments are taken the optimizer's name. Checkpoints of other programs, without a
+    configuration, are not compared.
+    """
+    if "config" not in meta:
+        return
+    saved = tomllib.loads(meta["config"])
+    changed = changed_settings(saved["model"], config.model)
+    allowed = set(config.checkpoint.allow_changed)
+    changed = {key: values for key, values in changed.items() if key not in allowed}
+    if changed:
+        there, here = (
+            ", ".join(f"{key}={_written(values[i])}" for key, values in changed.items())
+            for i in (0, 1)
+        )
+        raise ConfigError(
+            f"checkpoint {checkpoint} was trained with {there} but this configuration has {here}: "
+            f"set {there.replace(', ', ' ')}, or if the change is meant "
+            f"'checkpoint.allow_changed={json.dumps(list(changed))}'."
+        )
+    before, now = saved.get("optimizer", {}).get("name"), config.optimizer.name
+    if with_moments and before not in (None, now):
+        raise ConfigError(
+            f"checkpoint {checkpoint} was trained with optimizer.name={before!r} but this "
+            f"configuration has optimizer.name={now!r}, which has other moments: set "
+            f"optimizer.name={before}, or take its parameters alone, in another run.dir, with "
+            f"checkpoint.resume={checkpoint} checkpoint.parameters_only=true."
+        )
+
+
+def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields by which a saved `[model]` is another model than this one: `{"model.x": (old, new)}`.
+
+    Sizes that follow from others are filled in first: `head_dim=0` is d_model / n_heads.
+    """
+    if saved["family"] != model.family:
+        return {"model.family": (saved["family"], model.family)}
+    fields = type(model).__struct_fields__
+    known = {name: value for name, value in saved.items() if name in fields}
+    before = msgspec.convert(known, type(model)).resolved()
+    now = model.resolved()
+    changed = {
+        name: (getattr(before, name), getattr(now, name))
+        for name in fields
+        if name not in MAY_DIFFER and name not in SHOWN_BY_ARRAYS
+    }
+    changed |= {name: (saved[name], _UNKNOWN) for name in saved.keys() - known.keys()}
+    rate = "router_bias_rate"
+    if getattr(before, rate, 0) and not getattr(now, rate):
+        changed[rate] = (getattr(before, rate), getattr(now, rate))
+    return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}
+
+
+def with_variables_of(stored: Tree, like: Tree) -> Tree:
+    """`like` with those of its variables that are stored alike."""
+    if not isinstance(like.get("variables"), dict):
+        return like
+
+    def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(tree).items()}
+
+    held = stored.get("variables") or {}
+    kept = {
+        name: leaf for name, leaf in like["variables"].items()
+        if name in held and shapes({name: leaf}) == shapes({name: held[name]})
+    }  # fmt: skip
+    rest = {name: part for name, part in like.items() if name != "variables"}
+    return rest | ({"variables": kept} if kept else {})
+
+
+def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
+    """Raise `ConfigError` for the first array that is not stored as a keyed state expects it."""
+    wanted, held = (
+        {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
+        for tree in (expected, stored)
+    )
+    want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
+    have = {name: tuple(leaf.shape) for name, leaf in held.items()}
+    have = {
+        name: shape for name, shape in have.items()
+        if name in want or name.split("/")[0] in expected.keys() - {"variables"}
+    }  # fmt: skip
+    for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
+        is_param = name.startswith("params")
+        what, section = ("model", "[model]") if is_param else ("optimizer", "[optimizer]")
+        if want.get(name) != have.get(name):
+            raise ConfigError(
+                f"checkpoint {where} is of another {what}: {name} has shape "
+                f"{have.get(name, 'none (absent)')} there and {want.get(name, 'none (absent)')} in "
+                f"this configuration; change {section} back or use another run.dir."
+            )
+        kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, held)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"checkpoint {where} is of another {what}: {name} has dtype {held[name].dtype} "
+                f"there and {wanted[name].dtype} in this configuration; use another run.dir."
+            )
+
+
+def _written(value: Any) -> str:
+    return value if value == _UNKNOWN else json.dumps(value)

@@ -1,0 +1,191 @@
+"""What programs that generate text read of a model's directory besides its weights.
+
+Those are the ids that begin, end and pad a text, the longest context, the dtype, sampling defaults
+and the tokenizer's files. None of it is a parameter, so a checkpoint keeps it in its metadata, and
+every checkpoint of a run that begins with such a one repeats it.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from jaxpipe.config import ConfigError
+
+GENERATION = "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_ROLES = ("bos", "eos", "pad")
+_VOCABULARIES = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json")
+_FILES = (
+    *_VOCABULARIES,
+    TOKENIZER_CONFIG,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+
+TokenId = int | list[int]
+
+
+@dataclass(frozen=True)
+class ServingFiles:
+    """The part of a Hugging Face directory that is not weights, as far as it is known.
+
+    Attributes:
+      token_ids: fields of config.json, such as `{"eos_token_id": 2}`; the id may be a list.
+      max_positions: longest context; 0: not known.
+      dtype: dtype of the weights by torch's name; "": not known.
+      generation: generation_config.json; empty: there is none.
+      files: the tokenizer's files by their path in the directory.
+    """
+
+    token_ids: dict[str, TokenId] = field(default_factory=dict)
+    max_positions: int = 0
+    dtype: str = ""
+    generation: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
+        """Those of a Hugging Face directory with this config.json, whose defaults are filled in."""
+        names = (f"{role}_token_id" for role in _ROLES)
+        return cls(
+            token_ids={name: config[name] for name in names if config.get(name) is not None},
+            max_positions=config.get("max_position_embeddings") or config.get("n_positions") or 0,
+            dtype=config.get("dtype") or config.get("torch_dtype") or "",
+            generation=_read_json(directory / GENERATION),
+            files=_tokenizer_files(directory),
+        )
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> Self:
+        """Those that a checkpoint's metadata keeps; all unknown where it keeps none."""
+        kept = dict(meta.get("huggingface") or {})
+        files = kept.pop("files", {})
+        unpacked = {name: zlib.decompress(base64.b64decode(text)) for name, text in files.items()}
+        return cls(**kept, files=unpacked)
+
+    def as_meta(self) -> dict[str, Any]:
+        """The entry of a checkpoint's metadata that `from_meta` reads; none where none is known."""
+        if self == type(self)():
+            return {}
+        packed = {
+            name: base64.b64encode(zlib.compress(content)).decode()
+            for name, content in self.files.items()
+        }
+        return {"huggingface": asdict(self) | {"files": packed}}
+
+    def with_tokenizer(self, directory: Path, vocab_size: int) -> Self:
+        """The same with the tokenizer, its ids and the sampling defaults of another directory.
+
+        Raises `ConfigError` where it holds no tokenizer, or an id is not in the vocabulary.
+        """
+        files = _tokenizer_files(directory)
+        if not {*_VOCABULARIES} & files.keys():
+            raise ConfigError(
+                f"{directory} holds no tokenizer ({', '.join(_VOCABULARIES)}): give the directory "
+                f"with the files that `save_pretrained` of a tokenizer wrote."
+            )
+        config = directory / "config.json"
+        of_model = type(self).read(directory, _read_json(config)).token_ids
+        ids = _ids_by_name(files) | of_model
+        for name, token in ids.items():
+            if max(_listed(token)) >= vocab_size:
+                raise ConfigError(
+                    f"the tokenizer in {directory} has {name}={token}, but model.vocab_size="
+                    f"{vocab_size}: give the tokenizer that the model was trained with."
+                )
+        generation = _read_json(directory / GENERATION)
+        return replace(self, token_ids=ids, generation=generation, files=files)
+
+    def with_end(self, token: int | None, tokenizer: Path | None) -> Self:
+        """The same where `token` ends a text too, as in the documents that a run trains on.
+
+        `tokenizer` is the tokenizer.json of these documents, taken where no other is known.
+        """
+        found = self
+        if not self.files and tokenizer is not None and tokenizer.is_file():
+            files = {TOKENIZER: tokenizer.read_bytes()}
+            described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            names = {number: name for name, number in _tokens(files)}
+            if token in names:
+                described["eos_token"] = names[token]
+            files[TOKENIZER_CONFIG] = json.dumps(described, indent=2).encode()
+            found = replace(found, files=files)
+        if token is None:
+            return found
+        ids = found.token_ids | _also(found.token_ids, token)
+        generation = found.generation and found.generation | _also(found.generation, token)
+        return replace(found, token_ids=ids, generation=generation)
+
+    def write(self, directory: Path) -> None:
+        """Write all but config.json."""
+        files = dict(self.files)
+        if self.generation:
+            files[GENERATION] = (json.dumps(self.generation, indent=2) + "\n").encode()
+        for name, content in files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+
+
+def _listed(token: TokenId | None) -> list[int]:
+    return token if isinstance(token, list) else [] if token is None else [token]
+
+
+def _also(fields: Mapping[str, Any], token: int) -> dict[str, TokenId]:
+    """`eos_token_id` with one more token, as one number where it is the only one."""
+    ids = list(dict.fromkeys([*_listed(fields.get("eos_token_id")), token]))
+    return {"eos_token_id": ids if len(ids) > 1 else token}
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    paths = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def _ids_by_name(files: Mapping[str, bytes]) -> dict[str, TokenId]:
+    """The ids of the tokens that tokenizer_config.json names."""
+    described, known = _parsed(files, TOKENIZER_CONFIG), dict(_tokens(files))
+    found: dict[str, TokenId] = {}
+    for role in _ROLES:
+        token = described.get(f"{role}_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        if name in known:
+            found[f"{role}_token_id"] = known[name]
+    return found
+
+
+def _tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
+    """Name and id of every token of a tokenizer, added ones last."""
+    whole = _parsed(files, TOKENIZER)
+    vocabulary = whole.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of SentencePiece's unigrams: [name, score] in order
+        vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
+    yield from (vocabulary or _parsed(files, "vocab.json")).items()
+    yield from _parsed(files, "added_tokens.json").items()
+    for number, token in _parsed(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {}).items():
+        yield token["content"], int(number)
+    yield from ((token["content"], token["id"]) for token in whole.get("added_tokens", ()))
+
+
+def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return _decoded(files[name], name) if name in files else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file does not exist."""
+    return _decoded(path.read_bytes(), str(path)) if path.is_file() else {}
+
+
+def _decoded(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is not a JSON object ({error}): correct it.") from error

@@ -1,0 +1,58 @@
+"""The command line of what takes a configuration and settings: its parser, and its faults."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import get_type_hints
+
+from jaxpipe.config.errors import ConfigError
+from jaxpipe.config.sections import Config
+from jaxpipe.model import FAMILIES, ModelConfig
+
+SETTINGS = (
+    "settings that take the place of the file's, as lines of TOML: train.steps=20 "
+    "parallel.schedule=gpipe; `python -m jaxpipe.train CONFIG --print-config` lists all with their "
+    "values, jaxpipe/config/sections.py says what they mean; relative paths are meant from where "
+    "the command is given"
+)
+
+
+def parser_of(
+    command: str, doc: str, example: str = "configs/quickstart.toml"
+) -> argparse.ArgumentParser:
+    """A parser with the arguments CONFIG and section.key=value.
+
+    `doc` is the docstring of the command's module: what it does, and in a last paragraph its exit
+    codes, which stand at the end of the help.
+    """
+    about, _, codes = doc.strip().rpartition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m jaxpipe.{command}", description=about, epilog=codes, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=SETTINGS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; `ConfigError` for an unknown option, with the setting that may be meant."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        word = unknown[0]
+        raise ConfigError(f"{word} is no option of this command{_meant(word, argv)}.")
+    return arguments
+
+
+def _meant(word: str, argv: Sequence[str]) -> str:
+    """How a setting that was given as an option is given; --help where there is none."""
+    name, _, value = word.lstrip("-").partition("=")
+    after = argv[argv.index(word) + 1 :] if word in argv else []
+    value = value or next(iter(after), "VALUE")
+    records = get_type_hints(Config) | {"model": FAMILIES[ModelConfig.DEFAULT].config}
+    for section, record in records.items():
+        for key in record.__struct_fields__:
+            if name.replace("-", "_") in (key, f"{section}.{key}"):
+                return f": a setting is given without dashes, as {section}.{key}={value}"
+    return ": --help lists them, and a setting is given without dashes, as train.steps=20"

@@ -1,0 +1,165 @@
+"""Records of JSON or Parquet as passages of text: what of it counts in the loss.
+
+    {"text": "..."}                                          all of it counts
+    {"prompt": "...", "completion": "..."}                   the completion counts
+    {"messages": [{"role": "...", "content": "..."}, ...]}   what the assistant says counts
+
+Messages may also be called `conversations`, their keys `from` and `value`; `prompt` and
+`completion` may be lists of messages. Messages are written in ChatML,
+`<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; of those that count, all from CONTENT on does. A key of a
+message, or of a record with messages or a prompt, is used, harmless, or refused: none that could
+change what is learned is dropped unless the user asks for it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.config import ConfigError
+
+Passages = list[tuple[str, bool]]  # the text of a document, and whether it counts in the loss
+MESSAGES = ("messages", "conversations")
+MARKS = ("<|im_start|>", "<|im_end|>")
+# Keys that tell where a record comes from, not what is to be learned from it.
+HARMLESS = frozenset(
+    "id idx index uuid hash name source dataset subset split category categories topic title tags "
+    "language lang url license model timestamp created created_at date metadata meta prompt_id "
+    "message_id conversation_id session_id tool_call_id score rating num_turns num_tokens "
+    "token_count finish_reason".split()
+)
+_ROLES = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("system", "developer", "user", "assistant", "tool", "function")
+}
+_SWITCHES = ("weight", "train", "loss")  # of a message: 1 or true where it counts, 0 or false
+
+
+@dataclass
+class Records:
+    """Turns records into passages.
+
+    Attributes:
+      field: the key of the text or messages, perhaps nested (`a.b`); empty: the usual ones.
+      ignored: keys that are left out although they may change what is learned.
+      chat_fault: why messages cannot be written with the tokenizer; empty: they can.
+      chats: records with messages so far.
+    """
+
+    field: str = ""
+    ignored: frozenset[str] = frozenset()
+    chat_fault: str = ""
+    chats: int = 0
+
+    def passages(self, record: Any) -> Passages:
+        """The text of a record, and what of it counts; nothing where its fields are null.
+
+        Raises `ValueError` where it has not the fields that it must have, or one more that would
+        be lost; `ConfigError` for messages with a tokenizer that has no tokens for them.
+
+        >>> Records().passages({"prompt": "1 + 1 = ", "completion": "2"})
+        [('1 + 1 = ', False), ('2', True)]
+        """
+        if isinstance(record, str):
+            return [(record, True)]
+        if not isinstance(record, dict):
+            raise ValueError("it is no JSON object")
+        name = self.field or next((name for name in MESSAGES if record.get(name) is not None), "")
+        if not name and record.get("text") is None and "prompt" in record:
+            return self._answer(record)
+        name = name or next((one for one in ("text", *MESSAGES) if one in record), "text")
+        value = _value(record, name)
+        if isinstance(value, list) or name in MESSAGES:
+            self._check_lost(record, (name.split(".")[0], name), "its messages")
+            self.chats += 1
+            return [] if value is None else self._chat(value)
+        return [] if value is None else [(_string(value, name), True)]
+
+    def _answer(self, record: dict[str, Any]) -> Passages:
+        """A prompt, and a completion that counts: both text, or both messages."""
+        names = ("prompt", "completion")
+        prompt, completion = (_value(record, name) for name in names)
+        self._check_lost(record, names, "its prompt")
+        if prompt is completion is None:
+            return []
+        if isinstance(prompt, list) and isinstance(completion, list):
+            self.chats += 1
+            return self._chat(prompt, counts=False) + self._chat(completion)
+        return [(_string(prompt, "prompt"), False), (_string(completion, "completion"), True)]
+
+    def _chat(self, messages: Any, counts: bool = True) -> Passages:
+        """Messages in ChatML; with `counts` the assistant's count unless they say otherwise."""
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise ValueError("its messages are no list of objects")
+        if self.chat_fault:
+            raise ConfigError(self.chat_fault)
+        passages = []
+        for number, message in enumerate(messages, 1):
+            try:
+                role, content, switch = self._message(message)
+            except ValueError as error:
+                raise ValueError(f"its message {number}: {error}") from error
+            counted = counts and role == "assistant" if switch is None else switch
+            passages.append((f"<|im_start|>{role}\n", False))
+            passages.append((f"{content}<|im_end|>\n", counted))
+        return passages
+
+    def _message(self, message: dict[str, Any]) -> tuple[str, str, bool | None]:
+        """Role, content, and whether it counts, if it says so."""
+        names = ["from" if "from" in message and "role" not in message else "role"]
+        names += ["value" if "value" in message and "content" not in message else "content"]
+        role, content = (_value(message, name) for name in names)
+        self._check_lost(message, (*names, *_SWITCHES), "it")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise ValueError(f"its role {role!r} is none of {', '.join(_ROLES)}")
+        said = {name: message[name] for name in _SWITCHES if message.get(name) is not None}
+        if any(value not in (0, 1) for value in said.values()) or len({*said.values()}) > 1:
+            raise ValueError(f"{said} is neither 0 nor 1, false nor true")
+        switch = bool(next(iter(said.values()))) if said else None
+        return _ROLES[role], _joined(content, names[1]), switch
+
+    def _check_lost(self, found: dict[str, Any], used: tuple[str, ...], of: str) -> None:
+        """Raise `ValueError` for keys that are neither used nor harmless, and hold something."""
+        known = HARMLESS.union(used, self.ignored)
+        lost = [key for key, value in found.items() if key not in known and not _is_empty(value)]
+        if lost:
+            names = ", ".join(map(repr, lost))
+            where = f"it has {names}" if of == "it" else f"it has {names} beside {of}"
+            raise ValueError(f"{where}, which would be lost")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _value(record: dict[str, Any], name: str) -> Any:
+    """What a record has under a name, or under a path of names with dots; None for null."""
+    if name in record:
+        return record[name]
+    value: Any = record
+    for part in name.split("."):
+        if value is None:
+            return None  # of a struct that is null as a whole
+        if not isinstance(value, dict) or part not in value:
+            others = ", ".join(map(repr, record)) or "none"
+            raise ValueError(f"it has no field {name!r}, but {others}")
+        value = value[part]
+    return value
+
+
+def _string(value: Any, name: str) -> str:
+    if isinstance(value, bytes):
+        raise ValueError(f"its field {name!r} is binary, no text: cast the column to string")
+    if not isinstance(value, str):
+        raise ValueError(f"its field {name!r} is {'null' if value is None else 'no string'}")
+    return value
+
+
+def _joined(content: Any, name: str) -> str:
+    """The content of a message: text, or a list of parts of text."""
+    if not isinstance(content, list):
+        return _string(content, name)
+    texts = []
+    for part in content:
+        held = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        if held.keys() != {"type", "text"} or held["type"] != "text":
+            raise ValueError(f"a part of its {name} is not like {{'type': 'text', 'text': '...'}}")
+        texts.append(_string(held["text"], "text"))
+    return "".join(texts)

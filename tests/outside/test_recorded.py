@@ -1,0 +1,78 @@
+"""Against transformers, torch's autograd and NumPy's updates, by their records, on four layouts.
+
+`record.py` makes the records; `test_live.py` asserts that they are what transformers gives today.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import records
+from updates import STEPS
+
+DENSE = ("llama", "qwen3", "gpt2")
+LAYOUTS = {
+    "one device": {},
+    "1f1b": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "zb_h1, ZeRO 3": {"pp": 2, "dp": 2, "schedule": "zb_h1", "zero_stage": 3},
+    "dualpipev, ring": {
+        "pp": 2, "dp": 2, "cp": 2, "cp_method": "ring", "schedule": "dualpipev", "tp": 2,
+        "sequence_parallel": True,
+    },
+    "dualpipev, cp": {"pp": 2, "dp": 2, "cp": 2, "schedule": "dualpipev", "tp": 2},
+    "interleaved, ep": {"pp": 2, "dp": 2, "ep": 2, "schedule": "interleaved_1f1b", "tp": 2},
+}  # fmt: skip
+FOURTH = {"llama": "dualpipev, ring", "qwen3": "dualpipev, ring", "gpt2": "dualpipev, cp"}
+CASES = [
+    (name, layout)
+    for name in (*DENSE, "qwen3_moe")
+    for layout in (*list(LAYOUTS)[:3], FOURTH.get(name, "interleaved, ep"))
+]
+
+
+def assert_close(got, want, tolerance):
+    """Every leaf, by its distance over its largest value."""
+    assert got.keys() == want.keys()
+    for path, expected in want.items():
+        assert got[path].shape == expected.shape, path
+        error = np.abs(got[path] - expected).max() / np.abs(expected).max()
+        assert error < tolerance, ("/".join(path), error)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_loss_and_every_gradient(name, layout):
+    """In float64: nothing but the order of sums may differ."""
+    record = records.read(name)
+    with jax.enable_x64(True):
+        loss, gradients = records.loss_and_gradients(record, LAYOUTS[layout], jnp.float64)
+        model = records.trainer_of(record, {}).config.model
+        want = record.by_our_names("gradients", model)
+    assert all(np.abs(gradient).max() > 1e-3 for path, gradient in want.items() if path[-1] != "bk")
+    np.testing.assert_allclose(loss, record.arrays["adamw_losses"][0], rtol=1e-13)
+    assert_close(without_key_biases(gradients), without_key_biases(want), 1e-12)
+
+
+def without_key_biases(gradients):
+    """They add as much to all scores of a query: their gradients are nothing but rounding."""
+    for path, gradient in gradients.items():
+        assert path[-1] != "bk" or np.abs(gradient).max() < 1e-15
+    return {path: gradient for path, gradient in gradients.items() if path[-1] != "bk"}
+
+
+# Of what these two have, tied ends, three matrices in one tensor, biases and learned positions,
+# the layout with most cuts is enough.
+UPDATED = [
+    (name, layout)
+    for name, layout in CASES
+    if name in ("llama", "qwen3_moe") or layout == "zb_h1, ZeRO 3"
+]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "layout"), UPDATED)
+def test_losses_and_parameters_of_three_updates(name, layout, optimizer):
+    record = records.read(name)
+    losses, params = records.trained(record, LAYOUTS[layout], optimizer, STEPS)
+    model = records.trainer_of(record, {}).config.model
+    np.testing.assert_allclose(losses, record.arrays[f"{optimizer}_losses"], rtol=1e-6)
+    assert_close(params, record.by_our_names(optimizer, model), 2e-6)

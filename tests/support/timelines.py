@@ -1,0 +1,60 @@
+"""Timelines in pages: `python tests/support/timelines.py` draws all of them anew.
+
+Every `<!-- timeline NAME option=value ... -->` line of a page is followed by the timeline of that
+schedule, up to `<!-- end -->`; the word `ticks` adds a line that numbers the ticks.
+"""
+
+import re
+from pathlib import Path
+
+from jaxpipe.schedule import Lockstep, build, fused, timeline
+
+ROOT = Path(__file__).parents[2]
+_LOCKSTEP = ("in_flight", "transfer_ticks")  # options of the timeline; the others are the builder's
+_MARKED = re.compile(r"(<!-- timeline ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages():
+    """Every page of the project."""
+    return [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted(ROOT.glob("jaxpipe/**/*.md"))]
+
+
+def redrawn(text):
+    """The text with every marked timeline drawn anew."""
+    return _MARKED.sub(
+        lambda found: f"{found[1]}\n```\n{marked_timeline(found[2])}\n```\n\n{found[3]}", text
+    )
+
+
+def marked_timeline(words):
+    """The timeline of a marker.
+
+    >>> print(marked_timeline("gpipe pp=2 microbatches=2 ticks"))
+    tick     0  1  2  3   4   5
+    rank 0 | F0 F1 .  .   BW0 BW1
+    rank 1 | .  F0 F1 BW0 BW1 .
+    """
+    name, *rest = words.split()
+    numbered = "ticks" in rest
+    options = {key: int(value) for key, value in (w.split("=") for w in rest if w != "ticks")}
+    steps = options.pop("fused_steps", 0)
+    lockstep = {key: options.pop(key) for key in _LOCKSTEP if key in options}
+    one = build(name, **options)
+    drawn = timeline(fused(one, steps) if steps else one, Lockstep(**lockstep))
+    return f"{_numbers(drawn)}\n{drawn}" if numbered else drawn
+
+
+def _numbers(drawn):
+    """A line with the number of every tick above its column."""
+    lines = drawn.splitlines()
+    start = lines[0].index("|") + 2
+    words = (match.start() for line in lines for match in re.finditer(r"\S+", line))
+    header = "tick"
+    for tick, column in enumerate(sorted({place for place in words if place >= start})):
+        header = f"{header:{column}}{tick}"
+    return header
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(redrawn(page.read_text()))

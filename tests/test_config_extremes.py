@@ -1,0 +1,103 @@
+"""Every numeric key at values that nobody means: one sentence or a sound run, and at once."""
+
+import contextlib
+import signal
+from typing import get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from jaxpipe.config import Config, ConfigError, SourceConfig, load
+from jaxpipe.model import FAMILIES
+from jaxpipe.planning.checks import filled, validate
+from jaxpipe.schedule import ScheduleError
+
+FILE = """
+[model]
+family = "{family}"
+vocab_size = 64
+n_layers = 2
+d_model = 16
+n_heads = 2
+d_ff = 32
+{more}
+[train]
+steps = 6
+seq_len = 16
+microbatch_size = 2
+grad_accum_steps = 2
+[data]
+source = "dummy"
+[runtime]
+cpu_devices = 1
+"""
+MORE = {"llama": "n_kv_heads = 1", "gpt2": ""}
+VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",
+          "inf", "2147483647", "1" + 400 * "0"]  # fmt: skip
+
+
+def numeric(record):
+    """The names of the fields that take a number."""
+    for name, hint in get_type_hints(record).items():
+        if name in record.__struct_fields__ and {int, float} & {hint, *get_args(hint)}:
+            yield name
+
+
+def keys():
+    for section, record in get_type_hints(Config).items():
+        if section != "model":
+            yield from (("llama", f"{section}.{name}") for name in numeric(record))
+    for family in MORE:
+        yield from ((family, f"model.{name}") for name in numeric(FAMILIES[family].config))
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    for family, more in MORE.items():
+        (folder / family).write_text(FILE.format(family=family, more=more))
+    return folder
+
+
+def test_all_families_and_many_keys_are_tried():
+    assert MORE.keys() == FAMILIES.keys()
+    tried = {key for _, key in keys()}
+    assert {"train.seq_len", "optimizer.lr", "parallel.memory_limit", "model.d_ff"} <= tried
+    assert len(tried) > 80
+
+
+@pytest.mark.parametrize(("family", "key"), list(keys()), ids=lambda value: value)
+def test_an_extreme_value_is_answered_at_once(files, family, key):
+    for value in VALUES:
+        with at_most(5):
+            try:
+                config = load(files / family, [f"{key}={value}"])
+                validate(filled(config, 1), devices=1)
+            except (ConfigError, ScheduleError):
+                continue
+        # Accepted: a number that devices can hold.
+        section, name = key.split(".")
+        held = getattr(getattr(config, section), name)
+        if not isinstance(held, str):
+            assert abs(held) < 2**32 if isinstance(held, int) else abs(held) < 3.5e38
+
+
+@pytest.mark.parametrize("value", ["nan", "1e60", "-1", "1" + 400 * "0"])
+def test_weights_of_sources_are_numbers_too(files, value):
+    with pytest.raises(ConfigError, match=r"data.sources(\[0\])?"):
+        load(files / "llama", [f"data.sources=[{{path='a', weight={value}}}]"])
+    assert "weight" in {field.name for field in msgspec.structs.fields(SourceConfig)}

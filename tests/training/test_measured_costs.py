@@ -1,0 +1,82 @@
+"""A run that measures its own ops: on its mesh, once, and the schedule that follows from it."""
+
+import pytest
+from commands import SMALL, metrics
+
+from jaxpipe import config as configs
+from jaxpipe import train
+from jaxpipe.config import ConfigError
+from jaxpipe.planning import (
+    Hardware,
+    LayerSeconds,
+    OpSeconds,
+    analytic,
+    chosen,
+    op_seconds,
+    own_costs,
+    read_own,
+    write_own,
+)
+from jaxpipe.training import measured_costs
+
+HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
+SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.0625)
+
+
+def load(directory, *more):
+    return configs.load(SMALL, [f"run.dir={directory}", *HOW, *more])
+
+
+def test_a_run_measures_before_its_first_step_and_goes_on_with_the_same(tmp_path, capsys):
+    """The second start finds the file; so it runs the schedule of the first."""
+    command = [str(SMALL), f"run.dir={tmp_path}", *HOW, "parallel.dp=4"]
+    assert train.main([*command, "train.steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "ops measured on this mesh, in ms of a layer: F " in said
+    assert "zbv, searched for these seconds; a step by the simulator: " in said
+    config = load(tmp_path)
+    seconds = read_own(config)
+    assert min(seconds.layer.F, seconds.layer.B, seconds.layer.W, seconds.transfer) > 0
+    assert op_seconds(config) == seconds
+    assert chosen(config).schedule == chosen(config, seconds=seconds).schedule
+    written = own_costs(config).read_text()
+    assert train.main([*command, "train.steps=3"]) == 0
+    assert f"ops were measured before: {own_costs(config)}" in capsys.readouterr().out
+    assert own_costs(config).read_text() == written
+    assert sorted(metrics(tmp_path)) == [1, 2, 3]
+
+
+def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
+    config = load(tmp_path)
+    assert read_own(config) is None
+    assert op_seconds(config) == analytic(config, Hardware())
+    write_own(config, SECONDS)
+    assert op_seconds(config) == read_own(config) == SECONDS
+    assert op_seconds(load(tmp_path, "parallel.dp=4", "train.grad_accum_steps=8")) == SECONDS
+    for other in ("parallel.tp=2", "train.microbatch_size=2", "model.d_ff=96", "train.remat=full"):
+        assert read_own(load(tmp_path, other)) is None
+    own_costs(config).write_text('{"seconds": {"layer": 1}}')
+    with pytest.raises(ConfigError, match=r"cannot read op seconds from .*costs.json"):
+        op_seconds(config)
+
+
+def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
+    """Ops that are nothing like a data sheet's lead to another order, with a shorter span."""
+    config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
+    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
+    first, second = measured_costs.measure(config).splitlines()
+    assert first.startswith("ops measured on this mesh, in ms of a layer: F 1e+03, B 2e+03, W 250")
+    found = chosen(config, platform="cpu")
+    other = chosen(config, platform="cpu", seconds=analytic(config, Hardware()))
+    assert found.schedule != other.schedule
+    gained = float(second.partition(" s, ")[2].split("%")[0])
+    assert gained > 0
+    plain = load(tmp_path, "parallel.schedule=1f1b")
+    assert measured_costs._gain(plain, None).startswith("1f1b has one order, whatever ops cost; ")
+
+
+def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
+    with pytest.raises(ConfigError, match=r"costs.json cannot be written \(File exists\)"):
+        measured_costs.measure(load(tmp_path / "file"))
