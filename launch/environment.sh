@@ -25,41 +25,65 @@ newest_python() {
 }
 
 prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, beside those it has
-    local python version extras want
-    if [ -n "${JAXPIPE_PYTHON:-}" ]; then
-        python=$JAXPIPE_PYTHON
-        version=$(usable_version "$python") || true
-    else
-        read -r version python <<<"$(newest_python)" || true
-    fi
-    if [ -z "${version:-}" ]; then
-        echo "jaxpipe needs Python 3.11, 3.12 or 3.13 with venv;" \
-            "found none in ${JAXPIPE_PYTHON:-PATH and pyenv}: install one or set" \
-            "JAXPIPE_PYTHON." >&2
+    local python version
+    command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && set -- "$@" cuda13
+    # What is ready is only read: the checkout may be another user's, or read-only.
+    version=$(usable_version "${JAXPIPE_PYTHON:-.venv/bin/python}") || true
+    if is_made_for "$version" && is_installed "$@"; then return; fi
+    if ! { exec 9>>.venv.lock; } 2>/dev/null; then
+        echo "error: .venv has to be made or changed, but you cannot write in $PWD: let its owner" \
+            "run this command, or use a checkout of your own." >&2
         exit 1
     fi
-    command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && set -- "$@" cuda13
-    if command -v flock >/dev/null; then
-        exec 9>.venv.lock
-        flock 9
-    fi
-    if [ ! -x .venv/bin/python ] || [ "$(cat .venv/made-for 2>/dev/null)" != "$version $PWD" ]; then
+    if command -v flock >/dev/null; then flock 9; fi
+    if ! is_made_for "$version"; then
+        if [ -n "${JAXPIPE_PYTHON:-}" ]; then
+            python=$JAXPIPE_PYTHON
+        else
+            read -r version python <<<"$(newest_python)" || true
+        fi
+        if [ -z "${version:-}" ]; then
+            echo "jaxpipe needs Python 3.11, 3.12 or 3.13 with venv;" \
+                "found none in ${JAXPIPE_PYTHON:-PATH and pyenv}: install one or set" \
+                "JAXPIPE_PYTHON." >&2
+            exit 1
+        fi
         echo "jaxpipe: making .venv with Python $version"
         rm -rf .venv
         "$python" -m venv .venv
         echo "$version $PWD" >.venv/made-for
     fi
-    extras=$(printf '%s\n' "$@" "$(tail -n +2 .venv/installed 2>/dev/null)" | sed '/^$/d' | sort -u)
-    want=$(cksum <pyproject.toml && echo "$extras")
-    if [ "$want" != "$(cat .venv/installed 2>/dev/null)" ]; then
-        echo "jaxpipe: installing the packages" ${extras:+and extras $extras}
-        .venv/bin/python -m pip install --disable-pip-version-check \
-            --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}" | shown_in_dots
-        echo "$want" >.venv/installed
+    if ! is_installed "$@"; then install "$@"; fi
+    exec 9>&-
+}
+
+is_made_for() { # is_made_for VERSION: whether .venv has this Python and was made where it stands
+    [ -n "$1" ] && [ -x .venv/bin/python ] && [ "$(cat .venv/made-for 2>/dev/null)" = "$1 $PWD" ]
+}
+
+wanted() { # wanted EXTRA...: pyproject.toml's checksum; then, a line each, these extras and .venv's
+    cksum <pyproject.toml
+    printf '%s\n' "$@" "$(tail -n +2 .venv/installed 2>/dev/null)" | sed '/^$/d' | sort -u
+}
+
+is_installed() { # is_installed EXTRA...: whether .venv has the packages
+    [ "$(wanted "$@")" = "$(cat .venv/installed 2>/dev/null)" ]
+}
+
+install() { # install EXTRA...
+    local want extras
+    want=$(wanted "$@")
+    extras=$(tail -n +2 <<<"$want")
+    echo "jaxpipe: installing the packages" ${extras:+and extras $extras}
+    # PIP_USER=1, which some clusters set, cannot be done in a .venv.
+    if ! PIP_USER=0 .venv/bin/python -m pip install --disable-pip-version-check \
+        --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}" | shown_in_dots; then
+        echo "error: pip could not install the packages. Without internet, set PIP_INDEX_URL to a" \
+            "mirror, or PIP_NO_INDEX=1 and PIP_FIND_LINKS to a directory that has the wheels," \
+            "setuptools too." >&2
+        exit 1
     fi
-    if command -v flock >/dev/null; then
-        exec 9>&-
-    fi
+    echo "$want" >.venv/installed
 }
 
 shown_in_dots() { # a dot for every package that pip collects, and the words of its last step

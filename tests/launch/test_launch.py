@@ -15,7 +15,8 @@ case "$*" in
 -) [ -z "$VERSION" ] || echo "$VERSION" ;;
 -m\\ venv*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 -c*) echo 29500 ;;
--m\\ pip*) printf '%s\\n' 'Collecting one' '  Downloading one' 'Collecting two' && echo "$*" >&2 ;;
+-m\\ pip*) [ -z "${NO_NETWORK:-}" ] || exit 1
+    printf '%s\\n' 'Collecting one' '  Downloading one' 'Collecting two' && echo "$*" >&2 ;;
 *) echo "$PWD: ${JAX_PROCESS_ID:-} $*"
     [ -z "${JAX_PROCESS_ID:-}" ] || exit "$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")" ;;
 esac
@@ -34,7 +35,7 @@ def tree(tmp_path):
     return root
 
 
-def run(tree, script, *arguments, cwd=None, **environment):
+def run(tree, script, *arguments, cwd=None, preexec_fn=None, **environment):
     own = {
         "JAXPIPE_PYTHON": str(tree.parent / "python"),
         "VERSION": "3.12.1",
@@ -42,7 +43,7 @@ def run(tree, script, *arguments, cwd=None, **environment):
     }
     done = subprocess.run(
         [tree / "launch" / script, *arguments], cwd=cwd or tree, text=True, check=False,
-        capture_output=True, env=own | environment,
+        capture_output=True, env=own | environment, preexec_fn=preexec_fn,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -67,6 +68,62 @@ def test_a_command_is_installed_once_and_given_its_arguments(tree, name):
     with (tree / "pyproject.toml").open("a") as file:
         file.write("changed")
     assert "pip install" in run(tree, f"{name}.sh", "a b.toml")[2]
+
+
+def as_somebody_else():
+    """Run by a child process of root, which may write anywhere."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+@pytest.fixture
+def of_another_user(tree):
+    """The checkout, which those who run a command with `as_somebody_else` cannot write."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be somebody else")
+    for folder in (tree, *tree.parents):
+        if folder.is_relative_to(tree.parents[2]):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    return tree
+
+
+def test_a_checkout_that_is_ready_is_not_written(of_another_user):
+    tree = of_another_user
+    code, _, errors = run(tree, "train.sh", "own.toml", preexec_fn=as_somebody_else)
+    assert code == 1
+    assert f"you cannot write in {tree}: let its owner run this command" in errors
+    assert run(tree, "train.sh", "own.toml")[0] == 0
+    asked = f"{tree}:  -m jaxpipe.train own.toml\n"
+    assert run(tree, "train.sh", "own.toml", preexec_fn=as_somebody_else) == (0, asked, "")
+
+
+def test_users_with_other_pythons_share_an_environment(tree):
+    """It stays that of whoever made it, but for one who names a Python."""
+    assert "making .venv with Python 3.12.1" in run(tree, "train.sh", "own.toml")[1]
+    (tree.parent / "python3.13").write_text(PYTHON.replace("$VERSION", "3.13.0"))
+    (tree.parent / "python3.13").chmod(0o755)
+    newer = {"PATH": f"{tree.parent}:/usr/bin:/bin"}
+    assert "making" not in run(tree, "train.sh", "own.toml", JAXPIPE_PYTHON="", **newer)[1]
+    named = {"JAXPIPE_PYTHON": str(tree.parent / "python3.13")}
+    assert "making .venv with Python 3.13.0" in run(tree, "train.sh", "own.toml", **named)[1]
+
+
+def test_a_checkout_that_moved_is_made_anew(tree):
+    run(tree, "train.sh", "own.toml")
+    moved = tree.rename(tree.parent / "moved")
+    assert "making .venv" in run(moved, "train.sh", "own.toml")[1]
+    (tree.parent / "link").symlink_to(moved)
+    assert "making .venv" not in run(tree.parent / "link", "train.sh", "own.toml")[1]
+
+
+def test_without_a_network_the_remedy_is_told_and_the_next_try_installs(tree):
+    code, said, errors = run(tree, "train.sh", "own.toml", NO_NETWORK="1")
+    assert code == 1
+    assert "set PIP_INDEX_URL to a mirror, or PIP_NO_INDEX=1 and PIP_FIND_LINKS" in errors
+    assert "jaxpipe.train" not in said
+    assert "-m pip install" in run(tree, "train.sh", "own.toml")[2]
 
 
 @pytest.mark.parametrize("script", ["train.sh", "plan.sh", "local_multiprocess.sh"])
