@@ -36,6 +36,10 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, besid
         exit 1
     fi
     if command -v flock >/dev/null; then flock 9; fi
+    # One that the user made by hand is kept, with the packages in it.
+    if [ ! -e .venv/made-for ] && .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
+        echo "$(usable_version .venv/bin/python) $PWD" >.venv/made-for
+    fi
     if ! is_made_for "$version"; then
         if [ -n "${JAXPIPE_PYTHON:-}" ]; then
             python=$JAXPIPE_PYTHON

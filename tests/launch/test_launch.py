@@ -110,6 +110,20 @@ def test_users_with_other_pythons_share_an_environment(tree):
     assert "making .venv with Python 3.13.0" in run(tree, "train.sh", "own.toml", **named)[1]
 
 
+def test_an_environment_made_by_hand_is_kept(tree):
+    """With a GPU's packages, which a node without one would not install again."""
+    own = tree / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    shutil.copy(tree.parent / "python", own)
+    (tree / ".venv" / "cuda").touch()
+    code, said, errors = run(tree, "train.sh", "own.toml", JAXPIPE_PYTHON="")
+    assert code == 0, errors
+    assert "making .venv" not in said
+    assert "-m pip install" in errors
+    assert (tree / ".venv" / "cuda").exists()
+    assert run(tree, "train.sh", "own.toml", JAXPIPE_PYTHON="")[2] == ""
+
+
 def test_a_checkout_that_moved_is_made_anew(tree):
     run(tree, "train.sh", "own.toml")
     moved = tree.rename(tree.parent / "moved")

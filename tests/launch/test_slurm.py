@@ -41,8 +41,8 @@ def checkout(tmp_path, request):
         (root / name).symlink_to(ROOT / name)
     python = root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    program = {"stand_in": f'{STAND_IN} "${{@:2}}"', "training": '"$@"'}[request.param]
-    python.write_text(f"#!/usr/bin/env bash\nexec {sys.executable} {program}\n")
+    program = {"stand_in": f'"{STAND_IN}" "${{@:2}}"', "training": '"$@"'}[request.param]
+    python.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" {program}\n')
     python.chmod(0o755)
     return root
 
