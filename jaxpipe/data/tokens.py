@@ -80,6 +80,7 @@ class BareShard:
     vouched: bool
     whole_digest: Callable[[], str] | None = None
     ends: np.ndarray | None = None
+    masked: bool = False
 
     @property
     def path(self) -> Path:

@@ -19,7 +19,7 @@ def test_sparse_files_are_a_set_of_documents(tmp_path, manifest):
     assert documents.lengths.tolist() == [1000] * 6
     assert {shard.vouched for shard in documents.shards} == {manifest}
     assert not documents.stream(0, 6000).any()
-    config = DataConfig(source="file", path=str(tmp_path), heldout_path=str(tmp_path))
+    config = DataConfig(source="file", path=str(tmp_path))
     took = opening.open_and_read(config, print, seq_len=64)
     assert took.opening > 0
     assert took.memory > 1e6
