@@ -123,9 +123,9 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
-    from jaxpipe.bench.own import measure
     from jaxpipe.checkpoint import Checkpoints, Keying
     from jaxpipe.runtime.directory import WriteGuard, locked
+    from jaxpipe.data.remarks import remarks
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -172,7 +172,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             state = trainer.init()
             checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
             return 0
-        for part in (*said, summary(trainer)):
+        samples = config.train.steps * config.tokens_per_step // config.train.seq_len
+        for part in (*said, summary(trainer), *remarks(data.train, samples)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.samples import PADDING, Sample, Samples
+from jaxpipe.model.loss import IGNORE
 
 Batch = dict[str, np.ndarray]
 LengthOf = Callable[[int], int]  # L of a step, from the tokens of its longest row
@@ -71,6 +73,14 @@ class Contents:
         return int(self.documents.sum())
 
 
+class Source(NamedTuple):
+    """What a split has of one source."""
+
+    place: str
+    samples: int  # in one epoch
+    share: float  # of the samples of the split
+
+
 @dataclass(frozen=True)
 class Split:
     """The training or the held-out samples, in order.
@@ -84,6 +94,8 @@ class Split:
     order: grain.MapDataset[int]  # indices into samples; longer than them if endless
     # the same by a digest of whole files, which takes reading them: older checkpoints hold it
     whole_fingerprint: Callable[[], str] | None = None
+    sources: tuple[Source, ...] = ()  # that are mixed
+    masked: bool = False  # whether some targets may not count in the loss
 
     def __len__(self) -> int:
         """Number of samples in one epoch."""
@@ -94,6 +106,12 @@ class Split:
         if fingerprint == self.fingerprint or self.whole_fingerprint is None:
             return fingerprint == self.fingerprint
         return fingerprint == self.whole_fingerprint()
+
+    def without_target(self, most: int = 64) -> tuple[int, int]:
+        """How many of the first samples in order have no target that counts, and of how many."""
+        looked = min(most, len(self)) if self.masked else 0
+        targets = (self.samples[self.order[at]]["targets"] for at in range(looked))
+        return sum(bool((one == IGNORE).all()) for one in targets), looked
 
     def contents(self, position: int, step: int) -> Contents:
         """What the `step` samples from a position on hold, as their index tells: nothing is read.

@@ -47,6 +47,7 @@ class Shard(Protocol):
     digest: str
     whole_digest: Callable[[], str] | None  # of all its bytes, where `digest` is of some
     vouched: bool  # whether its ids are known to be in the vocabulary
+    masked: bool  # whether it says which tokens count in the loss
 
     def lengths(self) -> np.ndarray:
         """Tokens of every document, integers `[documents]`."""

@@ -71,7 +71,7 @@ def _found(path: str) -> list[Path]:
     found = [
         file
         for file in named
-        if file in prepared or (file.suffix in _SUFFIXES and file.parent not in prepared)
+        if file in prepared or (_is_ids(file) and file.parent not in prepared)
     ]
     if not found:
         raise ConfigError(f"{path} does not exist: correct its path in [data].")
@@ -82,11 +82,11 @@ def _files(path: Path) -> list[Path]:
     """A file of token ids, or those in a folder."""
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        files = sorted(file for file in path.iterdir() if _is_ids(file))
         for index in path.glob("*.idx"):
             if index.with_suffix(".bin") not in files:
                 raise ConfigError(f"{index} has no {index.stem}.bin beside it: copy it there.")
-    elif path.suffix not in _SUFFIXES:
+    elif not _is_ids(path):
         files = []
     if not files:
         raise ConfigError(
@@ -96,12 +96,22 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
+def _is_ids(file: Path) -> bool:
+    """Whether a file holds token ids by its name, capitals or not."""
+    if file.suffix.lower() == ".bin" != file.suffix:
+        raise ConfigError(
+            f"{file} is named {file.suffix}, and the files beside it that say what it holds would "
+            f"not be found: rename them to end in small letters."
+        )
+    return file.suffix.lower() in _SUFFIXES
+
+
 def _open_file(path: Path, vocab_size: int, *, whole: bool) -> Shard:
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return open_indexed(path)
     if path.stat().st_size == 0:
         raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return open_parquet(path)
     return open_tokens(path, vocab_size, whole=whole)
 

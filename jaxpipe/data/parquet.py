@@ -1,27 +1,37 @@
 """Shards in Parquet: a column of lists of token ids, each a document.
 
 What can be read of it is a row group, so a sample costs the reading of one or two. How many tokens
-a row group has stands in the file's footer.
+a row group has stands in the file's footer. Other columns may say which tokens count in the loss:
+`labels`, which are the ids themselves and -100 where nothing is to be learned, and masks of 0 and 1.
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import needed
 from jaxpipe.data.tokens import IdFile
+from jaxpipe.model.loss import IGNORE
 
 COLUMNS = ("input_ids", "tokens")  # the column's name where there are several of lists
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")  # a token counts in all
+PADDED = "attention_mask"  # read only to refuse rows that hold padding
 _KEPT = 4  # row groups of a shard that stay in memory
 
-Group = tuple[np.ndarray, np.ndarray]  # ids [tokens], and ends of the documents among them
+
+class Group(NamedTuple):
+    """A row group."""
+
+    ids: np.ndarray  # integers [tokens]
+    ends: np.ndarray  # of the documents among them
+    counted: np.ndarray | None  # bool [tokens]: whether a token counts in the loss; None: all do
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class ParquetShard:
     path: Path
     starts: tuple[int, ...]  # of the row groups, in tokens, and the end of the last
     group: Callable[[int], Group]
+    masked: bool
     digest: str
     vouched: bool = False
     whole_digest: None = None
@@ -43,27 +54,33 @@ class ParquetShard:
     def lengths(self) -> np.ndarray:
         """Tokens of every document; reads the whole file."""
         groups = range(len(self.starts) - 1)
-        return np.concatenate([np.diff(self.group(number)[1], prepend=0) for number in groups])
+        return np.concatenate([np.diff(self.group(number).ends, prepend=0) for number in groups])
 
     def document_start(self, token: int) -> int:
         """Where the document with this token begins."""
         number = bisect.bisect_right(self.starts, token) - 1
-        start, ends = self.starts[number], self.group(number)[1]
+        start, ends = self.starts[number], self.group(number).ends
         before = np.searchsorted(ends, token - start, side="right")
         return start + (int(ends[before - 1]) if before else 0)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Ids of the tokens from `begin` to `end`."""
-        number, parts = bisect.bisect_right(self.starts, begin) - 1, []
+        return np.concatenate([group.ids[part] for group, part in self._within(begin, end)])
+
+    def counted(self, begin: int, end: int) -> np.ndarray | None:
+        """Which of them count in the loss, `bool [end - begin]`; None: all."""
+        if not self.masked:
+            return None
+        return np.concatenate([group.counted[part] for group, part in self._within(begin, end)])
+
+    def _within(self, begin: int, end: int) -> Iterator[tuple[Group, slice]]:
+        """The row groups of a stretch, and what of each."""
+        number = bisect.bisect_right(self.starts, begin) - 1
         while begin < end:
             start = self.starts[number]
-            parts.append(self.group(number)[0][begin - start : end - start])
+            yield self.group(number), slice(begin - start, end - start)
             number += 1
             begin = self.starts[number]
-        return np.concatenate(parts)
-
-    def counted(self, begin: int, end: int) -> None:
-        """None: all count in the loss."""
 
 
 def open_parquet(path: Path) -> ParquetShard:
@@ -71,7 +88,7 @@ def open_parquet(path: Path) -> ParquetShard:
 
     Raises `ConfigError` where it is none, or has no column of lists of integers, or several of
     which none is named `input_ids` or `tokens`; and as it is read where a row group has other
-    tokens than its footer says.
+    tokens than its footer says, padding, or masks that do not fit the ids.
     """
     parquet = needed("pyarrow.parquet", f"reading {path}")
     try:
@@ -79,7 +96,8 @@ def open_parquet(path: Path) -> ParquetShard:
             metadata, schema = file.metadata, file.schema_arrow
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no Parquet file, or is truncated: write it again.") from error
-    column = _column(path, schema)
+    column, masks = _column(path, schema), [name for name in MASKS if name in schema.names]
+    columns = [column, *masks, *([PADDED] if PADDED in schema.names else [])]
     chunks = [
         next(
             chunk
@@ -95,34 +113,75 @@ def open_parquet(path: Path) -> ParquetShard:
     def group(number: int) -> Group:
         try:  # a file of its own, for one is not for several threads
             with parquet.ParquetFile(path, metadata=metadata) as file:
-                lists = file.read_row_group(number, columns=[column])[column].combine_chunks()
+                table = file.read_row_group(number, columns=columns)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
                 f"again."
             ) from error
-        ids = lists.flatten().to_numpy(zero_copy_only=False)
+        ids, lengths = _flat(table[column])
         if len(ids) != sizes[number] or ids.dtype.kind not in "iu":
             raise ConfigError(
                 f"row group {number} of {path} has lists that are empty or hold nulls, and no "
                 f"statistics that tell: write it without these."
             )
-        lengths = np.diff(lists.offsets.to_numpy())
-        return ids, np.cumsum(lengths[lengths > 0])
+        counted = np.ones(len(ids), bool)
+        for name in columns[1:]:
+            values, own = _flat(table[name])
+            if fault := _mask_fault(name, values, own, ids, lengths):
+                raise ConfigError(f"row group {number} of {path}, {fault}.")
+            counted &= values != IGNORE if name == "labels" else values != 0
+        return Group(ids, np.cumsum(lengths[lengths > 0]), counted if masks else None)
 
-    stored = IdFile(path, np.dtype("u1"), 0, path.stat().st_size)
-    return ParquetShard(path, tuple(accumulate(sizes, initial=0)), group, stored.sampled_digest())
+    digest = IdFile(path, np.dtype("u1"), 0, path.stat().st_size).sampled_digest()
+    digest += f" {'+'.join(masks)}" if masks else ""  # runs that did not read them were of others
+    starts = tuple(accumulate(sizes, initial=0))
+    return ParquetShard(path, starts, group, bool(masks), digest)
+
+
+def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a column of lists of any kind, and how many each row has; null has none."""
+    compute = needed("pyarrow.compute", "reading Parquet")
+    lists = column.combine_chunks()
+    values = compute.list_flatten(lists).to_numpy(zero_copy_only=False)
+    lengths = compute.fill_null(compute.list_value_length(lists), 0)
+    return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _mask_fault(
+    name: str, values: np.ndarray, own: np.ndarray, ids: np.ndarray, lengths: np.ndarray
+) -> str:
+    """Why a column with rows of `own` lengths is no mask of ids: where, and what it must be."""
+    if (other := own != lengths).any():
+        row = int(other.argmax())
+        return f"row {row + 1}: {name} has {own[row]} values for {lengths[row]} ids: write both alike"
+    if name == "labels":
+        wrong = (values != IGNORE) & (values != ids)
+        allowed = f"the id itself or {IGNORE}; labels that are moved by one token are not read"
+    elif name == PADDED:
+        wrong, allowed = values != 1, "1, for a row is taken as a document without padding"
+    else:
+        wrong, allowed = (values != 0) & (values != 1), "0 or 1"
+    if not wrong.any():
+        return ""
+    at = int(wrong.argmax())
+    row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+    return f"row {row + 1}: {name} is {values[at]} beside the id {ids[at]}, and must be {allowed}"
 
 
 def _column(path: Path, schema: Any) -> str:
     """The name of the column with the ids."""
     types = needed("pyarrow.types", f"reading {path}")
-    lists = [
-        field.name
-        for field in schema
-        if (types.is_list(field.type) or types.is_large_list(field.type))
-        and types.is_integer(field.type.value_type)
-    ]
+    kinds = {field.name: _value_type(field.type) for field in schema}
+    for name in (*MASKS, PADDED):
+        kind = kinds.pop(name, None)
+        number = kind is not None and (types.is_boolean(kind) or types.is_integer(kind))
+        if name in schema.names and not (number or (kind and types.is_floating(kind))):
+            raise ConfigError(
+                f"{path} has a column {name} of {schema.field(name).type}, but beside ids it is a "
+                f"list of numbers a row, which say what counts in the loss: write it so, or drop it."
+            )
+    lists = [name for name, kind in kinds.items() if kind is not None and types.is_integer(kind)]
     chosen = [name for name in COLUMNS if name in lists] or lists
     if chosen == lists and len(lists) != 1:
         raise ConfigError(
@@ -130,3 +189,10 @@ def _column(path: Path, schema: Any) -> str:
             f"{' or '.join(COLUMNS)}: give the ids that name."
         )
     return chosen[0]
+
+
+def _value_type(kind: Any) -> Any:
+    """The type of the values of lists of any kind, or None for what is no list."""
+    types = needed("pyarrow.types", "reading Parquet")
+    tests = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    return kind.value_type if any(getattr(types, f"is_{test}")(kind) for test in tests) else None

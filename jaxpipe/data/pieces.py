@@ -37,7 +37,8 @@ def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
     they are left out. What is below the output, if one is given, is no input. Raises `ConfigError`
     where there are none.
     """
-    files, left_out = [], []
+    files: list[Path] = []
+    beside: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"the input {path} does not exist: correct its path.")
@@ -52,10 +53,11 @@ def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
                 found.append(file)
         records = [file for file in found if kind(file) != "text"]
         files += records or found
-        left_out += [file for file in found if records and file not in files]
+        beside += [file for file in found if records and kind(file) == "text"]
     if not files:
         raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
-    return Inputs(files, left_out)
+    named = {*files}
+    return Inputs(files, [file for file in beside if file not in named])
 
 
 def cut(files: Iterable[Path], size: int) -> list[Piece]:

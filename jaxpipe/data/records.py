@@ -26,9 +26,8 @@ HARMLESS = frozenset(
     "message_id conversation_id session_id tool_call_id score rating num_turns num_tokens "
     "token_count finish_reason".split()
 )
-_ROLES = {"human": "user", "gpt": "assistant"} | {
-    role: role for role in ("system", "developer", "user", "assistant", "tool", "function")
-}
+_ROLES = {role: role for role in "system developer user assistant tool function".split()}
+_ROLES |= {"human": "user", "gpt": "assistant"}
 _SWITCHES = ("weight", "train", "loss")  # of a message: 1 or true where it counts, 0 or false
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
-from jaxpipe.data.batches import Split, heldout_order, training_order
+from jaxpipe.data.batches import Source, Split, heldout_order, training_order
 from jaxpipe.data.corpus import corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.opening import check_tokenizers, open_documents
@@ -25,6 +25,8 @@ class Part:
     fingerprint: str
     weight: float = 1.0
     whole_fingerprint: Callable[[], str] | None = None  # see `Split`
+    place: str = "dummy"  # where it is, for messages
+    masked: bool = False  # see `Split`
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,19 @@ def _split(name: str, parts: Sequence[Part], sizes: str, seed: int | None = None
     lengths, weights = [len(part.samples) for part in parts], [part.weight for part in parts]
     training = name == "training"
     order = training_order(lengths, weights, seed) if training else heldout_order(lengths, weights)
+    sources = tuple(
+        Source(part.place, len(part.samples), part.weight / sum(weights)) for part in parts
+    )
+    known = {"sources": sources, "masked": any(part.masked for part in parts)}
     if len(parts) == 1:
         part, whole = parts[0], parts[0].whole_fingerprint
         whole_fingerprint = whole and (lambda: f"{whole()} {sizes}")
-        return Split(name, f"{part.fingerprint} {sizes}", part.samples, order, whole_fingerprint)
+        return Split(
+            name, f"{part.fingerprint} {sizes}", part.samples, order, whole_fingerprint, **known
+        )
     shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
     samples = JoinedSamples([part.samples for part in parts])
-    return Split(name, f"{' + '.join(shares)} {sizes}", samples, order)
+    return Split(name, f"{' + '.join(shares)} {sizes}", samples, order, **known)
 
 
 def _dummy_parts(
@@ -120,15 +128,17 @@ def _dummy_parts(
 def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: float) -> Part:
     """The samples of a source's documents."""
     name = "file" if config.sources else config.source
+    masked = any(shard.masked for shard in documents.shards)
+    known = {"weight": weight, "place": documents.place, "masked": masked}
     if rows.packing != "none":
         samples = _packed(documents, rows, shared=config.packing != "none")
-        return Part(samples, f"{name} {documents.fingerprint}{rows.description}", weight)
+        return Part(samples, f"{name} {documents.fingerprint}{rows.description}", **known)
     whole = documents.whole_fingerprint
     return Part(
         CutSamples(documents, rows.seq_len),
         f"{name} {documents.fingerprint}",
-        weight,
-        whole and (lambda: f"{name} {whole()}"),
+        whole_fingerprint=whole and (lambda: f"{name} {whole()}"),
+        **known,
     )
 
 
@@ -148,6 +158,34 @@ def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> Packed
             f"an input and its target: use other data."
         )
     return PackedSamples(documents, packing, shared)
+
+
+def _check_apart(
+    to_train_on: Sequence[ShardedDocuments], held_out: Sequence[ShardedDocuments]
+) -> None:
+    """Raise `ConfigError` for a file that is trained on under two names, or held out as well.
+
+    A file is the same under all of its links; what is held out may not be a copy either.
+    """
+    files: dict[tuple[int, int], Path] = {}
+    digests: dict[str, Path] = {}
+    for shard in (shard for documents in to_train_on for shard in documents.shards):
+        status = shard.path.stat()
+        if other := files.get(file := (status.st_dev, status.st_ino)):
+            raise ConfigError(
+                f"{shard.path} is to be trained on twice, also as {other}: name a file in one place "
+                f"of [data], and give its source a larger weight if it is to be seen more often."
+            )
+        files[file] = digests[shard.digest] = shard.path
+    for shard in (shard for documents in held_out for shard in documents.shards):
+        status = shard.path.stat()
+        other = files.get((status.st_dev, status.st_ino)) or digests.get(shard.digest)
+        if other:
+            name = "" if other == shard.path else f", as {other}"
+            raise ConfigError(
+                f"data.heldout_path names {shard.path}, which is also trained on{name}: take it out "
+                f"of what is trained on, or leave data.heldout_path out."
+            )
 
 
 Weighted = tuple[ShardedDocuments, float]
@@ -174,6 +212,7 @@ def _opened(
     apart = [(open_documents(config.heldout_path, vocab_size), 1.0)] if config.heldout_path else []
     known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
     check_tokenizers({documents.tokenizer: documents.place for documents in known})
+    _check_apart([documents for documents, _ in opened], [documents for documents, _ in apart])
     if apart:
         return opened, apart
     cut = [(documents.split(config.heldout_fraction), weight) for documents, weight in opened]

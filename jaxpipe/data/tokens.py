@@ -13,6 +13,10 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import check_ids
 
 WHOLE = 1 << 30  # bytes of a source up to which its bare files are read whole on opening: a second
+# How llm.c and modded-nanogpt begin a file of tokens: 256 int32, of which the first are the number
+# of the format, its version, and how many tokens follow (llm.c, dev/data/data_common.py).
+_HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+_HEADER_BYTES = 1024
 _CHUNK = 1 << 20  # tokens read at a time
 _BLOCKS, _BLOCK = 16, 4096  # a large file is known by so many stretches of so many bytes
 
@@ -76,6 +80,7 @@ class BareShard:
     vouched: bool
     whole_digest: Callable[[], str] | None = None
     ends: np.ndarray | None = None
+    masked: bool = False
 
     @property
     def path(self) -> Path:
@@ -118,13 +123,13 @@ def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
 
     A `.npy` file names its integer type itself. A `.bin` file is bare little-endian integers of the
     type in its sidecar, `{"dtype": "uint8" | "uint16" | "uint32"}` in the `.json` file of the same
-    name, or uint16 where there is none. With `whole` it is read once to check and digest it, at
+    name, or uint16 where there is none; or it has the header of llm.c, which tells. With `whole` it is read once to check and digest it, at
     about 1 GB/s; else it is known by stretches of it, and ids are checked as they are read.
 
     Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
     0..vocab_size-1.
     """
-    ids = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
+    ids = _open_npy(path) if path.suffix.lower() == ".npy" else _open_bin(path)
     if not whole:
         return BareShard(ids, ids.sampled_digest(), False, ids.whole_digest)
     digest = ids.whole_digest(lambda part, begin: check_ids(part, vocab_size, path, begin))
@@ -149,6 +154,8 @@ def _open_npy(path: Path) -> IdFile:
 
 def _open_bin(path: Path) -> IdFile:
     sidecar, size = path.with_suffix(".json"), path.stat().st_size
+    if found := _open_llmc(path, size):
+        return found
     try:
         name = "uint16"
         if sidecar.exists():
@@ -165,3 +172,24 @@ def _open_bin(path: Path) -> IdFile:
             f"of a {name}: it is truncated, or {sidecar.name} must name another dtype."
         )
     return IdFile(path, dtype, 0, size // dtype.itemsize)
+
+
+def _open_llmc(path: Path, size: int) -> IdFile | None:
+    """The ids behind the header of llm.c, where a file begins with one."""
+    magic, version, tokens = np.fromfile(path, "<i4", 3).tolist() if size >= 12 else (0, 0, 0)
+    if magic not in {known for known, _ in _HEADERS}:
+        return None
+    name = _HEADERS.get((magic, version))
+    if name is None:
+        raise ConfigError(
+            f"{path} begins as a token file of llm.c, but of version {version}, which is not read: "
+            f"write it as .npy."
+        )
+    dtype = np.dtype(name).newbyteorder("<")
+    if size != _HEADER_BYTES + tokens * dtype.itemsize:
+        raise ConfigError(
+            f"{path} begins as a token file of llm.c with {tokens} tokens of {name}, which is "
+            f"{_HEADER_BYTES + tokens * dtype.itemsize} bytes, but it has {size}: it is truncated, "
+            f"or must be written again."
+        )
+    return IdFile(path, dtype, _HEADER_BYTES, tokens)

@@ -72,7 +72,9 @@ def test_only_answers_count(tmp_path: Path) -> None:
     assert len([*(tmp_path / "out").glob("*.mask")]) == 2
 
     out = str(tmp_path / "out")
-    config = DataConfig(source="file", path=out, heldout_path=out, shuffle=False)
+    np.save(tmp_path / "heldout.npy", np.zeros(9, np.uint8))
+    heldout = str(tmp_path / "heldout.npy")
+    config = DataConfig(source="file", path=out, heldout_path=heldout, shuffle=False)
     data = open_data(config, seq_len=8, vocab_size=256, seed=0, directory=tmp_path)
     stream = documents.stream(0, 73).astype(np.int32)
     batch = data.train.batch(0, microbatches=1, batch_size=9)

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import layout
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data import opening
+from jaxpipe.data.remarks import remarks
 from jaxpipe.data.sources import Data, open_data
 
 SIZES = {"seq_len": 16, "vocab_size": 1000, "seed": 7}
@@ -165,9 +169,79 @@ def test_one_source_is_a_path(file: Path, tmp_path: Path) -> None:
 
 def test_several_sources_have_one_heldout_path(file: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "heldout.npy", np.full(99, 7))
-    config = sources_of((file, 1), (file, 1), heldout_path=str(tmp_path / "heldout.npy"))
+    other = tmp_path / "other.npy"
+    np.save(other, np.load(file))
+    config = sources_of((file, 1), (other, 1), heldout_path=str(tmp_path / "heldout.npy"))
     data = open_data(config, **SIZES, directory=tmp_path)
     assert (len(data.train), all_ids(data)[1]) == (2 * 62, {7})
+
+
+def copied(file: Path, to: Path, how: str) -> Path:
+    """The same tokens under another name."""
+    match how:
+        case "link":
+            to.symlink_to(file)
+        case "hard link":
+            to.hardlink_to(file)
+        case "copy":
+            to.write_bytes(file.read_bytes())
+        case _:
+            return file
+    return to
+
+
+@pytest.mark.parametrize("how", ["same", "link", "hard link", "copy", "folder", "pattern"])
+def test_what_is_held_out_is_not_trained_on(file: Path, tmp_path: Path, how: str) -> None:
+    heldout = copied(file, tmp_path / "heldout.npy", how)
+    paths = {"folder": str(tmp_path), "pattern": f"{tmp_path}/*.npy"}
+    config = DataConfig(source="file", path=paths.get(how, str(file)), heldout_path=str(heldout))
+    with pytest.raises(ConfigError, match=r"names .*\.npy, which is also trained on.*: take it out"):
+        open_data(config, **SIZES, directory=tmp_path)
+    config = sources_of((file, 1), heldout_path=str(heldout))
+    with pytest.raises(ConfigError, match=r"also trained on"):
+        open_data(config, **SIZES, directory=tmp_path)
+
+
+@pytest.mark.parametrize("how", ["same", "link", "hard link", "folder"])
+def test_a_file_is_trained_on_once(file: Path, tmp_path: Path, how: str) -> None:
+    other = tmp_path if how == "folder" else copied(file, tmp_path / "other.npy", how)
+    with pytest.raises(ConfigError, match=r"tokens\.npy|other\.npy is to be trained on twice, also"):
+        open_data(sources_of((file, 1), (other, 1)), **SIZES, directory=tmp_path)
+    if "link" in how:  # in one folder
+        config = DataConfig(source="file", path=str(tmp_path))
+        with pytest.raises(ConfigError, match=r"is to be trained on twice"):
+            open_data(config, **SIZES, directory=tmp_path)
+
+
+def test_a_source_that_is_repeated_often_is_told(file: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small.npy"
+    np.save(small, np.arange(7 * 16 + 1))
+    np.save(tmp_path / "heldout.npy", np.full(99, 7))
+    config = sources_of((file, 1), (small, 1), heldout_path=str(tmp_path / "heldout.npy"))
+    train = open_data(config, **SIZES, directory=tmp_path).train
+    (sentence,) = remarks(train, 400)  # 200 samples of 62, and of 7
+    assert "small.npy has 7 samples, and the run takes 29 epochs of it" in sentence
+    assert not [*remarks(train, 56)]
+
+
+@pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
+def test_samples_without_targets_are_told(tmp_path: Path, packing: Any) -> None:
+    """Documents of 65 tokens, of which the last 8 count."""
+    labels = [*[-100] * 57, *range(57, 65)]
+    table = pyarrow.table({"input_ids": [[*range(65)]] * 8, "labels": [labels] * 8})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    layout.write(tmp_path / "heldout.bin", [[[*range(40)]]], "uint16")
+    heldout = str(tmp_path / "heldout.bin")
+    config = DataConfig(
+        source="file", path=str(tmp_path / "a.parquet"), heldout_path=heldout, packing=packing
+    )
+    data = open_data(config, **SIZES, directory=tmp_path)
+    targets = [data.train.samples[i]["targets"] for i in range(len(data.train))]
+    empty = sum((one == -100).all() for one in targets)
+    assert data.train.without_target() == (empty, len(targets))
+    assert 16 <= empty < 32
+    assert f"{empty} of the first 32 samples have no target" in next(remarks(data.train, 32))
+    assert data.heldout.without_target() == (0, 0)
 
 
 def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:

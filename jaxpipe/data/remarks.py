@@ -1,0 +1,23 @@
+"""What the log says of the data of a run before it begins."""
+
+from collections.abc import Iterator
+
+from jaxpipe.data.batches import Split
+
+# Up to four epochs teach about as much as new text does (Muennighoff et al. 2023, Scaling
+# Data-Constrained Language Models, arXiv:2305.16264).
+_MOST_EPOCHS = 4
+
+
+def remarks(train: Split, samples: int) -> Iterator[str]:
+    """Sentences on sources that are repeated often in so many samples, and on wasted samples."""
+    for place, size, share in train.sources:
+        epochs = samples * share / size
+        if epochs > _MOST_EPOCHS:
+            yield f"warning: {place} has {size:,} samples, and the run takes {epochs:,.0f} epochs of it"
+    without, looked = train.without_target()
+    if without:
+        yield (
+            f"warning: {without} of the first {looked} samples have no target that counts, so they "
+            f"teach nothing: a larger train.seq_len or data.packing may join them with others"
+        )
