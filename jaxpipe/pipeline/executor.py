@@ -106,9 +106,9 @@ class Pipeline:
 
         The losses of the head are summed over all examples and divided by the number of their
         terms, those of layers by the number of tokens (`StageFunctions.tokens`); either is 0 where
-        there are none. Gradients come in the form, dtype and sharding of `params`.
-        Backward computes them of the losses times `loss_scale`, a scalar, and divides them by it at
-        the end (None: see `Execution`).
+        there are none. Gradients come in the form, dtype and sharding of `params`. Backward
+        computes them of the losses times `loss_scale`, a scalar, and divides them by it at the end
+        (None: see `Execution`).
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
@@ -243,8 +243,9 @@ def loss_and_gradients(
     """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
 
     The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`, and the mean of
-    the losses that layers make, over its tokens: what the gradients are of. Gradients come in the form, dtype and sharding of `params`, which are in stage form. Raises `ValueError` where
-    model, parameters, batch, schedule and mesh do not fit each other.
+    the losses that layers make, over its tokens: what the gradients are of. These come in the form,
+    dtype and sharding of `params`, which are in stage form. Raises `ValueError` where model,
+    parameters, batch, schedule and mesh do not fit each other.
 
     A regression through four layers on two ranks:
 
