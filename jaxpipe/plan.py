@@ -1,11 +1,13 @@
 """`python -m jaxpipe.plan CONFIG [section.key=value ...]`: choose a schedule without any device.
 
 Prints every schedule that the configuration could have, with its bubbles, bytes and predicted
-speed, and the fastest within the memory. Exit codes: 0 done; 2 bad input.
+speed, and the fastest within the memory.
 
 With `--check-gpu h100` it compiles the training step for the configuration's GPUs instead, without
-having one, and says whether it fits and what hides behind what. Exit codes: 0 it fits; 1 it does
-not; 2 bad input, or no compiler for GPUs.
+having one, and says whether it fits and what hides behind what.
+
+Exit codes: 0 done; 2 bad input. With `--check-gpu`: 0 it fits; 1 it does not; 2 bad input, or no
+compiler for GPUs.
 """
 
 import argparse

@@ -58,8 +58,8 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
             else "embedding on the first pipeline rank, head on the last"
         ),
         "idle time": (
-            f"{report.bubble_scan:.1%} of a step (the pipeline bubble), {report.bubble_global:.1%} "
-            f"if ranks did not wait for each other's ticks; for equal times of F, B and W"
+            f"{report.bubble_scan:.1%} (the bubble, for equal op times); "
+            f"{report.bubble_global:.1%} if ranks ran freely"
         ),
         "learning rate": _learning_rate(config),
         **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),
@@ -89,7 +89,7 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     if planned.host:
         per_rank["on the host"] = planned.host
     table = Table(
-        "pipeline rank", "layers", "live microbatches", *(f"{name}" for name in per_rank), box=None
+        "pipeline rank", "layers", "in flight", *(f"{name}" for name in per_rank), box=None
     )
     for rank in range(pp):
         table.add_row(
