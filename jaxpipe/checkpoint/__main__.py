@@ -9,20 +9,22 @@ nothing is overwritten.
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.inspection import inspected
+from jaxpipe.checkpoint.quiet import quiet_threads
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.config.units import parse_bytes
@@ -32,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parsed(argv)
     try:
-        arguments.run(arguments)
+        with quiet_threads():
+            arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,15 +91,27 @@ def _import(arguments: argparse.Namespace) -> None:
     directory = arguments.out or Path(config.run.dir) / "imported"
     meta = {"config": configs.to_toml(config)}
     step = import_huggingface(arguments.source, config.model, directory, meta)
+    start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
+    words = ["python", "-m", "jaxpipe.train", arguments.config, *arguments.overrides, *start]
     print(
-        f"imported {config.model.parameter_count():,} parameters into {step}; to start a run from "
-        f"them add: checkpoint.resume={step} checkpoint.parameters_only=true"
+        f"imported {config.model.parameter_count():,} parameters into {step}; this starts a run "
+        f"from them:\n{shlex.join(words)}"
     )
 
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoint = StoredCheckpoint(arguments.checkpoint)
-    config = configs.load(arguments.config) if arguments.config else _stored_config(checkpoint)
+    if arguments.config:
+        config = configs.load(arguments.config)
+        check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
+    else:
+        config = _stored_config(checkpoint)
+    if not checkpoint.compared:
+        print(
+            f"checkpoint {checkpoint.directory} was saved by a version that wrote no checksums: "
+            f"nothing proves that its arrays are undamaged",
+            file=sys.stderr,
+        )
     export_huggingface(
         checkpoint,
         config.model,
@@ -125,13 +140,6 @@ def _stored_config(checkpoint: StoredCheckpoint) -> Config:
         ) from error
 
 
-def _unraisable(unraisable: Any) -> None:
-    """Leave out what is no news: other arrays than the first damaged one, of which Orbax tells."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
-
-
 if __name__ == "__main__":
-    sys.unraisablehook = _unraisable
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: leave accelerators alone
     sys.exit(main())
