@@ -146,6 +146,9 @@ def ends_without_saving(directory, process, before):
     output, _ = process.communicate()
     assert process.returncode == 4, output
     assert "a checkpoint could not be written" in output
+    assert "Traceback" not in output
+    assert "Event loop" not in output
+    assert output.count("\n") < 40, output
     assert max(losses(directory)) == 8
     found = contents(directory / "checkpoints")
     assert {path: found[path] for path in before} == before

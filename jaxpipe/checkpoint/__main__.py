@@ -17,15 +17,16 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, trained_with
 from jaxpipe.checkpoint.inspection import inspected
+from jaxpipe.checkpoint.quiet import quiet_threads
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.starting import write_config
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parsed(argv)
     try:
-        arguments.run(arguments)
+        with quiet_threads():
+            arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -143,7 +145,17 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoint = StoredCheckpoint(arguments.checkpoint)
-    config = configs.load(arguments.config) if arguments.config else _stored_config(checkpoint)
+    if arguments.config:
+        config = configs.load(arguments.config)
+        check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
+    else:
+        config = _stored_config(checkpoint)
+    if not checkpoint.compared:
+        print(
+            f"checkpoint {checkpoint.directory} was saved by a version that wrote no checksums: "
+            f"nothing proves that its arrays are undamaged",
+            file=sys.stderr,
+        )
     model, serving = config.model, ServingFiles.from_meta(checkpoint.meta)
     if arguments.tokenizer:
         serving = serving.with_tokenizer(arguments.tokenizer, model.vocab_size)
@@ -179,13 +191,6 @@ def _stored_config(checkpoint: StoredCheckpoint) -> Config:
         ) from error
 
 
-def _unraisable(unraisable: Any) -> None:
-    """Leave out what is no news: other arrays than the first damaged one, of which Orbax tells."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
-
-
 if __name__ == "__main__":
-    sys.unraisablehook = _unraisable
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: leave accelerators alone
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from jaxpipe.checkpoint.integrity import (
 )
 from jaxpipe.checkpoint.keying import Keying
 from jaxpipe.checkpoint.memory import freed_at_once
+from jaxpipe.checkpoint.quiet import quiet_threads
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 
@@ -75,6 +77,7 @@ class Checkpoints:
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._say = say
+        self._quiet = contextlib.ExitStack()
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
             self._remove_unfinished()  # of a process that was killed: no other run writes here
@@ -90,14 +93,17 @@ class Checkpoints:
         )
 
     def __enter__(self) -> "Checkpoints":
+        self._quiet.enter_context(quiet_threads())
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None and processes.started() > 1:
-            return  # another process may be gone, and to finish a save with it would take for ever
-        self.wait()
-        with self._unwritten_is_said():
-            self._manager.close()
+        with self._quiet:
+            if kind is not None and processes.started() > 1:
+                return  # another process may be gone, and to finish a save with it would not end
+            self.wait()
+            with self._unwritten_is_said():
+                self._manager.close()
+            self._remove_unfinished()  # TensorStore may have gone on for a while
 
     def wait(self) -> None:
         """Until what is being saved is on disk, or has failed and what there is of it is gone."""
@@ -208,7 +214,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._say(
-                f"warning: a checkpoint could not be written ({first_line(error)}): training goes "
+                f"warning: a checkpoint could not be written ({_reason(error)}): training goes "
                 f"on, and the checkpoints before it are as they were; make room in "
                 f"{self.directory}, or make it writable."
             )
@@ -297,6 +303,12 @@ def _read_arrays(path: Path, keying: Keying, like: Tree, exclusion: Exclusion | 
             new = leaves_by_name(keying.rows(exclusion.fresh()))
             state = replaced(state, left_out, lambda name: new[name])
         return keying.staged(state, like)
+
+
+def _reason(error: Exception) -> str:
+    """The words of the operating system, where TensorStore quotes them, or else the first line."""
+    quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
+    return quoted[1].strip() if quoted else first_line(error)
 
 
 def _check_writable(directory: Path) -> None:

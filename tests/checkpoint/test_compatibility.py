@@ -1,0 +1,159 @@
+"""A checkpoint goes on as the model that it was trained as, or somebody says that it shall not."""
+
+import json
+import shlex
+import shutil
+import typing
+
+import msgspec
+import pytest
+from hf_models import LLAMA, QWEN3_MOE, random_tensors, write_model
+from test_start import SMALL
+
+from jaxpipe import config as configs
+from jaxpipe import train
+from jaxpipe.checkpoint.__main__ import main as command
+from jaxpipe.checkpoint.compatibility import MAY_DIFFER, SHOWN_BY_ARRAYS, changed_settings
+from jaxpipe.config import Config, TrainConfig
+from jaxpipe.model import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    assert train.main([SMALL, f"run.dir={directory}", "train.steps=3"]) == 0
+    return directory
+
+
+@pytest.fixture
+def starts(tmp_path, run):
+    """The ways to take that run's checkpoint: in the run itself, by its path, its parameters."""
+    same = tmp_path / "same"
+    shutil.copytree(run, same)
+    other = [SMALL, f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={run}"]
+    return [
+        [SMALL, f"run.dir={same}", "train.steps=4"],
+        [*other, "train.steps=4"],
+        [*other, "checkpoint.parameters_only=true", "train.steps=3"],
+    ]
+
+
+CHANGED = ["model.rope_theta=10000.0", "model.norm_eps=0.001", "model.rope_factor=2.0",
+           "model.sliding_window=7"]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_another_model_of_the_same_shapes_is_refused(starts, change, capsys):
+    key, _, value = change.partition("=")
+    for words in starts:
+        assert train.main([*words, change]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        before, now = error.split(" but this configuration has ")
+        assert f"was trained with {key}=" in before
+        assert now.startswith(f"{key}={value}: set {key}=")
+        assert f"'checkpoint.allow_changed=[\"{key}\"]'" in now
+
+
+def test_heads_of_the_same_product_are_another_model(starts, capsys):
+    config = configs.load(SMALL)
+    heads, width = config.model.n_heads, config.model.head_size
+    keys = config.model.n_kv_heads
+    change = [f"model.n_heads={heads // 2}", f"model.n_kv_heads={keys // 2}",
+              f"model.head_dim={width * 2}"]  # fmt: skip
+    assert train.main([*starts[0], *change]) == 2
+    assert f"was trained with model.n_heads={heads}, model.head_dim={width}" in (
+        capsys.readouterr().err.replace(f" model.n_kv_heads={keys},", "")
+    )
+
+
+def test_a_change_that_is_allowed_is_taken(starts, capsys):
+    """And stored, so that the next start needs no permission and the old value would."""
+    words, stretch = starts[0], "model.rope_factor=2.0"
+    allow = 'checkpoint.allow_changed=["model.rope_factor"]'
+    assert train.main([*words, stretch, allow]) == 0
+    assert train.main([*words, stretch, "train.steps=5"]) == 0
+    assert train.main([*words, "train.steps=6"]) == 2
+    assert train.main([*words, stretch, 'checkpoint.allow_changed=["model.rope"]']) == 2
+    assert "has 'model.rope', but what it may name are the fields" in capsys.readouterr().err
+
+
+def test_what_may_differ_may(starts):
+    same = ["model.head_dim=8", "model.attention_dropout=0.1", "model.dropout=0.1"]
+    assert configs.load(SMALL).model.head_size == 8
+    assert train.main([*starts[0], *same, "model.max_seq_len=4096"]) == 0
+
+
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_another_optimizer_is_named(starts, name, capsys):
+    for words in starts[:2]:
+        assert train.main([*words, f"optimizer.name={name}"]) == 2
+        error = capsys.readouterr().err
+        assert "was trained with optimizer.name='adamw' but" in error
+        assert (
+            f"optimizer.name='{name}', which has other moments: set optimizer.name=adamw" in error
+        )
+        assert error.count("\n") == 1
+    assert train.main([*starts[2], f"optimizer.name={name}"]) == 0
+
+
+OTHER = {int: lambda value: value + 1, float: lambda value: value * 2 + 0.25,
+         bool: lambda value: not value, str: lambda value: value + "x"}  # fmt: skip
+
+
+def other_value(hint, value):
+    """A value of a field's type that is not this one."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    if typing.get_origin(hint) is typing.Literal:
+        return next(choice for choice in typing.get_args(hint) if choice != value)
+    return OTHER[type(value)](value)
+
+
+@pytest.mark.parametrize(("family", "model"), [("llama", QWEN3_MOE), ("gpt2", None)])
+def test_every_field_is_compared_but_those_of_the_table(family, model):
+    """A field that is added to a family is compared until it is put into the table."""
+    record = FAMILIES[family].config
+    sizes = {"n_layers": 2, "d_model": 32, "vocab_size": 64, "n_heads": 2, "d_ff": 48}
+    model = (model or record(**sizes)).resolved()
+    hints = typing.get_type_hints(record, include_extras=True)
+    saved = msgspec.to_builtins(model)
+    assert changed_settings(saved, model) == {}
+    for name in record.__struct_fields__:
+        new = other_value(hints[name], saved[name])
+        changed = changed_settings(saved | {name: new}, model)
+        free = name in MAY_DIFFER or name in SHOWN_BY_ARRAYS
+        if name == "router_bias_rate":
+            assert f"model.{name}" in changed  # there was a bias, which this model leaves out
+            assert changed_settings(saved, msgspec.structs.replace(model, **{name: new})) == {}
+        elif name == "head_dim" or not free:
+            assert changed[f"model.{name}"] == (new, saved[name])
+        else:
+            assert changed == {}
+    assert changed_settings(saved | {"later": 1}, model) == {
+        "model.later": (1, "unknown to this version")
+    }
+
+
+def test_the_printed_command_trains_the_imported_model(tmp_path, capsys):
+    """What was given to `import` besides the file is needed to start, and to export, too."""
+    model = msgspec.structs.replace(LLAMA, rope_factor=8.0, rope_original_positions=64)
+    source = write_model(tmp_path / "hf", model, random_tensors(model))
+    path = tmp_path / "run.toml"
+    small = TrainConfig(steps=1, grad_accum_steps=1, microbatch_size=1, seq_len=16)
+    path.write_text(configs.to_toml(Config(model=LLAMA, train=small)))
+    more = ["model.rope_factor=8.0", "model.rope_original_positions=64", "data.source=dummy",
+            f"run.dir={tmp_path / 'a run'}", "runtime.cpu_devices=8", "parallel.dp=8"]  # fmt: skip
+    assert command(["import", str(source), str(path), *more]) == 0
+    *_, printed = capsys.readouterr().out.splitlines()
+    words = shlex.split(printed)
+    assert words[:3] == ["python", "-m", "jaxpipe.train"]
+    assert configs.load(words[3], words[4:]).model == configs.load(path, more).model
+    assert train.main(words[3:]) == 0
+    capsys.readouterr()
+    step = tmp_path / "a run" / "checkpoints" / "1"
+    assert command(["export", str(step), str(tmp_path / "out"), "--config", str(path)]) == 2
+    assert "model.rope_factor=8.0" in capsys.readouterr().err
+    without = [word for word in words[3:] if not word.startswith("model.rope_factor")]
+    assert train.main([*without, f"run.dir={tmp_path / 'b'}"]) == 2
+    assert "model.rope_factor=8.0" in capsys.readouterr().err
+    assert json.loads((step / "meta" / "metadata").read_text())["step"] == 1
