@@ -8,7 +8,6 @@ saved.
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import traceback
@@ -53,17 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(configs.to_toml(config), end="")
             return 0
-        return train(
+        code = train(
             config, only_seed=arguments.seed_checkpoint, record_routes=arguments.record_routes
         )
+        processes.finish()
+        return code
     except (ConfigError, ScheduleError) as error:
+        if processes.several():
+            processes.leave(2, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if processes.several():
+            processes.leave(128 + signal.SIGINT, "interrupted")
         print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if processes.started() == 1:
+        if not processes.several():
             raise
         _leave_others(error)
 
@@ -72,19 +77,10 @@ def _leave_others(error: Exception) -> NoReturn:
     """End this process of several at once: to meet the others on leaving could take for ever."""
     import jax
 
-    if isinstance(error, ConfigError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
     if not isinstance(error, jax.errors.JaxRuntimeError):
         traceback.print_exc()
-        os._exit(1)
-    print(
-        f"error: this process cannot go on without the others ({first_line(error)}): one of them "
-        f"failed; the same command, also with fewer processes, goes on from the newest checkpoint",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(3)
+        processes.leave(1, first_line(error))
+    processes.leave(3, f"this process cannot go on without the others ({first_line(error)})")
 
 
 def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
@@ -105,6 +101,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -116,12 +113,14 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.trainer import Trainer
 
     directory, said = Path(config.run.dir), []
+    processes.check_alike("programs", lambda: programs_of(config))
     if only_seed:
         trainer = Trainer(on_one_device(config), (jax.devices()[0],))
     else:
         config = _for_devices(config, said)
         trainer = Trainer(config)
     data = _data(config, directory)
+    processes.check_alike("results", lambda: results_of(trainer, data))
     if config.train.eval_every:
         data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
     with contextlib.ExitStack() as stack:
@@ -158,12 +157,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             note_start(config, step)
             shown_on = boards(config, step)
             log = stack.enter_context(MetricsLog(directory, last_step=step, boards=shown_on))
-        try:
-            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
-        except ConfigError as error:  # of data, of which others may not have read this part
-            if processes.started() == 1:
-                raise
-            _leave_others(error)
+        return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
 def _for_devices(config: Config, said: list[str]) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
@@ -64,6 +65,8 @@ class Checkpoints:
             max_to_keep=keep,
             keep_period=keep_every or None,
             enable_async_checkpointing=asynchronous,
+            create=False,
+            multiprocessing_options=_without_devices(),
         )
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -238,6 +241,15 @@ def read_state(
             new = leaves_by_name(keying.rows(exclusion.fresh()))
             state = replaced(state, left_out, lambda name: new[name])
         return keying.staged(state, like), meta
+
+
+def _without_devices() -> ocp.options.MultiprocessingOptions:
+    """How Orbax's processes wait for each other: as ours do, beside steps, and not by devices.
+
+    By default they meet in a collective. That they are named makes them meet at the service.
+    """
+    every = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    return ocp.options.MultiprocessingOptions(active_processes=every)
 
 
 def _check_writable(directory: Path) -> None:
