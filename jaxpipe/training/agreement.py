@@ -41,15 +41,13 @@ def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
     """What a process has found in its files, and the schedule that it has built or searched."""
     tables = trainer.pipeline.tables
     described = (tables.slots, tables.lanes, tables.routes, tables.pairs, tables.lockstep)
-    pieces = [
-        repr(described).encode(),
-        *(leaf.tobytes() for leaf in jax.tree.leaves(tables.columns)),
-    ]
+    columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
+    digest = _digest([repr(described).encode(), *columns])
     return {
         "the training data": data.train.fingerprint,
         "the held-out data": data.heldout.fingerprint,
         "the layers of each stage": str(tuple(trainer.choice.layers)),
-        "the schedule": f"{trainer.schedule.name} ({_digest([repr(described).encode(), *columns])})",
+        "the schedule": f"{trainer.schedule.name} ({digest})",
     }
 
 
