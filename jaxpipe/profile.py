@@ -18,7 +18,7 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.checks import filled, validate
-from jaxpipe.runtime.devices import device_memory
+from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, write_trace
@@ -54,6 +54,7 @@ def profile(config: Config, out: Path) -> Ranks:
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
+    check_devices()
     import jax
 
     from jaxpipe.training.bubble import recorded, ticks

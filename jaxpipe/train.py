@@ -20,7 +20,7 @@ from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import device_memory
+from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -97,6 +97,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
     processes.join()
+    check_devices()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 

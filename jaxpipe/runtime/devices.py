@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jaxpipe.config import ConfigError, first_line
+
 
 class Device(NamedTuple):
     """Dense bfloat16 FLOP/s without sparsity, bytes of memory, and FLOP/s of 8-bit floats.
@@ -23,6 +25,26 @@ DEVICES: dict[str, Device] = {
     "L40S": Device(362e12, 48 * _GB, 733e12),
     "RTX 4090": Device(165e12, 24 * _GB, 330e12),
 }
+
+
+def check_devices() -> None:
+    """Raise `ConfigError` where jax cannot use a device of the kind that it is told to use.
+
+    That takes the device: call it once what is set before jax starts is set.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except jax.errors.JaxRuntimeError:
+        raise  # of another process
+    except (AssertionError, RuntimeError) as error:  # no other says which platform has no device
+        wanted = jax.config.jax_platforms or "any platform"
+        reason = f" ({first_line(error)})" if str(error) else ""
+        raise ConfigError(
+            f"jax finds no device of {wanted}{reason}: install the driver and jaxpipe[cuda13], "
+            f"change JAX_PLATFORMS, or set runtime.cpu_devices to run on CPU."
+        ) from error
 
 
 def peak_flops(device_kind: str) -> float | None:
