@@ -20,7 +20,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
-from jaxpipe.runtime.devices import check_present, device_memory
+from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, write_trace
@@ -56,7 +56,7 @@ def profile(config: Config, out: Path) -> Ranks:
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
-    check_present()
+    check_devices()
     import jax
 
     from jaxpipe.training.bubble import recorded, ticks

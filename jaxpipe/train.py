@@ -9,7 +9,6 @@ after the step in progress was finished and saved.
 """
 
 import contextlib
-import os
 import signal
 import sys
 import traceback
@@ -24,7 +23,7 @@ from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import check_present, device_memory
+from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -54,32 +53,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(configs.to_toml(config), end="")
             return 0
-        return train(
+        code = train(
             config, only_seed=arguments.seed_checkpoint, record_routes=arguments.record_routes
         )
+        processes.finish()
+        return code
     except (ConfigError, ScheduleError) as error:
+        if processes.several():
+            processes.leave(2, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if processes.several():
+            processes.leave(128 + signal.SIGINT, "interrupted")
         print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        lacking = _lacking_memory(error)
-        if processes.started() > 1:
-            _leave_others(lacking or error)
-        if lacking is None:
+        if (lacking := _lacking_memory(error)) and processes.several():
+            processes.leave(2, lacking)
+        if lacking:
+            print(f"error: {lacking}", file=sys.stderr)
+            return 2
+        if not processes.several():
             raise
-        print(f"error: {lacking}", file=sys.stderr)
-        return 2
+        _leave_others(error)
 
 
-def _lacking_memory(error: Exception) -> ConfigError | None:
-    """What to do where a device has not enough memory; None for all other errors."""
+def _lacking_memory(error: Exception) -> str:
+    """What to do where a device has not enough memory; nothing for all other errors."""
     import jax
 
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
-        return None
-    return ConfigError(
+        return ""
+    return (
         f"the devices have too little memory for this run ({first_line(error)}): use a smaller "
         f"train.microbatch_size, train.seq_len or model, train.remat=full, or more devices; "
         f"`python -m jaxpipe.plan` counts the bytes."
@@ -90,19 +96,10 @@ def _leave_others(error: Exception) -> NoReturn:
     """End this process of several at once: to meet the others on leaving could take for ever."""
     import jax
 
-    if isinstance(error, ConfigError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
     if not isinstance(error, jax.errors.JaxRuntimeError):
         traceback.print_exc()
-        os._exit(1)
-    print(
-        f"error: this process cannot go on without the others ({first_line(error)}): one of them "
-        f"failed; the same command, also with fewer processes, goes on from the newest checkpoint",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(3)
+        processes.leave(1, first_line(error))
+    processes.leave(3, f"this process cannot go on without the others ({first_line(error)})")
 
 
 def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
@@ -119,13 +116,14 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
     processes.join()
-    check_present()
+    check_devices()
     # Only now may jax be imported: it reads its settings when it starts.
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
-    from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.data.remarks import remarks
+    from jaxpipe.runtime.directory import WriteGuard, locked
+    from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
@@ -137,6 +135,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.trainer import Trainer
 
     directory, said = Path(config.run.dir), []
+    processes.check_alike("programs", lambda: programs_of(config))
     if not only_seed:
         config = _for_devices(config)
     with contextlib.ExitStack() as stack:
@@ -145,10 +144,13 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             trainer = Trainer(on_one_device(config), (jax.devices()[0],))
         else:
             if config.parallel.costs == "measure":
+                from jaxpipe.training.measured_costs import measure
+
                 memory = device_memory(jax.devices()[0].device_kind)
                 said.append(measure(config, memory=memory))
             trainer = Trainer(config)
         data = _data(config, directory)
+        processes.check_alike("results", lambda: results_of(trainer, data))
         if config.train.eval_every:
             data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
@@ -187,12 +189,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             shown_on = boards(config, step, guard)
             log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
             stack.enter_context(log)
-        try:
-            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
-        except ConfigError as error:  # of data, of which others may not have read this part
-            if processes.started() == 1:
-                raise
-            _leave_others(error)
+        return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
 def _for_devices(config: Config) -> Config:

@@ -22,7 +22,7 @@ for ((index = 0; index < count; index++)); do
     JAX_PROCESS_ID=$index "$python" -m jaxpipe.train "$@" &
     pids+=($!)
 done
-for name in INT TERM USR1; do
+for name in HUP INT TERM USR1; do
     trap "kill -$name \${pids[*]} 2>/dev/null" "$name"  # each finishes its step, saves and ends
 done
 code=0

@@ -10,6 +10,7 @@ import msgspec
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.checks import filled, validate
+from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 
@@ -45,6 +46,7 @@ def load_for_devices(arguments: argparse.Namespace) -> Config:
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
+    check_devices()
     return config
 
 

@@ -85,6 +85,8 @@ class Checkpoints:
             max_to_keep=keep,
             keep_period=keep_every or None,
             enable_async_checkpointing=asynchronous,
+            create=False,
+            multiprocessing_options=_without_devices(),
         )
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -309,6 +311,15 @@ def _reason(error: Exception) -> str:
     """The words of the operating system, where TensorStore quotes them, or else the first line."""
     quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
     return quoted[1].strip() if quoted else first_line(error)
+
+
+def _without_devices() -> ocp.options.MultiprocessingOptions:
+    """How Orbax's processes wait for each other: as ours do, beside steps, and not by devices.
+
+    By default they meet in a collective. That they are named makes them meet at the service.
+    """
+    every = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    return ocp.options.MultiprocessingOptions(active_processes=every)
 
 
 def _check_writable(directory: Path) -> None:

@@ -28,6 +28,26 @@ DEVICES: dict[str, Device] = {
 }
 
 
+def check_devices() -> None:
+    """Raise `ConfigError` where jax cannot use a device of the kind that it is told to use.
+
+    That takes the device: call it once what is set before jax starts is set.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except jax.errors.JaxRuntimeError:
+        raise  # of another process
+    except (AssertionError, RuntimeError) as error:  # no other says which platform has no device
+        wanted = jax.config.jax_platforms or "any platform"
+        reason = f" ({first_line(error)})" if str(error) else ""
+        raise ConfigError(
+            f"jax finds no device of {wanted}{reason}: install the driver and jaxpipe[cuda13], "
+            f"change JAX_PLATFORMS, or set runtime.cpu_devices to run on CPU."
+        ) from error
+
+
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of a device by jax's name for it; None where unknown.
 
@@ -44,21 +64,6 @@ def device_memory(device_kind: str) -> int | None:
     (80000000000, None)
     """
     return next((device.memory for name, device in DEVICES.items() if name in device_kind), None)
-
-
-def check_present() -> None:
-    """Raise `ConfigError` where jax finds no device of the platform that it is told to use."""
-    import jax
-
-    try:
-        jax.devices()
-    except (AssertionError, RuntimeError) as error:  # a plugin without its device only asserts
-        asked = os.environ.get("JAX_PLATFORMS")
-        raise ConfigError(
-            f"jax finds no device{f' with JAX_PLATFORMS={asked}' if asked else ''} "
-            f"({first_line(error)}): unset JAX_PLATFORMS, check the driver with nvidia-smi, or set "
-            f"runtime.cpu_devices to train on virtual CPU devices."
-        ) from error
 
 
 def host_memory() -> int:

@@ -4,17 +4,18 @@ With one process everything here does nothing. Importing this module does not im
 """
 
 import contextlib
-import functools
+import json
 import os
 import socket
-import zlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
 
-HEARTBEAT_SECONDS = 30  # without a sign of life of a process until the others give up
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_met: list[Watch] = []  # none, or the one watch of this process once it has met the others
 
 
 def join() -> None:
@@ -30,13 +31,20 @@ def join() -> None:
         return
     import jax
 
+    # It would take SIGTERM for itself, also before anybody asks it.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(**places, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        # jax aborts where it misses a process: the watch comes before it, with a sentence.
+        jax.distributed.initialize(**places, heartbeat_timeout_seconds=3 * SILENT_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the processes of this run did not meet ({first_line(error)}): start all of them, "
             f"with the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES."
         ) from error
+    service = Service()
+    if service.count > 1:
+        _met.append(Watch(service))
+        _met[0].start()
 
 
 def started() -> int:
@@ -57,75 +65,82 @@ def first() -> bool:
 @contextlib.contextmanager
 def first_before_others(name: str) -> Iterator[None]:
     """The first process runs the body alone, the others after it."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    several = jax.process_count() > 1
-    if several and not first():
-        multihost_utils.sync_global_devices(name)
+    if not several():
+        yield
+        return
+    service = _met[0].service
+    if not first():
+        service.gather(name, "")
     try:
         yield
     finally:
-        if several and first():
-            multihost_utils.sync_global_devices(name)
+        if first():
+            service.gather(name, "")
+
+
+def several() -> bool:
+    """Whether this is one of several processes that have met."""
+    return bool(_met)
 
 
 def largest(value: int) -> int:
     """The largest of the processes' values, on each of them."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return value
-    return int(multihost_utils.process_allgather(np.int32(value)).max())
-
-
-def largest_soon(value: Callable[[], int]) -> Callable[[], int]:
-    """`largest` without waiting: the result is there once the devices did what they had to do.
-
-    Several processes ask for their values now. A single one asks for its own, which takes no time,
-    when its result is called. Raises `JaxRuntimeError`, now or then, where another process is gone.
-    """
-    import jax
-    import numpy as np
-
-    if jax.process_count() == 1:
-        return value
-    sharding, compiled = _compiled_largest()
-    values = jax.make_array_from_process_local_data(sharding, np.array([value()], np.int32))
-    try:
-        most = compiled(values)
-    except ValueError as error:  # so small a program runs on a CPU at once, where another is gone
-        raise jax.errors.JaxRuntimeError(str(error)) from error
-    return lambda: int(most)
-
-
-@functools.cache
-def _compiled_largest() -> tuple[Any, Any]:
-    """How one value of every process is put, and the compiled maximum over them."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    of_process = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([of_process[index] for index in sorted(of_process)]), ("process",))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    compiled = jax.jit(lambda values: values.max(), out_shardings=everywhere)
-    return NamedSharding(mesh, PartitionSpec("process")), compiled
+    return max(map(int, _met[0].service.gather("largest", str(value)))) if several() else value
 
 
 def devices_of_host() -> int:
     """Devices of the host that has fewest, over all processes that run there."""
     import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
-        return jax.local_device_count()
-    own = np.uint32([zlib.crc32(socket.gethostname().encode()), jax.local_device_count()])
-    hosts, counts = multihost_utils.process_allgather(own).T
-    return int(min(counts[hosts == host].sum() for host in set(hosts.tolist())))
+    own = jax.local_device_count()
+    if not several():
+        return own
+    devices: Counter[str] = Counter()
+    for value in _met[0].service.gather("hosts", json.dumps([socket.gethostname(), own])):
+        host, count = json.loads(value)
+        devices[host] += count
+    return min(devices.values())
+
+
+def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
+    """Compare what all processes must have alike: texts by name.
+
+    All call it. Raises `ConfigError`, on all of them, that names the first part in which a process
+    differs from the first one: together they would wait for ever, or compute nonsense.
+    """
+    if not several():
+        return
+    service, parts, reason = _met[0].service, parts_of(), ""
+    theirs = json.loads(service.from_first(f"jaxpipe/alike/{name}", json.dumps(parts)))
+    for part in {**theirs, **parts}:
+        own, first_has = (has.get(part, "nothing") for has in (parts, theirs))
+        if own != first_has:
+            reason = (
+                f"the processes of this run differ in {part}: {own} in process {service.index}, "
+                f"{first_has} in process 0; start all with the same command, files and versions."
+            )
+            break
+    if reason := next(filter(None, service.gather(name, reason)), ""):
+        raise ConfigError(reason)
+
+
+def stops_after(step: int, received: int) -> int:
+    """The signal for which the run stops after this step, or 0; one process alone has received it.
+
+    Of several as `Watch.reached`.
+    """
+    return _met[0].reached(step, received) if several() else received
+
+
+def finish() -> None:
+    """Meet the others at the end of the run."""
+    if several():
+        _met[0].finish()
+
+
+def leave(code: int, sentence: str) -> NoReturn:
+    """End this one of several processes at once, with a sentence, and the others because of it."""
+    _met[0].leave(code, sentence)
 
 
 def _places() -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxpipe.data.batches import Split
+from jaxpipe.runtime import processes
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -33,6 +34,7 @@ class CompiledSteps:
         self._programs: OrderedDict[tuple[str, int, int], Future[Any]] = OrderedDict()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         self._looked = 0  # position up to which lengths have been looked up
+        self._met: dict[Any, Any] = {}  # programs that all processes have compiled
 
     def __enter__(self) -> "CompiledSteps":
         return self
@@ -42,15 +44,17 @@ class CompiledSteps:
 
     def train_step(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """As `Trainer.train_step`."""
-        return self._program("train_step", batch)(state, batch)
+        return self._program("train_step", state, batch)(state, batch)
 
     def train_steps(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
         """As `FusedSteps.train_steps`."""
-        return self.fused.train_steps(state, batch)
+        return self._compiled_by_all("train_steps", self.fused.train_steps, state, batch)(
+            state, batch
+        )
 
     def eval_step(self, state: State, batch: Tree) -> Any:
         """As `Trainer.eval_step`."""
-        return self._program("eval_step", batch)(state, batch)
+        return self._program("eval_step", state, batch)(state, batch)
 
     def look_ahead(self, data: Split, position: int, left: int) -> None:
         """Have compiled what steps after the one at a position need; so many are left."""
@@ -65,10 +69,23 @@ class CompiledSteps:
             self._ask("train_step", config.train.grad_accum_steps, length)
             self._looked += step
 
-    def _program(self, name: str, batch: Tree) -> Any:
+    def _compiled_by_all(self, key: Any, program: Any, state: State, batch: Tree) -> Any:
+        """The program, before whose first launch several processes compile it and meet.
+
+        Where one compiles for half a minute longer than another, gloo gives up: that is how long a
+        process waits for those that it has its first collective with.
+        """
+        if not processes.several():
+            return program
+        if key not in self._met:
+            self._met[key] = program.lower(state, batch).compile()
+            processes.largest(0)
+        return self._met[key]
+
+    def _program(self, name: str, state: State, batch: Tree) -> Any:
         """The one for such a batch; waits until it is compiled."""
         if not self._varies:
-            return getattr(self._trainer, name)
+            return self._compiled_by_all(name, getattr(self._trainer, name), state, batch)
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
         whole = length * parallel.slices * parallel.cp

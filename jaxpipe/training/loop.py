@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -83,7 +84,6 @@ class Run:
         with contextlib.closing(batches), self.steps, window, _signals() as received:
             window.turn(done)
             for program in _programs(done, train.steps, train.fused_steps):
-                agreed = processes.largest_soon(lambda: max(received, default=0))
                 begun = time.perf_counter()
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(_joined(batches, len(program)), seen.samples)
@@ -103,7 +103,7 @@ class Run:
                 if failed := self._log_all_but(newest, unread, state):
                     return self._stop_at_non_finite(state, *failed)
                 window.turn(step)
-                number = agreed()
+                number = processes.stops_after(step, max(received, default=0))
                 if not (number or self._evaluates_at(step) or self._saves_at(step)):
                     continue
                 if failed := self._log_all_but(0, unread, state):
@@ -115,7 +115,7 @@ class Run:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
                     return self._end(128 + number, step)
-        return self._end(0, train.steps)
+            return self._end(0, train.steps)
 
     def _evaluates_at(self, step: int) -> bool:
         train = self.trainer.config.train
@@ -297,14 +297,27 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGUSR1 is noted in the list; another Ctrl-C interrupts."""
+    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are noted in the list; a second Ctrl-C interrupts.
+
+    Launchers send the others again, to each process and to all of them, while a run is saved.
+    SIGHUP comes where a terminal is closed: nothing can be written to it any more. It is left to
+    `nohup` if that ignores it.
+    """
     received: list[int] = []
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            with open(os.devnull, "w") as nowhere:
+                for stream in terminals:
+                    os.dup2(nowhere.fileno(), stream)
+        if number == signal.SIGINT and number in received:
+            signal.default_int_handler(number, frame)
         received.append(number)
-        signal.signal(number, before[number])
 
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in stops}
     try:
         yield received

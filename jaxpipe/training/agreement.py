@@ -1,0 +1,65 @@
+"""What all processes of a run must have alike before they compute together."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import msgspec
+
+import jaxpipe
+from jaxpipe.config import Config
+from jaxpipe.data.sources import Data
+from jaxpipe.training.trainer import Trainer
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def programs_of(config: Config) -> dict[str, str]:
+    """What a process makes its programs of: versions, kinds of devices, each key of the settings.
+
+    Where XLA writes what it dumps is a process's own affair.
+    """
+    kinds = {device.device_kind for device in jax.local_devices()}
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    settings = msgspec.to_builtins(config)
+    return {
+        **{f"the version of {name}": version(name) for name in _PACKAGES},
+        "the source of jaxpipe": _digest(_sources()),
+        "the kind of device": ", ".join(sorted(kinds)),
+        "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith("--xla_dump")),
+    } | {
+        f"{section}.{key}": repr(value)
+        for section, keys in settings.items()
+        for key, value in keys.items()
+    }
+
+
+def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
+    """What a process has found in its files, and the schedule that it has built or searched."""
+    tables = trainer.pipeline.tables
+    described = (tables.slots, tables.lanes, tables.routes, tables.pairs, tables.lockstep)
+    columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
+    digest = _digest([repr(described).encode(), *columns])
+    return {
+        "the training data": data.train.fingerprint,
+        "the held-out data": data.heldout.fingerprint,
+        "the layers of each stage": str(tuple(trainer.choice.layers)),
+        "the schedule": f"{trainer.schedule.name} ({digest})",
+    }
+
+
+def _sources() -> Iterable[bytes]:
+    root = Path(jaxpipe.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        yield path.relative_to(root).as_posix().encode()
+        yield path.read_bytes()
+
+
+def _digest(pieces: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()[:12]

@@ -1,0 +1,169 @@
+"""What processes agree on: where to stop, and that another is gone, with a service of the test."""
+
+import contextlib
+import itertools
+import random
+import signal
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxpipe.runtime import coordination
+from jaxpipe.runtime.coordination import Service, Watch
+
+
+class Store:
+    """A coordination service within this process: what its client does, for `count` processes."""
+
+    def __init__(self, count):
+        self.count, self.values, self.changed = count, {}, threading.Condition()
+        self.barriers = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        self._wait(lambda: key in self.values, milliseconds)
+        return self.values[key]
+
+    def key_value_dir_get(self, folder):
+        with self.changed:
+            return [pair for pair in self.values.items() if pair[0].startswith(folder)]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            del self.values[key]
+
+    def wait_at_barrier(self, name, milliseconds):
+        with self.changed:
+            self.barriers[name] = self.barriers.get(name, 0) + 1
+            self.changed.notify_all()
+        self._wait(lambda: self.barriers[name] >= self.count, milliseconds)
+
+    def _wait(self, condition, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(condition, min(milliseconds / 1000, 1e6)):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: it did not come")
+
+
+def services(count):
+    store = Store(count)
+    for index in range(count):
+        service = Service.__new__(Service)
+        service.client, service.index, service.count = store, index, count
+        service._calls, service._previous = itertools.count(), None
+        yield service
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Codes with which processes ended: here their thread does."""
+    codes = []
+
+    def leave(code):
+        codes.append(code)
+        sys.exit(code)
+
+    monkeypatch.setattr(coordination.os, "_exit", leave)
+    monkeypatch.setattr(coordination, "_PERIOD", 0.05)
+    return codes
+
+
+def in_threads(functions):
+    def run(function):
+        with contextlib.suppress(SystemExit):  # its process ended
+            function()
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_stop_after_the_same_step(left, seed):
+    """However far apart they are, and whoever is asked, and when: also twice, or too late."""
+    chance = random.Random(seed)
+    count, last = chance.choice([2, 3, 5]), 12
+    asked = {chance.randrange(count): chance.randint(1, last) for _ in range(chance.randint(1, 2))}
+    stops = {}
+
+    def run(service):
+        watch, own = Watch(service), random.Random(f"{seed} {service.index}")
+        watch.start()
+        for step in range(1, last + 1):
+            time.sleep(own.choice([0, 0, 0.01]))
+            received = signal.SIGTERM if step >= asked.get(service.index, last + 1) else 0
+            if number := watch.reached(step, received):
+                stops[service.index] = step, number
+                break
+        watch.finish()
+        assert not watch.is_alive()
+
+    in_threads([lambda service=service: run(service) for service in services(count)])
+    assert left == []
+    assert len(set(stops.values())) <= 1
+    assert len(stops) in (0, count)
+    if stops:
+        assert stops[0][1] == signal.SIGTERM
+        assert stops[0][0] >= min(asked.values())
+
+
+def test_what_is_gathered_is_in_the_order_of_processes(left):
+    found = {}
+
+    def run(service):
+        first = service.gather("a", str(10 * service.index))
+        second = service.gather("a", str(20 * service.index))
+        found[service.index] = first, second
+        service.wait("end")
+        assert len(service.client.values) == service.count  # the first are not kept
+
+    in_threads([lambda service=service: run(service) for service in services(12)])
+    want = [str(10 * i) for i in range(12)], [str(20 * i) for i in range(12)]
+    assert all(pair == want for pair in found.values())
+
+
+@pytest.mark.parametrize(
+    ("news", "code", "sentence"),
+    [
+        ({"stop": 1067861178}, 3, "asked to stop for signal 1067861178, which is none"),
+        ({"gone": 0, "code": 2, "reason": "a bad id"}, 2, "process 0 ended: a bad id\n"),
+        ({"gone": 0, "code": 3, "reason": "out of memory"}, 3, "process 0 ended: out of memory; "),
+    ],
+)
+def test_what_ends_a_process(left, capfd, news, code, sentence):
+    first, second = services(2)
+    Watch(first)._publish(news)
+    in_threads([Watch(second).run])
+    assert left == [code]
+    assert sentence in capfd.readouterr().err
+
+
+def test_one_that_gives_no_sign_of_life_ends_the_others(left, capfd, monkeypatch):
+    monkeypatch.setattr(coordination, "SILENT_SECONDS", 0.3)
+    first, second, third = services(3)
+    Watch(third)._live()  # once
+    in_threads([Watch(first).run, Watch(second).run])
+    assert left == [3, 3]
+    assert capfd.readouterr().err.count("process 2 ended: no sign of life for 0.3 seconds") == 2
+
+
+def test_where_the_service_is_gone_a_process_ends(left, capfd, monkeypatch):
+    def gone(*_):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed\nmore of it")
+
+    (service,) = services(1)
+    monkeypatch.setattr(service.client, "blocking_key_value_get", gone, raising=False)
+    in_threads([Watch(service).run])
+    assert left == [3]
+    assert "process 0, at which the others meet, cannot be reached" in capfd.readouterr().err
