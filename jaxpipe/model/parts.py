@@ -40,8 +40,8 @@ def init_from(key: jax.Array) -> Init:
 
 
 def along_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector in x's dtype and shape, along the last dim."""
-    return jnp.broadcast_to(vector_K.astype(x.dtype), x.shape)
+    """A vector in x's dtype and number of dims, for the last of these."""
+    return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class RMSNorm(nnx.Module):

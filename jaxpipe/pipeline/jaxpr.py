@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitiv
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _SUMS = {primitives.reduce_sum_p, primitives.scatter_add_p, primitives.cumsum_p}
+_RESHAPES = {primitives.reshape_p, primitives.squeeze_p}
 _WITH_BODIES = {primitives.cond_p, primitives.remat_p, primitives.scan_p, primitives.while_p}
 
 
@@ -22,7 +23,8 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     two transposed operands, which it has no fast kernel for: it takes 1.35 times as long.
 
     Sums of 16-bit floats (`reduce_sum`, `scatter-add`, `cumsum`) are made in float32 and rounded
-    once, those in the bodies of loops too. The gradient of a broadcast or of a look-up is such a
+    once, those in the bodies of loops too; who reads the result `unrounded` has it in float32. The
+    gradient of a broadcast or of a look-up is such a
     sum over tokens, and JAX writes it in the operand's dtype: n equal bfloat16 terms, added up in
     bfloat16, stop growing at 256 of them.
     """
@@ -118,16 +120,21 @@ def variables_in(eqn: JaxprEqn) -> list[Var]:
 def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
     products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
+    sums: dict[Var, jax.Array] = {}  # in float32, by the variable that is to have it rounded
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.transpose_p and eqn.invars[0] in products:
             eqn = _swapped(products[eqn.invars[0]], eqn) or eqn
-        if eqn.primitive in _SUMS and _is_narrow(eqn.outvars[0].aval):
-            values[eqn.outvars[0]] = _sum_in_float32(eqn, values)
-            continue
         if eqn.primitive in _WITH_BODIES:
             bodies = {name: _with_wide_sums(param) for name, param in eqn.params.items()}
             eqn = eqn.replace(params=bodies)
-        bind(eqn, values)
+        made = eqn.outvars[0] if eqn.outvars else None
+        if (eqn.primitive in _SUMS and _is_narrow(made.aval)) or (
+            eqn.primitive in _RESHAPES and not sums.keys().isdisjoint(variables_in(eqn))
+        ):
+            sums[made] = _in_float32(eqn, values | sums)
+            values[made] = sums[made].astype(made.aval.dtype)
+        else:
+            bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]
 
 
@@ -135,17 +142,15 @@ def _is_narrow(like: Any) -> bool:
     return jnp.issubdtype(like.dtype, jnp.floating) and jnp.finfo(like.dtype).bits < 32
 
 
-def _sum_in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
-    """What a sum of narrow floats makes, rounded to its dtype after the last addition."""
+def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
+    """What an equation of one result makes of narrow floats, before it is rounded to their dtype."""
     operands = (jnp.asarray(read(values, var)) for var in eqn.invars)
     wide = [x.astype(jnp.float32) if _is_narrow(x) else x for x in operands]
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive is primitives.scatter_add_p:
         params = {name: param for name, param in params.items() if not name.startswith("update_")}
-        total = lax.scatter_add(*wide, **params)
-    else:
-        total = eqn.primitive.bind(*wide, **params)
-    return total.astype(eqn.outvars[0].aval.dtype)
+        return lax.scatter_add(*wide, **params)
+    return eqn.primitive.bind(*wide, **params)
 
 
 def _with_wide_sums(param: Any) -> Any:
