@@ -100,7 +100,9 @@ class Job:
         return sorted(map(int, done.stdout.split()))
 
     def wait_until_it_trains(self, after=2):
-        self.wait(lambda: max(self.losses, default=0) > after, f"a step after {after}")
+        trained = lambda: max(self.losses, default=0) > after  # noqa: E731
+        self.wait(lambda: trained() or self.state in ENDED, f"a step after {after}")
+        assert trained(), self.log
 
     def wait_until_it_ends(self):
         self.wait(lambda: self.state in ENDED, "the end")
