@@ -48,7 +48,7 @@ SchedulerParameters=sched_interval=2
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=20
 SlurmctldTimeout=10
 InactiveLimit=0
 KillWait=60
