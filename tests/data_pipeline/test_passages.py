@@ -130,9 +130,7 @@ def test_documents_of_both_kinds_keep_their_order(file: Path) -> None:
 @pytest.mark.parametrize(
     ("eos", "ends"), [("<|im_end|>", ["\n", "foo", "<|im_end|>"]), ("</s>", ["</s>"] * 3)]
 )
-def test_a_chat_that_ends_with_eos_has_no_second(
-    tmp_path: Path, eos: str, ends: list[str]
-) -> None:
+def test_a_chat_that_ends_with_eos_has_no_second(tmp_path: Path, eos: str, ends: list[str]) -> None:
     made = byte_level(add_prefix_space=False)
     made.add_special_tokens([*MARKS, "</s>"])
     made.save(str(tmp_path / "tokenizer.json"))
@@ -142,9 +140,7 @@ def test_a_chat_that_ends_with_eos_has_no_second(
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     prepared([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=str(tmp_path))
     documents = open_documents(str(tmp_path / "out"), 1000)
-    texts = [
-        made.decode(documents.tokens(i).tolist(), skip_special_tokens=False) for i in range(3)
-    ]
+    texts = [made.decode(documents.tokens(i).tolist(), skip_special_tokens=False) for i in range(3)]
     chat_text = "<|im_start|>assistant\nyo<|im_end|>\n"
     more = "" if eos == "<|im_end|>" else eos
     assert texts == [chat_text + more, f"foo{eos}", f"foo{eos}"]
