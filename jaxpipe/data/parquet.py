@@ -2,7 +2,7 @@
 
 What can be read of it is a row group, so a sample costs the reading of one or two. How many tokens
 a row group has stands in the file's footer. Other columns may say which tokens count in the loss:
-`labels`, which are the ids themselves and -100 where nothing is to be learned, and masks of 0 and 1.
+masks of 0 and 1, or `labels`, which are the ids themselves and -100 where nothing is to be learned.
 """
 
 import bisect
@@ -154,7 +154,9 @@ def _mask_fault(
     """Why a column with rows of `own` lengths is no mask of ids: where, and what it must be."""
     if (other := own != lengths).any():
         row = int(other.argmax())
-        return f"row {row + 1}: {name} has {own[row]} values for {lengths[row]} ids: write both alike"
+        return (
+            f"row {row + 1}: {name} has {own[row]} values for {lengths[row]} ids: write both alike"
+        )
     if name == "labels":
         wrong = (values != IGNORE) & (values != ids)
         allowed = f"the id itself or {IGNORE}; labels that are moved by one token are not read"
@@ -178,8 +180,8 @@ def _column(path: Path, schema: Any) -> str:
         number = kind is not None and (types.is_boolean(kind) or types.is_integer(kind))
         if name in schema.names and not (number or (kind and types.is_floating(kind))):
             raise ConfigError(
-                f"{path} has a column {name} of {schema.field(name).type}, but beside ids it is a "
-                f"list of numbers a row, which say what counts in the loss: write it so, or drop it."
+                f"{path} has a column {name} of {schema.field(name).type}, but beside ids it is "
+                f"lists of numbers that say what counts in the loss: write it so, or drop it."
             )
     lists = [name for name, kind in kinds.items() if kind is not None and types.is_integer(kind)]
     chosen = [name for name in COLUMNS if name in lists] or lists

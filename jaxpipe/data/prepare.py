@@ -154,14 +154,10 @@ def write_piece(
     report((read, 0))
     shard, lengths = written or (None, np.zeros(0, int))
     bars, longest = histogram(lengths), int(lengths.max(initial=0))
-    return Done(
-        piece.number, "", shard, bars, longest, empty, reader.bad, unlearned, records.chats
-    )
+    return Done(piece.number, "", shard, bars, longest, empty, reader.bad, unlearned, records.chats)
 
 
-def tokenise(
-    documents: list[Passages], tokenizer: Tokenizer, eod: int | None
-) -> tuple[Batch, int]:
+def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -> tuple[Batch, int]:
     """The ids of documents, but of those without text or without a token that counts.
 
     The id at the end counts where the last passage does; a text that ends with it, but for white

@@ -153,7 +153,8 @@ def _array(part: Part) -> Iterator[tuple[bytes, int, int]]:
             raise ValueError("the array does not end behind this element")
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{part.path} is no array of JSON from line {line} on ({first_line(error)}): correct it."
+            f"{part.path} is no array of JSON from line {line} on ({first_line(error)}): correct "
+            f"it."
         ) from error
 
 

@@ -20,13 +20,14 @@ Passages = list[tuple[str, bool]]  # the text of a document, and whether it coun
 MESSAGES = ("messages", "conversations")
 MARKS = ("<|im_start|>", "<|im_end|>")
 # Keys that tell where a record comes from, not what is to be learned from it.
-HARMLESS = frozenset(
-    "id idx index uuid hash name source dataset subset split category categories topic title tags "
-    "language lang url license model timestamp created created_at date metadata meta prompt_id "
-    "message_id conversation_id session_id tool_call_id score rating num_turns num_tokens "
-    "token_count finish_reason".split()
-)
-_ROLES = {role: role for role in "system developer user assistant tool function".split()}
+HARMLESS = frozenset({
+    "id", "idx", "index", "uuid", "hash", "prompt_id", "message_id", "conversation_id",
+    "session_id", "tool_call_id", "name", "source", "dataset", "subset", "split", "category",
+    "categories", "topic", "title", "tags", "language", "lang", "url", "license", "model",
+    "timestamp", "created", "created_at", "date", "metadata", "meta", "score", "rating",
+    "num_turns", "num_tokens", "token_count", "finish_reason",
+})  # fmt: skip
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
 _SWITCHES = ("weight", "train", "loss")  # of a message: 1 or true where it counts, 0 or false
 

@@ -14,7 +14,7 @@ def remarks(train: Split, samples: int) -> Iterator[str]:
     for place, size, share in train.sources:
         epochs = samples * share / size
         if epochs > _MOST_EPOCHS:
-            yield f"warning: {place} has {size:,} samples, and the run takes {epochs:,.0f} epochs of it"
+            yield f"warning: the run takes {epochs:,.0f} epochs of the {size:,} samples of {place}"
     without, looked = train.without_target()
     if without:
         yield (

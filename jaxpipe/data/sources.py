@@ -173,8 +173,8 @@ def _check_apart(
         status = shard.path.stat()
         if other := files.get(file := (status.st_dev, status.st_ino)):
             raise ConfigError(
-                f"{shard.path} is to be trained on twice, also as {other}: name a file in one place "
-                f"of [data], and give its source a larger weight if it is to be seen more often."
+                f"{shard.path} is to be trained on twice, also as {other}: name a file once in "
+                f"[data], and give its source a larger weight if it is to be seen more often."
             )
         files[file] = digests[shard.digest] = shard.path
     for shard in (shard for documents in held_out for shard in documents.shards):
@@ -183,8 +183,8 @@ def _check_apart(
         if other:
             name = "" if other == shard.path else f", as {other}"
             raise ConfigError(
-                f"data.heldout_path names {shard.path}, which is also trained on{name}: take it out "
-                f"of what is trained on, or leave data.heldout_path out."
+                f"data.heldout_path names {shard.path}, which is also trained on{name}: take it "
+                f"out of what is trained on, or leave data.heldout_path out."
             )
 
 

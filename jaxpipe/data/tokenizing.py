@@ -1,9 +1,9 @@
 """Text to token ids: Hugging Face's `tokenizers`, or the bytes of the text themselves."""
 
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.manifest import TokenizerEntry
 from jaxpipe.data.optional import needed
 from jaxpipe.data.records import MARKS, Passages
+from jaxpipe.data.spans import byte_widths, counted_by_bytes, counted_by_places
 
 BYTES = "bytes"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -93,19 +94,30 @@ class FromFile:
         """Ids of each document, without those that the tokenizer would put before or behind it."""
         texts = ["".join(text for text, _ in passages) for passages in documents]
         kinds = [{counted for _, counted in passages} for passages in documents]
-        # Where tokens begin and end takes time to find, and is needed only of some documents.
-        mixed = [number for number, counts in enumerate(kinds) if len(counts) > 1]
-        plain = [number for number, counts in enumerate(kinds) if len(counts) <= 1]
+        unsure = {n for n, counts in enumerate(kinds) if len(counts) > 1 and self._widths is None}
+        sure = [number for number in range(len(texts)) if number not in unsure]
         encoded: dict[int, Encoded] = {}
-        fast = self.tokenizer.encode_batch_fast([texts[n] for n in plain], add_special_tokens=False)
-        for number, encoding in zip(plain, fast):
-            ids = np.array(encoding.ids, np.int32)
-            encoded[number] = Encoded(ids, np.full(len(ids), True in kinds[number]))
-        whole = self.tokenizer.encode_batch([texts[n] for n in mixed], add_special_tokens=False)
-        for number, encoding in zip(mixed, whole):
-            ids = np.array(encoding.ids, np.int32)
-            encoded[number] = Encoded(ids, _counted(encoding, documents[number]))
-        return [encoded[number] for number in range(len(documents))]
+        for number, ids in zip(sure, self._ids([texts[number] for number in sure])):
+            if len(kinds[number]) > 1:
+                counted = counted_by_bytes(ids, self._widths, documents[number])
+            else:
+                counted = np.full(len(ids), True in kinds[number])
+            encoded[number] = Encoded(ids, counted)
+        unsure |= {number for number, one in encoded.items() if one.counted is None}
+        rest = sorted(unsure)
+        places = self.tokenizer.encode_batch([texts[n] for n in rest], add_special_tokens=False)
+        for number, encoding in zip(rest, places):
+            counted = counted_by_places(encoding, documents[number])
+            encoded[number] = Encoded(np.array(encoding.ids, np.int32), counted)
+        return [encoded[number] for number in range(len(texts))]
+
+    def _ids(self, texts: list[str]) -> Iterator[np.ndarray]:
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (np.array(encoding.ids, np.int32) for encoding in encoded)
+
+    @cached_property
+    def _widths(self) -> np.ndarray | None:
+        return byte_widths(self.tokenizer)
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids `[tokens]`."""
@@ -119,23 +131,6 @@ class FromFile:
         """The text of a special token."""
         token = self.tokenizer.get_added_tokens_decoder().get(number)
         return token.content if token is not None and token.special else ""
-
-
-def _counted(encoding: Any, passages: Passages) -> np.ndarray:
-    """Which tokens have a character of a passage that counts, `bool [tokens]`.
-
-    Tokens are in the order of the text, so those of a passage are found by bisection; asking the
-    library for the places of all is slow.
-    """
-    span, tokens = encoding.token_to_chars, range(len(encoding))
-    counted, begin = np.zeros(len(tokens), bool), 0
-    for text, counts in passages:
-        end = begin + len(text)
-        if counts and text:
-            first = bisect_right(tokens, begin, key=lambda token: span(token)[1])
-            counted[first : bisect_left(tokens, end, first, key=lambda token: span(token)[0])] = True
-        begin = end
-    return counted
 
 
 def tokenizer_file(path: Path) -> Path:

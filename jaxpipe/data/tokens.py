@@ -121,10 +121,11 @@ class Sidecar(msgspec.Struct, frozen=True):
 def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
     """Open a file of token ids.
 
-    A `.npy` file names its integer type itself. A `.bin` file is bare little-endian integers of the
-    type in its sidecar, `{"dtype": "uint8" | "uint16" | "uint32"}` in the `.json` file of the same
-    name, or uint16 where there is none; or it has the header of llm.c, which tells. With `whole` it is read once to check and digest it, at
-    about 1 GB/s; else it is known by stretches of it, and ids are checked as they are read.
+    A `.npy` file names its integer type itself. A `.bin` file has the header of llm.c, which tells,
+    or is bare little-endian integers of the type in its sidecar, `{"dtype": "uint8" | "uint16" |
+    "uint32"}` in the `.json` file of the same name, uint16 where there is none. With `whole` it is
+    read once to check and digest it, at about 1 GB/s; else it is known by stretches of it, and ids
+    are checked as they are read.
 
     Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
     0..vocab_size-1.

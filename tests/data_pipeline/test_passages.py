@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from texts import prepared
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -57,8 +57,30 @@ def sentence_piece(legacy: bool) -> tokenizers.Tokenizer:
     return made
 
 
+def normalized() -> tokenizers.Tokenizer:
+    """As Qwen's: bytes of the text in NFC, which a regex cuts before."""
+    made = byte_level(add_prefix_space=False)
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(tokenizers.Regex(r"\w+|\s+|[^\w\s]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return made
+
+
+def without_letters() -> tokenizers.Tokenizer:
+    """Bytes of which some have no token, so that they are left out."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(["foo bar foobar\n日"], trainers.BpeTrainer(vocab_size=60))
+    return made
+
+
 KINDS = {
     "bytes": lambda: byte_level(add_prefix_space=False),
+    "normalized": normalized,
+    "without letters": without_letters,
     "prefix": lambda: byte_level(add_prefix_space=True),
     "metaspace": lambda: sentence_piece(legacy=False),
     "legacy": lambda: sentence_piece(legacy=True),
@@ -68,7 +90,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = KINDS[request.param]()
-    made.add_special_tokens(MARKS)
+    made.add_special_tokens(["<|im_start|>", tokenizers.AddedToken("<|im_end|>", rstrip=True)])
     path = tmp_path_factory.mktemp(request.param) / "tokenizer.json"
     made.save(str(path))
     return path
@@ -77,7 +99,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_prompt_and_completion_are_the_ids_of_their_text(file: Path) -> None:
     tokenizer = load_tokenizer(str(file))
     library = tokenizers.Tokenizer.from_file(str(file))
-    for prompt, completion in product(["foo", "foo ", "ba", "foo\n", "é", ""], repeat=2):
+    for prompt, completion in product(["foo", "foo ", "ba", "foo\n", "日", ""], repeat=2):
         (one,) = tokenizer.encode([[(prompt, False), (completion, True)]])
         whole = library.encode(prompt + completion, add_special_tokens=False)
         assert one.ids.tolist() == whole.ids
@@ -86,10 +108,14 @@ def test_prompt_and_completion_are_the_ids_of_their_text(file: Path) -> None:
     assert tokenizer.decode(bar.ids).lstrip() == "foobar"
 
 
-PIECES = st.sampled_from(["foo", "bar", " ", "\n", "é", "日", "🙂", "foobar", *MARKS, ""])
+PIECES = st.sampled_from(
+    ["foo", "bar", " ", "\n", "é", "e\u0301", "日", "🙂", "\u0958", "", *MARKS]
+)
 PASSAGES = st.lists(st.tuples(st.lists(PIECES, max_size=4).map("".join), st.booleans()), max_size=6)
 
 
+# In NFC the first is three bytes longer, the others are each a byte shorter.
+@example([("\u0958foo", False), ("e\u0301" * 3 + "bar", True)])
 @given(PASSAGES)
 def test_a_token_counts_if_one_of_its_characters_does(file: Path, passages: Passages) -> None:
     """Against the places of all tokens, character by character."""
@@ -130,9 +156,7 @@ def test_documents_of_both_kinds_keep_their_order(file: Path) -> None:
 @pytest.mark.parametrize(
     ("eos", "ends"), [("<|im_end|>", ["\n", "foo", "<|im_end|>"]), ("</s>", ["</s>"] * 3)]
 )
-def test_a_chat_that_ends_with_eos_has_no_second(
-    tmp_path: Path, eos: str, ends: list[str]
-) -> None:
+def test_a_chat_that_ends_with_eos_has_no_second(tmp_path: Path, eos: str, ends: list[str]) -> None:
     made = byte_level(add_prefix_space=False)
     made.add_special_tokens([*MARKS, "</s>"])
     made.save(str(tmp_path / "tokenizer.json"))
@@ -142,9 +166,7 @@ def test_a_chat_that_ends_with_eos_has_no_second(
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     prepared([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=str(tmp_path))
     documents = open_documents(str(tmp_path / "out"), 1000)
-    texts = [
-        made.decode(documents.tokens(i).tolist(), skip_special_tokens=False) for i in range(3)
-    ]
+    texts = [made.decode(documents.tokens(i).tolist(), skip_special_tokens=False) for i in range(3)]
     chat_text = "<|im_start|>assistant\nyo<|im_end|>\n"
     more = "" if eos == "<|im_end|>" else eos
     assert texts == [chat_text + more, f"foo{eos}", f"foo{eos}"]

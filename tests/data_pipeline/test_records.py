@@ -152,9 +152,7 @@ def test_the_end_counts_only_where_the_last_turn_does(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     manifest = prepared([tmp_path / "a.jsonl"], tmp_path / "out")
     documents = open_documents(str(tmp_path / "out"), 256)
-    learned = [
-        documents.tokens(i)[documents.counted(i)].astype("u1").tobytes() for i in range(3)
-    ]
+    learned = [documents.tokens(i)[documents.counted(i)].astype("u1").tobytes() for i in range(3)]
     assert learned == [ENDED.encode(), ENDED.encode() + b"\0", b"\0"]
     assert (manifest.documents, manifest.unlearned, manifest.empty) == (3, 1, 0)
     (tmp_path / "b.jsonl").write_text(json.dumps(records[2]))
@@ -165,7 +163,7 @@ def test_the_end_counts_only_where_the_last_turn_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
 def test_an_array_is_its_elements(tmp_path: Path, name: str, indent: int | None) -> None:
-    records = [{"text": "one ] , [", "x": [1, {"y": "\\\""}]}, {"text": "zwei\n"}, "three"]
+    records = [{"text": "one ] , [", "x": [1, {"y": '\\"'}]}, {"text": "zwei\n"}, "three"]
     content = b"\xef\xbb\xbf \n" + json.dumps(records, indent=indent).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)

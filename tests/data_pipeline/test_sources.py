@@ -195,7 +195,7 @@ def test_what_is_held_out_is_not_trained_on(file: Path, tmp_path: Path, how: str
     heldout = copied(file, tmp_path / "heldout.npy", how)
     paths = {"folder": str(tmp_path), "pattern": f"{tmp_path}/*.npy"}
     config = DataConfig(source="file", path=paths.get(how, str(file)), heldout_path=str(heldout))
-    with pytest.raises(ConfigError, match=r"names .*\.npy, which is also trained on.*: take it out"):
+    with pytest.raises(ConfigError, match=r"names .*\.npy, which is also trained on.*: take"):
         open_data(config, **SIZES, directory=tmp_path)
     config = sources_of((file, 1), heldout_path=str(heldout))
     with pytest.raises(ConfigError, match=r"also trained on"):
@@ -205,7 +205,7 @@ def test_what_is_held_out_is_not_trained_on(file: Path, tmp_path: Path, how: str
 @pytest.mark.parametrize("how", ["same", "link", "hard link", "folder"])
 def test_a_file_is_trained_on_once(file: Path, tmp_path: Path, how: str) -> None:
     other = tmp_path if how == "folder" else copied(file, tmp_path / "other.npy", how)
-    with pytest.raises(ConfigError, match=r"tokens\.npy|other\.npy is to be trained on twice, also"):
+    with pytest.raises(ConfigError, match=r"\.npy is to be trained on twice, also as"):
         open_data(sources_of((file, 1), (other, 1)), **SIZES, directory=tmp_path)
     if "link" in how:  # in one folder
         config = DataConfig(source="file", path=str(tmp_path))
@@ -220,7 +220,7 @@ def test_a_source_that_is_repeated_often_is_told(file: Path, tmp_path: Path) -> 
     config = sources_of((file, 1), (small, 1), heldout_path=str(tmp_path / "heldout.npy"))
     train = open_data(config, **SIZES, directory=tmp_path).train
     (sentence,) = remarks(train, 400)  # 200 samples of 62, and of 7
-    assert "small.npy has 7 samples, and the run takes 29 epochs of it" in sentence
+    assert f"takes 29 epochs of the 7 samples of {small}" in sentence
     assert not [*remarks(train, 56)]
 
 
