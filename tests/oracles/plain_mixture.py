@@ -65,7 +65,7 @@ def _experts(weights, config, x):
     for e in range(config.n_experts):
         hidden = jax.nn.silu(x @ experts["w_gate"][e]) * (x @ experts["w_up"][e])
         made += share[:, e, None] * (hidden @ experts["w_down"][e])
-    load = chosen.mean(0) * config.n_experts / config.experts_per_token
+    load = chosen.astype(x.dtype).mean(0) * config.n_experts / config.experts_per_token
     balance = (load * scores.mean(0)).sum()
     z = jax.nn.logsumexp(logits, axis=-1)
     return made, config.router_aux_loss * balance + config.router_z_loss * (z * z).mean()

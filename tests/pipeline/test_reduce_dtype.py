@@ -50,7 +50,8 @@ def reductions(trainer):
         for eqn in jaxpr.eqns:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
             axes = (axes,) if isinstance(axes, str) else axes
-            if eqn.primitive.name in REDUCTIONS and axes and {*axes} <= {*REPLICAS}:
+            several = {*axes} <= {*REPLICAS} and any(trainer.mesh.shape[axis] > 1 for axis in axes)
+            if eqn.primitive.name in REDUCTIONS and several:
                 found.extend(v.aval.dtype.name for v in eqn.invars if v.aval.size > 8)
             for value in jax.tree.leaves(tuple(eqn.params.values())):
                 if hasattr(value, "jaxpr"):
