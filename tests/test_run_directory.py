@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -325,3 +326,23 @@ def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
     more = ["train.steps=4", "train.eval_every=0", "log.bubble_every=2", "parallel.dp=2"]
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *more]) == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_all_processes_of_a_second_run_are_refused(tmp_path):
+    """Only the first asks for the lock, and none waits for it in vain."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    with holder(tmp_path) as first:
+        several = [
+            start(
+                train_command(tmp_path, "parallel.pp=2", "parallel.dp=1", devices=1),
+                {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
+                 "JAX_PROCESS_ID": str(index), "JAX_PLATFORMS": "cpu"}.items(),
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[0] for process in several]
+    assert [process.returncode for process in several] == [2, 2], said
+    assert f"is used by another process (pid {first.pid} on " in said[0]
+    assert "is refused by the first process" in said[1]
