@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -300,3 +301,48 @@ def test_two_runs_at_once_are_one(tmp_path):
     assert steps == list(range(1, steps[-1] + 1))
     assert load(tmp_path / "config.toml").optimizer.lr == load(SMALL).optimizer.lr
     assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
+    """As XLA tells it; the steps go on, for the window of a run and for its bubbles alike."""
+    import jax
+
+    from jaxpipe.training.recording import Window, recording
+
+    def lack():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x.pb; No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lack)
+    with pytest.raises(OSError, match="No space left"), recording(tmp_path):
+        pass
+    config, said = load(SMALL, [f"run.dir={tmp_path}", "log.profile_start=2"]), []
+    with Window(config, said.append) as window:
+        for step in range(8):
+            window.turn(step)
+    (sentence,) = (line for line in said if line.startswith("warning"))
+    assert "No space left on device" in sentence
+    assert not any("are in" in line for line in said)
+    more = ["train.steps=4", "train.eval_every=0", "log.bubble_every=2", "parallel.dp=2"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *more]) == 0
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_all_processes_of_a_second_run_are_refused(tmp_path):
+    """Only the first asks for the lock, and none waits for it in vain."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    with holder(tmp_path) as first:
+        several = [
+            start(
+                train_command(tmp_path, "parallel.pp=2", "parallel.dp=1", devices=1),
+                {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
+                 "JAX_PROCESS_ID": str(index), "JAX_PLATFORMS": "cpu"}.items(),
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[0] for process in several]
+    assert [process.returncode for process in several] == [2, 2], said
+    assert f"is used by another process (pid {first.pid} on " in said[0]
+    assert "is refused by the first process" in said[1]

@@ -47,15 +47,17 @@ class BubbleMeter:
         if not due:
             return step(state, batch)
         state = jax.block_until_ready(state)
-        with tempfile.TemporaryDirectory() as folder:
-            pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
-            (state, metrics), events = recorded(lambda: step(state, batch), Path(folder))
-            try:
+        pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
+        made: list[tuple[State, dict[str, Any]]] = []
+        try:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                _, events = recorded(lambda: _kept(made, step(state, batch)), Path(folder))
                 found = bubbles(ticks(pipeline, events))
-            except ProfileError as error:
-                self._say(f"log.bubble_every: {error}")
-                self._every = 0
-                return state, metrics
+        except (ProfileError, OSError) as error:  # of a full disk: the step itself may be done
+            self._say(f"log.bubble_every: {error}; no more steps are recorded")
+            self._every = 0
+            return made[0] if made else step(state, batch)
+        state, metrics = made[0]
         both = {"bubble": fmean(found.values()), "bubble_predicted": self._predicted(pipeline)}
         if several:
             both = {name: np.full(len(numbers), value) for name, value in both.items()}
@@ -65,6 +67,11 @@ class BubbleMeter:
         config, choice = self._trainer.config, self._trainer.choice
         costs = choice.costs(choice.settled(config), op_seconds(config))
         return simulate(pipeline.schedule, costs, choice.lockstep).bubble_scan
+
+
+def _kept(made: list[Tree], result: Tree) -> Tree:
+    made.append(jax.block_until_ready(result))
+    return result
 
 
 def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Event]]:

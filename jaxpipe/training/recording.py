@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, first_line
 from jaxpipe.runtime.directory import WriteGuard
 
 
@@ -20,8 +20,14 @@ def recording(directory: Path) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a step is one call
     directory.mkdir(parents=True, exist_ok=True)
-    with jax.profiler.trace(str(directory), profiler_options=options):
+    jax.profiler.start_trace(str(directory), profiler_options=options)
+    try:
         yield
+    finally:
+        try:
+            jax.profiler.stop_trace()
+        except RuntimeError as error:  # XLA's, of a full disk
+            raise OSError(first_line(error)) from error
 
 
 class Window:
@@ -41,13 +47,13 @@ class Window:
         self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
         self._say, self._guard = say, WriteGuard(say)
         self._open = contextlib.ExitStack()
+        self._recorded = ""  # what to say of the open recording
 
     def __enter__(self) -> "Window":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._guard.attempt(str(self._directory)):
-            self._open.close()
+        self._close()
 
     def turns_at(self, step: int) -> bool:
         """Whether it begins or ends after this step, which the devices should then have done."""
@@ -55,11 +61,17 @@ class Window:
 
     def turn(self, step: int) -> None:
         """Begin or end, if it is after this step."""
-        if not self.turns_at(step):
-            return
+        if self.turns_at(step):
+            self._close()
+        if step == self._begin:
+            with self._guard.attempt(str(self._directory)):
+                self._open.enter_context(recording(self._directory))
+                self._recorded = f"steps from {step + 1} on are in {self._directory}"
+
+    def _close(self) -> None:
+        """End a recording that has begun, and say where it is if it could be written."""
+        told, self._recorded = self._recorded, ""
         with self._guard.attempt(str(self._directory)):
             self._open.close()
-            if step == self._begin:
-                self._open.enter_context(recording(self._directory))
-                told = f"steps from {step + 1} on are in {self._directory}"
-                self._open.callback(self._say, told)
+            if told:
+                self._say(told)

@@ -58,7 +58,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
             else "embedding on the first pipeline rank, head on the last"
         ),
         "idle time": (
-            f"{report.bubble_scan:.1%} (the bubble, for equal op times); "
+            f"{report.bubble_scan:.1%} (bubble, for equal op times); "
             f"{report.bubble_global:.1%} if ranks ran freely"
         ),
         "learning rate": _learning_rate(config),
