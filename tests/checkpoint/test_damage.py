@@ -82,7 +82,9 @@ def test_bits_flipped_where_only_orbax_looks_change_nothing(tmp_path, two, state
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
-@pytest.mark.parametrize("what", ["data", "checksums", "all checksums", "metadata", "truncated"])
+@pytest.mark.parametrize(
+    "what", ["data", "checksums", "all checksums", "everything", "metadata", "truncated"]
+)
 def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path, two, state_and_keying, what):
     state, keying = state_and_keying
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
@@ -96,6 +98,9 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path, two, stat
         case "all checksums":
             for path in arrays.glob("checksums*"):
                 path.write_text("")
+        case "everything":
+            shutil.rmtree(arrays)
+            arrays.mkdir()
         case "metadata":
             shutil.rmtree(tmp_path / "3" / "meta")
         case "truncated":
