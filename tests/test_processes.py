@@ -86,6 +86,28 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     assert (cut / "costs.json").exists() == ("parallel.costs=measure" in MESH[mesh])
 
 
+def test_damage_that_one_process_finds_all_set_aside(run_by, tmp_path):
+    """Each process compares the files that it wrote, and the first those of all."""
+    shutil.copytree(run_by(2), tmp_path, dirs_exist_ok=True)
+    step = tmp_path / "checkpoints" / "12" / "state"
+    for index in range(2):
+        lines = (step / f"checksums.process_{index}.xxh128").read_text().splitlines()
+        names = [line.split("  ")[1] for line in lines]
+        assert names
+        assert all(name.startswith(f"ocdbt.process_{index}/") for name in names)
+    path = max((step / "ocdbt.process_1" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    found = ends(spawn(2, tmp_path))
+    for code, output in found:
+        assert code == 0, output
+    assert "checkpoint 12 is damaged (another process found it damaged): moved" in found[0][1]
+    assert "resumed from step 8" in found[0][1]
+    assert (tmp_path / "checkpoints" / "damaged-12").is_dir()
+    assert list(losses(tmp_path)) == list(range(1, 13))
+
+
 @pytest.mark.slow
 def test_a_process_may_hold_nothing_but_padding(tmp_path):
     """Of 64 rows three replicas in the first process have 32, 32 and 0, in the second 0."""

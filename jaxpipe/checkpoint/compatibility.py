@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import msgspec
 
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.model import ModelConfig
 
 Tree = Any
@@ -51,8 +51,14 @@ def check_same_settings(
     """
     if "config" not in meta:
         return
-    saved = tomllib.loads(meta["config"])
-    changed = changed_settings(saved["model"], config.model)
+    try:
+        saved = tomllib.loads(meta["config"])
+        changed = changed_settings(saved["model"], config.model)
+    except (tomllib.TOMLDecodeError, KeyError, msgspec.ValidationError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds a configuration that this version does not read "
+            f"({first_line(error)}): use the version of jaxpipe that wrote it."
+        ) from error
     allowed = set(config.checkpoint.allow_changed)
     changed = {key: values for key, values in changed.items() if key not in allowed}
     if changed:
@@ -80,8 +86,9 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
 
     Sizes that follow from others are filled in first: `head_dim=0` is d_model / n_heads.
     """
-    if saved["family"] != model.family:
-        return {"model.family": (saved["family"], model.family)}
+    family = saved.get("family", ModelConfig.DEFAULT)
+    if family != model.family:
+        return {"model.family": (family, model.family)}
     fields = type(model).__struct_fields__
     known = {name: value for name, value in saved.items() if name in fields}
     before = msgspec.convert(known, type(model)).resolved()

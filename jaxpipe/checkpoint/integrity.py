@@ -89,10 +89,10 @@ def write_checksums(directory: Path, process: int | None = None) -> None:
         os.fsync(file.fileno())  # as the arrays are: it must not be lost where they are not
 
 
-def check_files(directory: Path, process: int = 0, processes: int = 1) -> int:
-    """Compare this process's share of the files below `state/`; return how many there are in all.
+def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
+    """Compare one of `count` processes' share of the files below `state/`; return how many exist.
 
-    With as many processes as saved, a process compares the files that it wrote: those that it
+    With as many processes as saved, one compares the files that it wrote: those that it
     reads next, unless its layout is another, so that its host has them in memory. Raises
     `DamagedError` for a file that is missing, changed, or has no checksum, and `OSError` for one
     that cannot be read.
@@ -107,11 +107,13 @@ def check_files(directory: Path, process: int = 0, processes: int = 1) -> int:
             checksum, _, listed = line.partition("  ")
             want[listed] = checksum
     held = [name for name in found if not _is_list(name)]
+    if not want:
+        raise DamagedError("the checksums of state/ are missing")
     if missing := sorted(want.keys() - set(held)):
         raise DamagedError(f"state/{missing[0]} is missing")
     if unlisted := [name for name in held if name not in want]:
         raise DamagedError(f"state/{unlisted[0]} has no checksum")
-    own = [name for name in held if (_writer(name) or 0) % processes == process]
+    own = [name for name in held if (_writer(name) or 0) % count == process]
     for name, checksum in _checksums(directory, own):
         if checksum != want[name]:
             raise DamagedError(f"state/{name} is not as it was saved")
@@ -141,7 +143,9 @@ def all_processes_read(checkpoint: Path, checked: bool = True) -> Iterator[None]
     if isinstance(problem, ConfigError):
         raise problem
     if worst:
-        reason = f"{type(problem).__name__}: {first_line(problem)}" if problem else "on another"
+        reason = (
+            f"{type(problem).__name__}: {first_line(problem)}" if problem else "by another process"
+        )
         raise ConfigError(
             f"checkpoint {checkpoint} cannot be read ({reason}), which does not show that it is "
             f"damaged: nothing was changed; remove the cause, or take another checkpoint."
@@ -160,7 +164,7 @@ def _files(directory: Path) -> list[str]:
 
     return sorted(
         (Path(folder) / name).relative_to(directory).as_posix()
-        for folder, _, names in os.walk(directory, onerror=fail)
+        for folder, _, names in os.walk(directory, onerror=fail, followlinks=True)
         for name in names
         if name != _ADDED_LATER and not name.startswith(".")
     )

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,8 +14,13 @@ from test_start import SMALL
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.checkpoint.__main__ import main as command
-from jaxpipe.checkpoint.compatibility import MAY_DIFFER, SHOWN_BY_ARRAYS, changed_settings
-from jaxpipe.config import Config, TrainConfig
+from jaxpipe.checkpoint.compatibility import (
+    MAY_DIFFER,
+    SHOWN_BY_ARRAYS,
+    changed_settings,
+    check_same_settings,
+)
+from jaxpipe.config import Config, ConfigError, TrainConfig
 from jaxpipe.model import FAMILIES
 
 
@@ -157,3 +163,11 @@ def test_the_printed_command_trains_the_imported_model(tmp_path, capsys):
     assert train.main([*without, f"run.dir={tmp_path / 'b'}"]) == 2
     assert "model.rope_factor=8.0" in capsys.readouterr().err
     assert json.loads((step / "meta" / "metadata").read_text())["step"] == 1
+
+
+def test_a_configuration_that_is_not_read_is_one_sentence():
+    config = configs.load(SMALL)
+    for saved in ("[model]\nn_layers = -1", "n_layers", "[train]\nsteps = 1"):
+        with pytest.raises(ConfigError, match="configuration that this version does not read"):
+            check_same_settings(Path("a/1"), {"config": saved}, config, with_moments=True)
+    check_same_settings(Path("a/1"), {}, config, with_moments=True)

@@ -82,7 +82,9 @@ def test_bits_flipped_where_only_orbax_looks_change_nothing(tmp_path, two, state
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
-@pytest.mark.parametrize("what", ["data", "checksums", "all checksums", "metadata", "truncated"])
+@pytest.mark.parametrize(
+    "what", ["data", "checksums", "all checksums", "everything", "metadata", "truncated"]
+)
 def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path, two, state_and_keying, what):
     state, keying = state_and_keying
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
@@ -96,6 +98,9 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path, two, stat
         case "all checksums":
             for path in arrays.glob("checksums*"):
                 path.write_text("")
+        case "everything":
+            shutil.rmtree(arrays)
+            arrays.mkdir()
         case "metadata":
             shutil.rmtree(tmp_path / "3" / "meta")
         case "truncated":
@@ -283,3 +288,27 @@ def test_the_checksums_are_those_of_a_common_program(two):
         for line in path.read_text().splitlines():
             checksum, name = line.split("  ")
             assert xxhash.xxh128((path.parent / name).read_bytes()).hexdigest() == checksum
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_file_is_compared_by_one_process(tmp_path, count):
+    """Whatever their number; with as many as saved, each compares the files that it wrote."""
+    for name in ("manifest.ocdbt", *(f"ocdbt.process_{i}/d/{i}" for i in range(3))):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    for process in (*range(3), None):
+        integrity.write_checksums(tmp_path, process)
+    shares = range(count)
+    assert [integrity.check_files(tmp_path, i, count) for i in shares] == [4] * count
+    for writer in range(3):
+        path = tmp_path / f"ocdbt.process_{writer}" / "d" / str(writer)
+        path.write_text("other")
+        found = []
+        for process in shares:
+            try:
+                integrity.check_files(tmp_path, process, count)
+            except DamagedError:
+                found.append(process)
+        assert found == [writer % count]
+        path.write_text(path.relative_to(tmp_path).as_posix())
