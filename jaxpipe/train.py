@@ -1,9 +1,9 @@
 """`python -m jaxpipe.train CONFIG [section.key=value ...]`: train, or resume, one run.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input; 3 another
-process of the run is gone; 4 ended, but its last step could not be saved; 128 + n stopped by
-signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and
-saved.
+Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, of this
+process or another; 3 another process of the run is gone; 4 ended, but its last step could not be
+saved; 128 + n stopped by signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the
+step in progress was finished and saved.
 """
 
 import argparse
