@@ -2,10 +2,10 @@
 
 A finished or stopped run goes on when the same command is given again.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, too little
-memory, or a run.dir that another run uses; 3 another process of the run is gone; 4 ended, but its
-last step could not be saved; 128 + n stopped by signal n (130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM),
-after the step in progress was finished and saved.
+Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, of this process
+or another, too little memory, or a run.dir that another run uses; 3 another process of the run is
+gone; 4 ended, but its last step could not be saved; 128 + n stopped by signal n (129: SIGHUP, 130:
+Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and saved.
 """
 
 import contextlib

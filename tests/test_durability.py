@@ -1,6 +1,7 @@
 """Crashes, signals and full disks: nothing that was saved is lost, nothing left behind confuses."""
 
 import os
+import pty
 import random
 import shutil
 import signal
@@ -91,7 +92,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, straight, 
 
 
 @pytest.mark.slow(unless=["SIGTERM*"])
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGHUP", 129)])
 def test_a_signal_saves_and_stops(tmp_path, name, code):
     process = spawn(tmp_path, "train.steps=100000", "checkpoint.every=0")
     while "step 3/" not in process.stdout.readline():
@@ -100,6 +101,24 @@ def test_a_signal_saves_and_stops(tmp_path, name, code):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
     assert f"{name}: stopped after step {max(losses(tmp_path))}" in output
+    assert complete(tmp_path) == [max(losses(tmp_path))]
+
+
+def test_a_terminal_that_closes_loses_no_step(tmp_path):
+    """From then on whoever writes to it fails."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        train_command(tmp_path, *ONE_RANK, "train.steps=100000", "checkpoint.every=0", devices=1),
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env=os.environ | {"PYTHONPATH": str(SMALL.parents[2])},
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    while b"step 3/" not in seen:
+        seen = seen[-100:] + os.read(ours, 1000)
+    process.send_signal(signal.SIGHUP)  # as the system does for the process of a terminal
+    os.close(ours)
+    assert process.wait(60) == 129
     assert complete(tmp_path) == [max(losses(tmp_path))]
 
 

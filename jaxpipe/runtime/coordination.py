@@ -11,6 +11,7 @@ public part of jax, and only this module uses it.
 """
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -92,6 +93,16 @@ class Watch(threading.Thread):
         self._step, self._stop = -1, (sys.maxsize, 0)
         self._asked = False
         self._beats: dict[int, tuple[str, float]] = {}  # of each process the newest, and since when
+
+    def take_aborts(self) -> None:
+        """End with 3 and a sentence also where jax aborts this process, from a thread of its own.
+
+        It does where the service is gone, most often before this watch hears of that, and takes no
+        callback of Python for it (`missed_heartbeat_callback` of its client ends in `bad_cast`).
+        """
+        reason = "jax aborted this process, most often because another one is gone (see above)"
+        self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._end(3, reason))
+        ctypes.CDLL(None).signal(signal.SIGABRT, self._aborted)
 
     def reached(self, step: int, received: int) -> int:
         """The signal for which the run stops after this step, or 0: the same on all processes.
@@ -209,7 +220,8 @@ class Watch(threading.Thread):
     def _say_once(self, code: int, reason: str) -> None:
         """Write the sentence, unless this process is ending for another reason already."""
         if not self._leaving.acquire(blocking=False):
-            time.sleep(60)  # the one that said it ends the process
+            time.sleep(5)  # the one that said it ends the process by then
+            return
         advice = "" if code == 2 else f"; {_ADVICE}"
         with contextlib.suppress(OSError):  # a terminal that is closed
             os.write(2, f"error: {reason}{advice}\n".encode())

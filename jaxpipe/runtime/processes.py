@@ -45,6 +45,7 @@ def join() -> None:
     if service.count > 1:
         _met.append(Watch(service))
         _met[0].start()
+        _met[0].take_aborts()
 
 
 def started() -> int:

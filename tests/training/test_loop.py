@@ -104,16 +104,16 @@ class Recorder:
 
 
 class Events(list):
-    """Events, at one of which the process is sent SIGTERM."""
+    """Events, at one of which the process is sent a signal."""
 
-    def __init__(self, signal_at):
+    def __init__(self, signal_at, number=signal.SIGTERM):
         super().__init__()
-        self.signal_at = signal_at
+        self.signal_at, self.number = signal_at, number
 
     def append(self, event):
         super().append(event)
         if event == self.signal_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
 
 def test_a_step_is_dispatched_before_the_one_before_it_is_read(tmp_path):
@@ -153,6 +153,51 @@ def test_a_signal_dispatches_no_more(tmp_path, when):
     assert recorder.position == 3 * SAMPLES
     assert recorder.order("say") == [("say", "SIGTERM: stopped after step 3, which is being saved")]
     assert [line["step"] for line in recorder.lines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGHUP"), ("SIGINT", "SIGTERM")],
+)
+def test_a_signal_that_comes_again_loses_no_save(tmp_path, monkeypatch, first, again):
+    """Launchers send it to a process and to its group; the second comes while the step is saved."""
+    recorder, (first, again) = Recorder(tmp_path), (getattr(signal, n) for n in (first, again))
+
+    def save(step, parts, meta):
+        os.kill(os.getpid(), again)
+        os.kill(os.getpid(), again)
+        recorder.events.append(("save", step))
+
+    monkeypatch.setattr(recorder, "save", save)
+    recorder.events = Events(("batch", 2), first)
+    assert recorder.run() == 128 + first
+    assert recorder.order("save") == [("save", 2)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def test_a_second_ctrl_c_interrupts(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path)
+    recorder.events = Events(("batch", 2), signal.SIGINT)
+    monkeypatch.setattr(recorder, "save", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        recorder.run()
+
+
+def test_a_signal_while_the_last_step_is_saved_loses_nothing(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, "train.steps=2")
+    monkeypatch.setattr(recorder, "written", lambda _: os.kill(os.getpid(), signal.SIGTERM) is None)
+    assert recorder.run() == 0
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        recorder = Recorder(tmp_path, "train.steps=3")
+        recorder.events = Events(("batch", 2), signal.SIGHUP)
+        assert recorder.run() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("every", "late"), [(0, 1), (3, 0)])
