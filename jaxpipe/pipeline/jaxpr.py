@@ -40,16 +40,16 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 def unrounded(jaxpr: Jaxpr, outputs: Iterable[Any]) -> list[Any]:
     """Of each output the wider float that its equation rounds, if it does nothing else."""
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _rounds(eqn)}
-    return [
-        made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs
-    ]
+    return [made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs]
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
     if eqn.primitive is not primitives.convert_element_type_p:
         return False
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    return _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
+    return (
+        _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
+    )
 
 
 def run_slice(
