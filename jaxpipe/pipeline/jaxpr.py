@@ -143,7 +143,7 @@ def _is_narrow(like: Any) -> bool:
 
 
 def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
-    """What an equation of one result makes of narrow floats, before it is rounded to their dtype."""
+    """What an equation of one result makes, before it is rounded to narrow floats."""
     operands = (jnp.asarray(read(values, var)) for var in eqn.invars)
     wide = [x.astype(jnp.float32) if _is_narrow(x) else x for x in operands]
     params = eqn.primitive.get_bind_params(eqn.params)
