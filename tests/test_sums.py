@@ -180,5 +180,5 @@ def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
         for (path, w), n in zip(jax.tree_util.tree_leaves_with_path(wide), jax.tree.leaves(narrow))
         if not {"wq", "wk", "bq", "bk"} & {getattr(key, "key", None) for key in path}
     }
-    assert len(errors) > 10
+    assert len(errors) >= 10
     assert max(errors.values()) <= 2 * np.median(list(errors.values())), errors
