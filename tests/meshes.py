@@ -45,6 +45,9 @@ MODELS = {
     "fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_gpt2": GPT2Config(**SIZES, max_seq_len=11),
+    "uneven": LlamaConfig(**SIZES | {"vocab_size": 41}, n_kv_heads=2),  # 2 and 4 do not divide it
+    "uneven_tied": LlamaConfig(**SIZES | {"vocab_size": 33}, n_kv_heads=4, tie_embeddings=True),
+    "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 # Lengths of documents in a row of LENGTH; what they leave is padding.
@@ -63,7 +66,7 @@ def problem(model, dtype, examples=EXAMPLES):
     shared = jax.tree.map(uneven, decoder.init_ends(key))
     layers = [jax.tree.map(uneven, decoder.init_layer(key, i)) for i in range(config.n_layers)]
     tokens = jax.random.randint(
-        jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, SIZES["vocab_size"]
+        jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, config.vocab_size
     )
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)

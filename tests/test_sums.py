@@ -38,7 +38,9 @@ def looked_up(schedule, dtype, tokens, weights, dtype_of_total=jnp.float32):
         head=lambda shared, x, rows: (x * rows["weights"]).astype(dtype_of_total).sum(),
         count=lambda rows: 1,
     )
-    ones = {name: jnp.full(WIDTH, name == "gain", jnp.float32) for name in ("gain", "bias", "inner")}
+    ones = {
+        name: jnp.full(WIDTH, name == "gain", jnp.float32) for name in ("gain", "bias", "inner")
+    }
     layout = StageLayout((1, 1))
     table = jnp.ones((ENTRIES, WIDTH))
     params = {"shared": {"table": table}, "layers": layout.stack([ones, ones])}
@@ -149,9 +151,7 @@ def gradients_of(run, dtype, batch, path):
     config = configs.load(path, [*RUN, *RUNS[run], f"train.compute_dtype={dtype}"])
     parallel = config.parallel
     trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.tp]))
-    made = jax.jit(trainer.pipeline.losses_and_gradients)(
-        trainer.init().params, trainer.put(batch)
-    )
+    made = jax.jit(trainer.pipeline.losses_and_gradients)(trainer.init().params, trainer.put(batch))
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), made[1])
 
 
@@ -168,17 +168,17 @@ def adversarial(kind, vocabulary=256):
      ("gpt2", "half")],
 )  # fmt: skip
 def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
-    """Twice the median parameter's error at most, but for gradients that are nothing but rounding.
+    """Twice the median parameter's error at most.
 
-    Those are of the biases of keys, and where all tokens are the same of queries and keys.
+    But for what is no sum over tokens alone: gradients of queries and keys, which are differences
+    of what attention mixes, and are nothing but rounding where all tokens are the same.
     """
     batch, path = adversarial(kind), tmp_path / "config.toml"
     wide, narrow = (gradients_of(run, dtype, batch, path) for dtype in ("float32", "bfloat16"))
-    largest = max(np.linalg.norm(leaf) for leaf in jax.tree.leaves(wide))
     errors = {
         jax.tree_util.keystr(path): np.linalg.norm(n - w) / np.linalg.norm(w)
         for (path, w), n in zip(jax.tree_util.tree_leaves_with_path(wide), jax.tree.leaves(narrow))
-        if np.linalg.norm(w) > 1e-5 * largest
+        if not {"wq", "wk", "bq", "bk"} & {getattr(key, "key", None) for key in path}
     }
-    assert len(errors) > 10
+    assert len(errors) >= 10
     assert max(errors.values()) <= 2 * np.median(list(errors.values())), errors

@@ -8,11 +8,13 @@ for one number of replicas is not on disk.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.handler import Unpadded
@@ -168,9 +170,31 @@ class Keying:
         )
 
     def _written(self, leaf: jax.Array, stored: Stored, rank: int | None) -> Any:
-        """A leaf, or a layer's row of it, as it is written."""
+        """A leaf, or a layer's row of it, as it is written: without padding.
+
+        An uneven vocabulary has no pieces of one size, as Orbax wants them, but rows; it is divided
+        along its other dim first.
+        """
         leaf = self._take(leaf, stored, rank)
-        return Unpadded(leaf, stored.true_shape(leaf.shape)) if stored.padding else leaf
+        if not any(stored.padding):
+            return leaf
+        shape = stored.true_shape(leaf.shape)
+        if any(stored.padding[dim] for _, dim in stored.leaf.cuts):
+            return _resharded(shape, self._by_other_dims(shape, stored))(to_device(leaf))
+        return Unpadded(leaf, shape)
+
+    def _by_other_dims(self, shape: tuple[int, ...], stored: Stored) -> NamedSharding:
+        """Parts of a leaf of this shape along the dims that have no padding, on all devices."""
+        axes, entries = [axis for entry in stored.names for axis in entry], []
+        for size, padding in zip(shape, stored.padding):
+            own: list[str] = []
+            for axis in () if padding else tuple(axes):
+                if size % self.mesh.shape[axis] == 0:
+                    size //= self.mesh.shape[axis]
+                    axes.remove(axis)
+                    own.append(axis)
+            entries.append(tuple(own) or None)
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
         """A stage leaf from its rows on their ranks, given up; ranks without a row hold zeros."""
@@ -188,6 +212,12 @@ class Keying:
             for device in sharding.addressable_devices
         ]
         return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+
+
+@cache
+def _resharded(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Takes the first values of an array along every dim, and puts them where `sharding` says."""
+    return jax.jit(lambda leaf: lax.slice(leaf, (0,) * len(shape), shape), out_shardings=sharding)
 
 
 def _of_rank(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:

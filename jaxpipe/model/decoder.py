@@ -175,10 +175,11 @@ class CausalDecoder:
     def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch, in nats; with `z_loss` an array of both."""
         x, head = nnx.merge(self._ends, ends).leave(x)
-        targets, devices, z_loss = rows["targets"], self._of_ends, self.z_loss
+        targets, devices = rows["targets"], self._of_ends
+        last = self.z_loss, self.config.vocab_size
         if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, z_loss)
-        return cross_entropy_sum(x @ head, targets, devices, z_loss)
+            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
+        return cross_entropy_sum(x @ head, targets, devices, *last)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that the loss counts."""

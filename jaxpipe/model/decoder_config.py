@@ -136,7 +136,7 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def unequal_parts(self, tp: int) -> Iterator[str]:
         """A sentence for every size that leaves no equal parts for heads or `tp` devices."""
-        for name in ("n_heads", "d_ff", "vocab_size"):
+        for name in ("n_heads", "d_ff"):
             if getattr(self, name) % tp:
                 yield (
                     f"model.{name}={getattr(self, name)} must be a multiple of parallel.tp={tp}: "

@@ -21,6 +21,7 @@ def cross_entropy_sum(
     targets_BL: jax.Array,
     devices: OneDevice = ONE_DEVICE,
     z_loss: float = 0.0,
+    vocabulary: int | None = None,
 ) -> jax.Array:
     """Sum over the tokens that are not ignored of -log softmax(logits)[target], in nats.
 
@@ -30,8 +31,12 @@ def cross_entropy_sum(
     With `z_loss` the result is `[2]`: that sum, and over the same tokens that of z_loss * log(Z)^2,
     Z being the sum of the exponentials of a token's logits. Trained on, it keeps Z near 1
     (Chowdhery et al. 2022, PaLM, section 5).
+
+    `vocabulary` is its size (None: that of all parts): logits beyond it are padding, which counts
+    as if it were not there, and has no gradient.
     """
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
+    logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
     valid_BL = targets_BL != IGNORE
     own_BL, index_BL = own_entries(
         jnp.where(valid_BL, targets_BL, 0), logits_BLV.shape[-1], devices
@@ -44,6 +49,17 @@ def cross_entropy_sum(
     if not z_loss:
         return loss
     return jnp.stack([loss, z_loss * jnp.sum(jnp.where(valid_BL, logsumexp_BL, 0) ** 2)])
+
+
+def _without_padding(
+    logits_BLV: jax.Array, devices: OneDevice, vocabulary: int | None
+) -> jax.Array:
+    """Minus infinity for the logits that no entry of the vocabulary has."""
+    own = logits_BLV.shape[-1]
+    if vocabulary is None or own * devices.size == vocabulary:
+        return logits_BLV
+    entry_BLV = lax.broadcasted_iota(jnp.int32, logits_BLV.shape, logits_BLV.ndim - 1)
+    return jnp.where(entry_BLV + devices.index() * own < vocabulary, logits_BLV, -jnp.inf)
 
 
 @jax.custom_vjp
@@ -69,7 +85,7 @@ def _picked_backward(kept: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None
 _picked.defvjp(_picked_forward, _picked_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def chunked_cross_entropy_sum(
     x_BLD: jax.Array,
     head_DV: jax.Array,
@@ -77,6 +93,7 @@ def chunked_cross_entropy_sum(
     devices: OneDevice,
     chunks: int,
     z_loss: float = 0.0,
+    vocabulary: int | None = None,
 ) -> jax.Array:
     """`cross_entropy_sum(x @ head, targets)`, never holding more than L / `chunks` rows of logits.
 
@@ -87,7 +104,7 @@ def chunked_cross_entropy_sum(
 
     def one(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, targets = part
-        return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss), None
+        return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss, vocabulary), None
 
     parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
     return lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
@@ -100,9 +117,10 @@ def _forward(
     devices: OneDevice,
     chunks: int,
     z_loss: float,
+    vocabulary: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     def loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = cross_entropy_sum(x @ head, targets, devices, z_loss)
+        losses = cross_entropy_sum(x @ head, targets, devices, z_loss, vocabulary)
         return losses.sum(), losses
 
     def one(totals: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple:
@@ -119,7 +137,12 @@ def _forward(
 
 
 def _backward(
-    _: OneDevice, __: int, z_loss: float, made: tuple[jax.Array, jax.Array], scale: jax.Array
+    _: OneDevice,
+    __: int,
+    z_loss: float,
+    ___: int | None,
+    made: tuple[jax.Array, jax.Array],
+    scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, dhead = made
     scale = scale[0] if z_loss else scale

@@ -135,8 +135,13 @@ class EndParts(NamedTuple):
         return () if PP in self.devices.axes else (PP,)
 
     def cut(self, dim: int) -> Leaf:
-        """Of a parameter of which each of the devices has an equal part along a dim."""
-        return Leaf(cuts=tuple((axis, dim) for axis in self.devices.axes), summed=self._of_ranks)
+        """Of a parameter of which each of the devices has an equal part along the vocabulary.
+
+        What they do not divide is padded (`uneven`): no token looks the padding up, and the loss
+        leaves its logits out.
+        """
+        cuts = tuple((axis, dim) for axis in self.devices.axes)
+        return Leaf(cuts=cuts, summed=self._of_ranks, uneven=True)
 
     def own(self) -> Leaf:
         """Of a parameter that each has whole, and uses for its tokens of the stream."""

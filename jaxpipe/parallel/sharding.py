@@ -3,7 +3,8 @@
 A tree in stage form (parameters, gradients or moments) is cut as `jaxpipe.partition.leaf` says.
 Where several mesh axes cut one dim of a leaf, tp cuts it into the largest parts, then pp, then the
 replicas. What the replicas divide nowhere is stored with zeros at the end of a dim, which stay
-zeros: their gradients, moments and updates are. What ops read has none.
+zeros: their gradients, moments and updates are. What ops read has none of these; of a vocabulary
+that the devices which share it do not divide they read the padding too, and make nothing of it.
 """
 
 import math
@@ -31,13 +32,13 @@ class Stored:
 
     `names` has for every dim the mesh axes that cut it, largest parts first. `leaf` is what the
     model says: ops read the parts along `leaf.parted`, so that along the other axes that cut it
-    somebody gathers them, and sums or cuts the gradient. `padding`: zeros at the end of the dim
-    that the replicas cut, which is then cut by nothing else.
+    somebody gathers them, and sums or cuts the gradient. `padding`: for every dim the zeros at its
+    end, which go where a dim is put together along all axes that cut it; (): there are none.
     """
 
     names: tuple[Names, ...]
     leaf: Leaf = _PLAIN
-    padding: int = 0
+    padding: tuple[int, ...] = ()
 
     @cached_property
     def spec(self) -> PartitionSpec:
@@ -50,7 +51,7 @@ class Stored:
     @property
     def of_rank(self) -> "Stored":
         """The same for a layer's leaf without its leading dim of ranks."""
-        return replace(self, names=self.names[1:])
+        return replace(self, names=self.names[1:], padding=self.padding[1:])
 
     @property
     def replicas(self) -> Names:
@@ -74,11 +75,12 @@ class Stored:
         """The leaf with the parts along these mesh axes put together, without padding."""
         for axis in reversed(self._cutting(axes)):
             part = lax.all_gather(part, axis, axis=self.dim(axis), tiled=True)
-        return self.unpadded(part) if DP in axes else part
+        size = self._less_padding(part.shape, axes)
+        return lax.slice(part, (0,) * part.ndim, size) if size != part.shape else part
 
     def part(self, whole: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's part along these mesh axes: the inverse of `gather`."""
-        whole = self.padded(whole) if DP in axes else whole
+        whole = self._with_padding(whole, axes)
         for axis in self._cutting(axes):
             dim = self.dim(axis)
             size = whole.shape[dim] // lax.axis_size(axis)
@@ -87,7 +89,7 @@ class Stored:
 
     def reduce(self, gradient: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's part of the sum over these mesh axes."""
-        gradient = self.padded(gradient) if DP in axes else gradient
+        gradient = self._with_padding(gradient, axes)
         cutting = self._cutting(axes)
         for axis in cutting:
             gradient = lax.psum_scatter(
@@ -127,22 +129,24 @@ class Stored:
         return self.part(self.reduce(whole, {PP}), REPLICAS)
 
     def padded(self, leaf: jax.Array) -> jax.Array:
-        """A leaf, whole along the replicas, with its padding."""
-        if not self.padding:
-            return leaf
-        dim = self.dim(DP)
-        return jnp.pad(leaf, [(0, self.padding * (i == dim)) for i in range(leaf.ndim)])
-
-    def unpadded(self, leaf: jax.Array) -> jax.Array:
-        """A leaf, whole along the replicas, without its padding."""
-        if not self.padding:
-            return leaf
-        return lax.slice(leaf, (0,) * leaf.ndim, self.true_shape(leaf.shape))
+        """A whole leaf with its padding."""
+        return self._with_padding(leaf, self._axes)
 
     def true_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a leaf that has this shape with its padding."""
-        dim = self.dim(DP)
-        return tuple(size - self.padding * (i == dim) for i, size in enumerate(shape))
+        """Of a whole leaf that has this shape with its padding."""
+        return self._less_padding(shape, self._axes)
+
+    def _with_padding(self, leaf: jax.Array, axes: Collection[str]) -> jax.Array:
+        """A leaf that is whole along these axes, with the padding of dims that they alone cut."""
+        padding = self._padding_of(axes)
+        return jnp.pad(leaf, [(0, size) for size in padding]) if any(padding) else leaf
+
+    def _less_padding(self, shape: tuple[int, ...], axes: Collection[str]) -> tuple[int, ...]:
+        return tuple(size - more for size, more in zip(shape, self._padding_of(axes)))
+
+    def _padding_of(self, axes: Collection[str]) -> tuple[int, ...]:
+        padding = self.padding or (0,) * len(self.names)
+        return tuple(more * set(entry).issubset(axes) for more, entry in zip(padding, self.names))
 
     @property
     def _axes(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ whose gradients add up. All else follows, for storing and for planning: what out
 further, layers over the ranks of their stages, shared leaves over pp along the first dim that it
 divides, and from ZeRO stage 1 on everything over replicas (Rajbhandari et al. 2020), along the
 first dim that they divide, or else along one that nothing else cuts, in blocks of 32 and padded
-with zeros.
+with zeros. Zeros also pad a vocabulary that the devices which share it do not divide.
 
 The replicas are on the mesh axes rp, dp and ep, from far to near. Nothing is ever cut over rp: each
 of its coordinates has all parts (hybrid sharding: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2),
@@ -39,6 +39,8 @@ class Leaf:
         known, None, nothing is padded.
       matrix: its input and output dim if it is a matrix, or a stack of matrices along other dims;
         None: a vector. Weight decay and Muon go by this.
+      uneven: whether the axes of `cuts` need not divide their dims: then these are padded with
+        zeros, and ops must make nothing of the zeros at the end of the last parts.
 
     Eight experts' matrices, of which each device along ep has its equal part:
 
@@ -50,6 +52,7 @@ class Leaf:
     summed: Names = ()
     shape: tuple[int, ...] | None = None
     matrix: tuple[int, int] | None = None
+    uneven: bool = False
 
     @property
     def parted(self) -> frozenset[str]:
@@ -63,20 +66,23 @@ class Cutting:
 
     Attributes:
       names: for every dim the mesh axes that cut it, largest parts first.
-      padding: how many zeros are put to the end of the dim that replicas cut.
+      padding: for every dim how many zeros are put to its end; none in those that nothing cuts.
     """
 
     names: tuple[Names, ...]
-    padding: int = 0
+    padding: tuple[int, ...]
 
     def part_size(self, shape: Sequence[int], mesh: Mapping[str, int], *, whole: Names = ()) -> int:
         """Values on one device of a leaf of this shape, put together along the axes in `whole`.
 
-        >>> Cutting((("pp",), ("dp",), ("tp",))).part_size((4, 32, 48), {"pp": 4, "dp": 2, "tp": 2})
+        >>> how = Cutting((("pp",), ("dp",), ("tp",)), (0, 0, 0))
+        >>> how.part_size((4, 32, 48), {"pp": 4, "dp": 2, "tp": 2})
         384
         """
-        padded = 0 if DP in whole else self.padding
-        sizes = [size + padded * (DP in names) for size, names in zip(shape, self.names)]
+        sizes = [
+            size + padding * bool(set(names).difference(whole))
+            for size, padding, names in zip(shape, self.padding, self.names)
+        ]
         parts = prod(mesh[name] for entry in self.names for name in entry if name not in whole)
         return prod(sizes) // parts
 
@@ -92,18 +98,24 @@ def cutting(
     >>> mesh = {"pp": 4, "dp": 2, "tp": 2}
     >>> wide = Leaf(cuts=(("tp", 1),), shape=(32, 48))
     >>> cutting((4, 32, 48), wide, mesh, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=0)
+    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=(0, 0, 0))
     >>> cutting((64, 32), Leaf(cuts=(("tp", 0),)), mesh, of_layer=False, zero_stage=0)
-    Cutting(names=(('tp', 'pp'), ()), padding=0)
+    Cutting(names=(('tp', 'pp'), ()), padding=(0, 0))
+    >>> cutting((63, 32), Leaf((("tp", 0),), uneven=True), mesh, of_layer=False, zero_stage=0)
+    Cutting(names=(('tp', 'pp'), ()), padding=(1, 0))
     >>> cutting((4, 4096, 1024), wide, mesh | {"dp": 6}, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=128)
+    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=(0, 128, 0))
     >>> experts = Leaf(cuts=(("ep", 0),), shape=(8, 64, 32))
     >>> cutting((4, 8, 64, 32), experts, mesh | {"ep": 4}, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('ep', 'dp'), (), ()), padding=0)
+    Cutting(names=(('pp',), ('ep', 'dp'), (), ()), padding=(0, 0, 0, 0))
     """
     names: list[Names] = [()] * len(shape)
-    sizes = list(shape)
+    padding = [0] * len(shape)
     first = int(of_layer)
+    for _, dim in leaf.cuts if leaf.uneven else ():
+        parts = prod(mesh.get(axis, 1) for axis, of in leaf.cuts if of == dim)
+        padding[first + dim] = -shape[first + dim] % parts
+    sizes = [size + more for size, more in zip(shape, padding)]
 
     def divide(axes: Names, dims: Sequence[int]) -> bool:
         parts = prod(mesh.get(axis, 1) for axis in axes)
@@ -127,19 +139,22 @@ def cutting(
         for axis in reversed(SHARDS)
         if axis not in leaf.parted and (axis == DP or mesh.get(axis, 1) > 1)
     )
-    parts, padding = prod(mesh.get(axis, 1) for axis in replicas), 0
+    parts = prod(mesh.get(axis, 1) for axis in replicas)
     if zero_stage and parts > 1 and not divide(replicas, every) and leaf.shape is not None:
         free = [dim for dim in every if not names[dim]]
-        padding = _pad(free, sizes, names, parts, replicas)
-    return Cutting(tuple(names), padding)
+        found = _least_padded(free, sizes, parts)
+        if found is not None:
+            dim, padding[dim] = found
+            names[dim] = replicas
+    return Cutting(tuple(names), tuple(padding))
 
 
-def _pad(
-    free: Sequence[int], sizes: Sequence[int], names: list[Names], replicas: int, axes: Names
-) -> int:
-    """Let the replicas cut the dim that needs the least padding for its length; how much it is.
+def _least_padded(
+    free: Sequence[int], sizes: Sequence[int], replicas: int
+) -> tuple[int, int] | None:
+    """The dim that replicas can cut with the least padding for its length, and that padding.
 
-    Dims count that consist of blocks; 0 where a part of none would be smaller than the whole.
+    Dims count that consist of blocks; None where a part of none would be smaller than the whole.
     """
     parts = {
         dim: -(-sizes[dim] // (replicas * _BLOCK)) * _BLOCK
@@ -148,7 +163,6 @@ def _pad(
     }
     smaller = [dim for dim, part in parts.items() if part < sizes[dim]]
     if not smaller:
-        return 0
+        return None
     best = min(smaller, key=lambda dim: parts[dim] / sizes[dim])
-    names[best] = axes
-    return replicas * parts[best] - sizes[best]
+    return best, replicas * parts[best] - sizes[best]

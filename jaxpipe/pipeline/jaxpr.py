@@ -40,16 +40,16 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 def unrounded(jaxpr: Jaxpr, outputs: Iterable[Any]) -> list[Any]:
     """Of each output the wider float that its equation rounds, if it does nothing else."""
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _rounds(eqn)}
-    return [
-        made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs
-    ]
+    return [made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs]
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
     if eqn.primitive is not primitives.convert_element_type_p:
         return False
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    return _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
+    return (
+        _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
+    )
 
 
 def run_slice(
@@ -143,7 +143,7 @@ def _is_narrow(like: Any) -> bool:
 
 
 def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
-    """What an equation of one result makes of narrow floats, before it is rounded to their dtype."""
+    """What an equation of one result makes, before it is rounded to narrow floats."""
     operands = (jnp.asarray(read(values, var)) for var in eqn.invars)
     wide = [x.astype(jnp.float32) if _is_narrow(x) else x for x in operands]
     params = eqn.primitive.get_bind_params(eqn.params)

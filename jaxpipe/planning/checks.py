@@ -222,18 +222,11 @@ def _check_limit(config: Config) -> None:
 
 
 def _check_vocab_parallel(config: Config) -> None:
-    model, parallel = config.model, config.parallel
+    parallel = config.parallel
     if parallel.pp == 1:
         raise ConfigError(
             "parallel.vocab_parallel_pp=true cuts the vocabulary over parallel.pp, which is 1: set "
             "parallel.pp, or leave vocab_parallel_pp out."
-        )
-    parts = parallel.pp * parallel.tp
-    if model.vocab_size % parts:
-        raise ConfigError(
-            f"model.vocab_size={model.vocab_size} must be a multiple of parallel.pp={parallel.pp} "
-            f"x parallel.tp={parallel.tp} = {parts} with parallel.vocab_parallel_pp=true: every "
-            f"device has an equal part of it; pad it to {-(-model.vocab_size // parts) * parts}."
         )
     if parallel.defer_ends:
         raise ConfigError(

@@ -183,8 +183,7 @@ def ends_of(config: Config) -> list[Config]:
     parallel = config.parallel
     if parallel.vocab_parallel_pp != "auto":
         return [config]
-    uneven = config.model.vocab_size % (parallel.pp * parallel.tp)
-    alone = parallel.pp == 1 or parallel.defer_ends or uneven or config.train.fused_steps > 1
+    alone = parallel.pp == 1 or parallel.defer_ends or config.train.fused_steps > 1
     return [_settled(config, shared=shared) for shared in ((False,) if alone else (False, True))]
 
 

@@ -95,9 +95,9 @@ def logits_of(config: Config) -> int:
 
 
 def _vocabulary(config: Config) -> int:
-    """Words of the vocabulary that a device has."""
+    """Words of the vocabulary that a device has, padding included."""
     parallel = config.parallel
-    return config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1))
+    return -(-config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1)))
 
 
 def _messages(costs: ModelCosts, tables: Tables) -> int:

@@ -225,7 +225,7 @@ def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
     def part(whole: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
         shape = list(whole.shape)
         for axis, dim in leaf.cuts:
-            shape[dim] //= sizes[axis]
+            shape[dim] = -(-shape[dim] // sizes[axis])  # an uneven vocabulary is padded
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return jax.tree.map(part, tree, leaves)

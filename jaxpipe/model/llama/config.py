@@ -73,7 +73,7 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             n_kv_heads=max(self.n_kv_heads // tp, 1),
             d_ff=self.d_ff // tp,
             d_expert=self.d_expert // tp,
-            vocab_size=self.vocab_size // tp,
+            vocab_size=-(-self.vocab_size // tp),
         )
 
     def broken_rules(self, tp: int) -> Iterator[str]:
