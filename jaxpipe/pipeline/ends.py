@@ -14,6 +14,7 @@ from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
+from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.split import Cotangent, LayerSplit
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.schedule import Row, Tables
@@ -36,6 +37,7 @@ class StepData:
       seed: the gradient at the summed loss.
       unscale: what the sums of gradients are multiplied with at the end; None: nothing.
       poison: whether idle messages and free slots are to hold NaN.
+      printer: what prints messages; None: nothing does.
     """
 
     tables: Tables
@@ -48,6 +50,7 @@ class StepData:
     seed: jax.Array
     unscale: jax.Array | None
     poison: bool
+    printer: MessagePrinter | None = None
 
     def rows(self, m: jax.Array) -> Tree:
         """A microbatch's row data."""

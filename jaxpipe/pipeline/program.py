@@ -130,6 +130,7 @@ class RankProgram:
             seed=seed,
             unscale=unscale,
             poison=self.execution.poison_bubbles,
+            printer=self.execution.printer,
         )
 
     def _counted(self, batch: Tree) -> jax.Array:

@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data" / "outside"
 
 @dataclass(frozen=True)
 class Record:
-    """What transformers computes of one model; parameters by our names where nothing else is said."""
+    """What transformers, torch and NumPy make of one model: the arrays of its file."""
 
     arrays: dict[str, np.ndarray]
 
@@ -101,10 +101,10 @@ def by_path(trainer, params):
     return {tuple(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def loss_and_gradients(record, layout, dtype):
+def loss_and_gradients(record, layout, dtype, **execution):
     """Of the first step, in `dtype`: the loss, and gradients by path."""
     trainer = trainer_of(record, layout)
-    execution = replace(trainer.execution, compute_dtype=None)
+    execution = replace(trainer.execution, compute_dtype=None, **execution)
     pipeline = replace(trainer.pipeline, execution=execution)
     params = staged(trainer, record.by_our_names("weights", trainer.config.model), dtype)
     batch = trainer.put(record.batch(0))
