@@ -258,6 +258,18 @@ class RuntimeConfig(_Section, kw_only=True):
     cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
+class DebugConfig(_Section, kw_only=True):
+    """`[debug]`: steps to look into, not to train with."""
+
+    skip_update: bool = False  # steps run; parameters, moments and model state stay as they are
+    # a line for every message between pipeline ranks with its norm, in every step; slow
+    print_messages: bool = False
+    ticks: tuple[int, ...] = ()  # first and last tick printed; empty: all
+    pp_ranks: tuple[int, ...] = ()  # pipeline ranks printed; empty: all
+    # idle messages and free buffer slots hold NaN, so that a result that depends on one is NaN
+    poison_messages: bool = False
+
+
 class Config(_Section, Generic[Model], kw_only=True):
     """A whole run."""
 
@@ -270,6 +282,7 @@ class Config(_Section, Generic[Model], kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    debug: DebugConfig = DebugConfig()
 
     @property
     def batch_shape(self) -> dict[str, int]:

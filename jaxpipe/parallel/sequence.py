@@ -64,18 +64,21 @@ class ContextParallel(WholeSequence):
         """
         if self.ring == 1:
             return tree
-        rings = self._sharers
-        pairs = [(ring[i - 1], ring[i]) for ring in rings for i in range(self.size)]
-
-        def gathered(x: jax.Array) -> jax.Array:
-            every = lax.all_gather(x, SHARDS, axis_index_groups=rings)
-            return lax.dynamic_index_in_dim(every, (self.index() - 1) % self.size, keepdims=False)
 
         def turned(x: jax.Array) -> jax.Array:
-            permuted = lambda x: lax.ppermute(x, SHARDS, pairs)  # noqa: E731
-            return lax.platform_dependent(x, cpu=gathered, default=permuted)
+            return lax.platform_dependent(
+                x, cpu=self._turned_by_gather, default=self._turned_by_permute
+            )
 
         return jax.tree.map(turned, tree)
+
+    def _turned_by_permute(self, x: jax.Array) -> jax.Array:
+        pairs = [(ring[i - 1], ring[i]) for ring in self._sharers for i in range(self.size)]
+        return lax.ppermute(x, SHARDS, pairs)
+
+    def _turned_by_gather(self, x: jax.Array) -> jax.Array:
+        every = lax.all_gather(x, SHARDS, axis_index_groups=self._sharers)
+        return lax.dynamic_index_in_dim(every, (self.index() - 1) % self.size, keepdims=False)
 
     def together(self, x: jax.Array) -> jax.Array:
         """The `[B, L, ...]` of the tokens of neighbours that exchange heads."""

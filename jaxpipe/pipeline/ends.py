@@ -14,6 +14,7 @@ from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
+from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.split import Cotangent, LayerSplit
 from jaxpipe.pipeline.stage import SharedPart
 from jaxpipe.schedule import Row, Tables
@@ -53,6 +54,7 @@ class StepData:
       counts: the terms of the head's losses in each microbatch, of all replicas, `[M]`.
       unscale: what the sums of gradients are multiplied with at the end; None: nothing.
       poison: whether idle messages and free slots are to hold NaN.
+      printer: what prints messages; None: nothing does.
     """
 
     tables: Tables
@@ -66,6 +68,7 @@ class StepData:
     counts: jax.Array
     unscale: jax.Array | None
     poison: bool
+    printer: MessagePrinter | None = None
 
     def rows(self, m: jax.Array) -> Tree:
         """A microbatch's row data."""

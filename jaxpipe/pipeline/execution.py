@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.split import POLICIES, Policy
 from jaxpipe.schedule import Lockstep
 
@@ -36,7 +37,7 @@ class Execution:
     over replicas of a layer's gradient run while the layers before it compute (`ticks.py`).
 
     `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
-    depends on them.
+    depends on them. A `printer` prints messages between ranks.
 
     >>> how = Execution(Lockstep(in_flight=7), remat="selective", compute_dtype=jnp.bfloat16)
     >>> how.zero_stage, how.divides_at_end
@@ -52,6 +53,7 @@ class Execution:
     offload_layers: int = 0
     overlap_sums: bool = False
     poison_bubbles: bool = False
+    printer: MessagePrinter | None = None
 
     @property
     def policy(self) -> Policy:

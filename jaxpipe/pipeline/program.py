@@ -138,6 +138,7 @@ class RankProgram:
             counts=counts,
             unscale=unscale,
             poison=self.execution.poison_bubbles,
+            printer=self.execution.printer,
         )
 
     def _counts(self, count: Callable[[Tree], jax.Array], batch: Tree) -> jax.Array:

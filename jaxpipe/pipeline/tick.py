@@ -89,7 +89,7 @@ class RankWork:
 
     @property
     def _transfers(self) -> Transfers:
-        return Transfers(self.step.tables, self.step.poison)
+        return Transfers(self.step.tables, self.step.poison, self.step.printer)
 
     def tick(self, carry: Carry, row: Row) -> Carry:
         """Run one row of the tables."""

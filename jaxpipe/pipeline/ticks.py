@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -45,6 +46,8 @@ def run_ticks(work: RankWork, carry: Carry, rows: Row, closing: int | None) -> C
 
     With a `closing` tick the sums of the layers' gradients are then reduced.
     """
+    if work.step.printer is not None:
+        rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
     scanned = rows if closing is None else jax.tree.map(lambda column: column[:closing], rows)
     carry, _ = lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, scanned)
     if closing is None:

@@ -10,16 +10,21 @@ from jax import lax
 
 from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
+from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.schedule import Row, Tables
 from jaxpipe.schedule.lanes import Route
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """The lanes of some tables; with `poison`, idle lanes carry NaN, and so do ends of the line."""
+    """The lanes of some tables; with `poison`, idle lanes carry NaN, and so do ends of the line.
+
+    A `printer` prints what is sent and received.
+    """
 
     tables: Tables
     poison: bool
+    printer: MessagePrinter | None = None
 
     def arriving(self, message: jax.Array) -> Any:
         """What is on its way before the first tick: None where transfers end in their tick."""
@@ -39,10 +44,14 @@ class Transfers:
         once the inbox is written, and so be in flight while the conds run.
         """
         loads, sent = self._loads({"y": y, "dx": dx}, row), None
+        if self.printer is not None:
+            self.printer.sent(self.tables, row, loads)
         if self.tables.lockstep.transfer_ticks == 1:
             arriving, row = lax.optimization_barrier((self._send(loads, row), row))
         for packed, lanes in zip(arriving, self._ways.values()):
             for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
+                if self.printer is not None:
+                    self.printer.received(self.tables, row, lane, message)
                 inbox = buffers.write(inbox, message, row.arrive[lane])
         columns = self.tables.columns
         if self.tables.stores(columns.keep_y):

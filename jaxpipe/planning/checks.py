@@ -10,6 +10,7 @@ from jaxpipe.config.units import readable_bytes
 from jaxpipe.model.family import INT32_MAX
 from jaxpipe.planning import chosen
 from jaxpipe.planning.data_checks import check_data
+from jaxpipe.planning.debug_checks import check_debug
 from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.fused_checks import check_fused
@@ -46,7 +47,7 @@ def validate(
     if platform is not None or config.parallel.memory_limit != "auto":
         _check_schedule(config, platform, memory)
     check_fused(config)
-    for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log):
+    for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log, check_debug):
         check(config)
     parallel = config.parallel
     if devices_of_host is not None and devices_of_host % parallel.tp:

@@ -41,6 +41,10 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"
         return  # and it updates as always
+    if config.debug.skip_update:
+        yield "debug.skip_update=true", "ranks update within the program"
+    if config.debug.print_messages:
+        yield "debug.print_messages=true", "ticks of several steps have no numbers of their own"
     if model.tied:
         yield "a head that is the embedding", "two ranks would update it"
     if parallel.vocab_parallel_pp is True:

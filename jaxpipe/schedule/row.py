@@ -127,6 +127,8 @@ class Row(NamedTuple, Generic[Leaf]):
     """None where the ranks of the first and last stages compute the ends alone."""
     steps: StepColumns[Leaf] | None
     """None where the update stands outside: of one step."""
+    tick: Leaf | None = None
+    """Its number, where messages are printed; no table has it."""
 
     def chunk_of(self, op: Op) -> Leaf:
         """1 + the chunk that this op is run of, outside pairs.

@@ -27,6 +27,7 @@ from jaxpipe.parallel import (
     make_mesh,
 )
 from jaxpipe.pipeline import Execution, Pipeline, Side
+from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.planning import Choice, chosen, decided
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
@@ -90,7 +91,8 @@ class Trainer:
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is run on this kind of device."""
-        parallel, train = self.config.parallel, self.config.train
+        parallel, train, debug = self.config.parallel, self.config.train, self.config.debug
+        printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
             lockstep=self.choice.lockstep,
@@ -100,6 +102,8 @@ class Trainer:
             grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
+            poison_bubbles=debug.poison_messages,
+            printer=printer,
             # A collective on CPU waits for its answer; the layers' sums are made in every tick with
             # `reshards`; and a gradient outside a branch would copy all of what is on the host.
             overlap_sums=not (
@@ -252,6 +256,8 @@ class Trainer:
         metrics["skipped_steps"] = guard.skipped
         if guard.loss_scale is not None:
             metrics["loss_scale"] = state.guard.loss_scale
+        if self.config.debug.skip_update:
+            return state._replace(step=state.step + ~stops, guard=guard), metrics
         updates = finite & has_targets & ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         offloads, before = self.config.train.offload_moments, state.optimizer

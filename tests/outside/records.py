@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data" / "outside"
 
 @dataclass(frozen=True)
 class Record:
-    """What transformers computes of one model; parameters by our names where nothing else is said."""
+    """What transformers, torch and NumPy make of one model: the arrays of its file."""
 
     arrays: dict[str, np.ndarray]
 
@@ -64,8 +64,8 @@ def read(name):
         return Record(dict(file))
 
 
-def trainer_of(record, layout, optimizer="adamw"):
-    """The trainer of a record's model on such a layout."""
+def trainer_of(record, layout, optimizer="adamw", **execution):
+    """The trainer of a record's model on such a layout, which computes in its parameters' dtype."""
     microbatches, batch, length = record.batch(0)["inputs"].shape
     parallel = {"dp": 1, **layout}
     each = batch * parallel.get("cp", 1) // parallel["dp"]
@@ -80,12 +80,15 @@ def trainer_of(record, layout, optimizer="adamw"):
     config = from_builtins(tree)
     size = config.parallel.pp * config.parallel.dp * config.parallel.tp
     validate(filled(config, size), devices=size, platform="cpu")
-    return Trainer(filled(config, size), tuple(jax.devices()[:size]))
+    trainer = Trainer(filled(config, size), tuple(jax.devices()[:size]))
+    how = replace(trainer.execution, compute_dtype=None, **execution)
+    trainer.__dict__["execution"] = how  # a cached property: all else is made of it
+    return trainer
 
 
-def staged(trainer, by_path, dtype):
-    """Parameters by path as the trainer stores them."""
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), nested(by_path))
+def staged(trainer, by_path):
+    """Parameters by path as the trainer stores them, in float64."""
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nested(by_path))
     layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
     whole = {"shared": tree["ends"], "layers": trainer.layout.stack(layers)}
     return jax.device_put(trainer.sharding.padded(whole), trainer.sharding.shardings(whole))
@@ -101,22 +104,22 @@ def by_path(trainer, params):
     return {tuple(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def loss_and_gradients(record, layout, dtype):
-    """Of the first step, in `dtype`: the loss, and gradients by path."""
-    trainer = trainer_of(record, layout)
-    execution = replace(trainer.execution, compute_dtype=None)
-    pipeline = replace(trainer.pipeline, execution=execution)
-    params = staged(trainer, record.by_our_names("weights", trainer.config.model), dtype)
+@jax.enable_x64(True)
+def loss_and_gradients(record, layout, **execution):
+    """Of the first step: the loss, and gradients by path."""
+    trainer = trainer_of(record, layout, **execution)
+    params = staged(trainer, record.by_our_names("weights", trainer.config.model))
     batch = trainer.put(record.batch(0))
-    losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    losses, gradients = jax.jit(trainer.pipeline.losses_and_gradients)(params, batch)
     return float(losses.sum()), by_path(trainer, gradients)
 
 
+@jax.enable_x64(True)
 def trained(record, layout, optimizer, steps):
     """The losses of some steps, and the parameters behind them by path."""
     trainer = trainer_of(record, layout, optimizer)
     weights = record.by_our_names("weights", trainer.config.model)
-    state, losses = trainer.fresh(staged(trainer, weights, jnp.float32)), []
+    state, losses = trainer.fresh(staged(trainer, weights)), []
     for step in range(steps):
         state, metrics = trainer.train_step(state, trainer.put(record.batch(step)))
         losses.append(float(metrics["loss"]))

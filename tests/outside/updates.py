@@ -59,10 +59,13 @@ def muon(state, name, gradient, step):
 
 
 def orthogonal(matrix):
-    """Five steps of the quintic Newton-Schulz iteration on the wide side."""
+    """Five steps of the quintic Newton-Schulz iteration on the wide side, from a norm of 1.
+
+    The norm is divided by with 1e-8 added, as optax has it (7 digits of the result depend on it).
+    """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
-    x = matrix / np.linalg.norm(matrix)
+    x = matrix / (np.linalg.norm(matrix) + 1e-8)
     for _ in range(5):
         a, b, c = 3.4445, -4.7750, 2.0315
         gram = x @ x.T

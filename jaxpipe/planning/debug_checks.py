@@ -1,0 +1,31 @@
+"""The rules of what is printed to debug a step (`[debug]`)."""
+
+from jaxpipe.config import Config, ConfigError
+
+
+def check_debug(config: Config) -> None:
+    """Raise `ConfigError` where ticks or pipeline ranks to print are none that there are."""
+    debug, pp = config.debug, config.parallel.pp
+    given = {"debug.ticks": debug.ticks, "debug.pp_ranks": debug.pp_ranks}
+    for name, values in given.items():
+        if values and not debug.print_messages:
+            raise ConfigError(
+                f"{name}={list(values)} says what debug.print_messages prints, but that is false: "
+                f"set it, or leave {name} out."
+            )
+    if debug.ticks and not (len(debug.ticks) == 2 and 0 <= debug.ticks[0] <= debug.ticks[1]):
+        raise ConfigError(
+            f"debug.ticks={list(debug.ticks)} must be the first and the last tick to print, such "
+            f"as [0, 3]: change it, or leave it out for all."
+        )
+    for rank in debug.pp_ranks:
+        if not 0 <= rank < pp:
+            raise ConfigError(
+                f"debug.pp_ranks={list(debug.pp_ranks)}, but with parallel.pp={pp} there are ranks "
+                f"0 to {pp - 1}: leave {rank} out."
+            )
+    if debug.print_messages and pp == 1:
+        raise ConfigError(
+            "debug.print_messages=true with parallel.pp=1: one pipeline rank sends no messages; "
+            "raise parallel.pp, or leave it out."
+        )
