@@ -53,8 +53,8 @@ def test_a_step_is_that_of_one_device(mesh):
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
         after, wanted = alone.update(state, want.losses.sum(), gradients, want.side)
         got, made = trainer.train_step(trainer.init(), trainer.put(batch))
-        terms = TOKENS * np.ones(MICROBATCHES) / MICROBATCHES
-        more = {"loss_max": MICROBATCHES * want.losses.max(), "target_tokens": terms}
+        means = want.losses * want.counts.sum() / want.counts
+        more = {"loss_max": means.max(), "target_tokens": want.counts}
         assert_same(made, wanted | more | {"aux_loss": want.aux_losses.sum()})
         assert_same(keyed(trainer, got), keyed(alone, after))
         assert not np.array_equal(after.variables["bias"], state.variables["bias"])
