@@ -179,7 +179,7 @@ class Keying:
         if not any(stored.padding):
             return leaf
         shape = stored.true_shape(leaf.shape)
-        if any(stored.padding[dim] for _, dim in stored.leaf.cuts):
+        if stored.leaf.uneven and any(stored.padding[dim] for _, dim in stored.leaf.cuts):
             return _resharded(shape, self._by_other_dims(shape, stored))(to_device(leaf))
         return Unpadded(leaf, shape)
 
