@@ -4,8 +4,9 @@ A finished or stopped run goes on when the same command is given again.
 
 Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, of this process
 or another, too little memory, or a run.dir that another run uses; 3 another process of the run is
-gone; 4 ended, but its last step could not be saved; 128 + n stopped by signal n (129: SIGHUP, 130:
-Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and saved.
+gone, or did not come; 4 ended, but its last step could not be saved; 128 + n stopped by signal n
+(129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and
+saved.
 """
 
 import contextlib
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             processes.leave(2, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except processes.NotMetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         if processes.several():
             processes.leave(128 + signal.SIGINT, "interrupted")

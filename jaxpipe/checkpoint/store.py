@@ -214,6 +214,8 @@ class Checkpoints:
     def _unwritten_is_said(self) -> Iterator[None]:
         try:
             yield
+        except jax.errors.JaxRuntimeError:
+            raise  # of a device or of another process, not of the disk
         except (OSError, ValueError, RuntimeError) as error:
             self._say(
                 f"warning: a checkpoint could not be written ({_reason(error)}): training goes "

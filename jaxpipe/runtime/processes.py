@@ -14,6 +14,11 @@ from typing import Any, NoReturn
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
 
+
+class NotMetError(Exception):
+    """The other processes of the run did not come."""
+
+
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _met: list[Watch] = []  # none, or the one watch of this process once it has met the others
 
@@ -23,8 +28,8 @@ def join() -> None:
 
     They are found from JAX_COORDINATOR_ADDRESS (`host:port` of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID, or from what Slurm (`srun`) and Open MPI tell their tasks. Call before the first
-    use of a device. Raises `ConfigError` where one of the three is missing or no number, or the
-    others do not come.
+    use of a device. Raises `ConfigError` where one of the three is missing or no number, and
+    `NotMetError` where the others do not come.
     """
     places = _places()
     if places is None:
@@ -37,7 +42,7 @@ def join() -> None:
         # jax aborts where it misses a process: the watch comes before it, with a sentence.
         jax.distributed.initialize(**places, heartbeat_timeout_seconds=3 * SILENT_SECONDS)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
+        raise NotMetError(
             f"the processes of this run did not meet ({first_line(error)}): start all of them, "
             f"with the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES."
         ) from error
