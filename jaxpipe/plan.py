@@ -1,10 +1,12 @@
 """`python -m jaxpipe.plan CONFIG [section.key=value ...]`: choose a schedule without any device.
 
-Prints every schedule that the configuration could have, with its bubbles, bytes and predicted
-speed, and the fastest within the memory.
+Prints every schedule that the configuration allows with its bubble, memory and predicted speed, and
+recommends the fastest that fits in memory.
 
-With `--check-gpu h100` it compiles the training step for the configuration's GPUs instead, without
-having one, and says whether it fits and what hides behind what.
+With `--check-gpu h100` it instead compiles the training step for the configuration's GPUs, without
+having one, and reports whether the step fits and which communication overlaps with compute.
+
+With `--rules` alone it prints the rules across settings, which are checked before every run.
 
 Exit codes: 0 done; 2 bad input. With `--check-gpu`: 0 it fits; 1 it does not; 2 bad input, or no
 compiler for GPUs.
@@ -41,6 +43,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.checks import check_sizes, filled
 from jaxpipe.planning.helpers import helpers
+from jaxpipe.planning.rules import rules_table
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, fused, timeline, write
 from jaxpipe.schedule.picture import picture
@@ -69,6 +72,14 @@ def _words(text: str) -> list[str]:
 
 def _counts(text: str) -> list[int]:
     return [int(word) for word in _words(text)]
+
+
+class _PrintRules(argparse.Action):
+    """Print the rules across settings and exit, as `--help` prints its text and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(rules_table())
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,12 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
     add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
     add("--json", action="store_true", help="print everything as one JSON object")
+    add("--rules", action=_PrintRules, nargs=0, help="print the rules across settings, and exit")
     return parser
 
 
 @contextmanager
 def _no_search_for_cycles() -> Iterator[None]:
-    """Schedules are millions of tuples and no cycles: to search these takes a sixth of the time."""
+    """Pause garbage collection: scanning millions of acyclic tuples takes a sixth of the time."""
     gc.disable()
     try:
         yield
@@ -175,7 +187,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -> str:
-    """What packed rows make of a plan's fastest."""
+    """Describe how packed documents change tokens/s and MFU of the recommended schedule.
+
+    Args:
+        config: of the run.
+        rows: expected packing efficiency and lengths of documents.
+        best: the recommended schedule.
+        peak: of a device, FLOP/s.
+    """
     tokens = sum(length * count for length, count in rows.documents.items())
     flops = config.model.flops_of_documents(rows.documents) / tokens
     parallel = config.parallel
@@ -189,10 +208,10 @@ def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -
 
 
 def _check_gpu(arguments: argparse.Namespace) -> int:
-    # The compiler for GPUs needs no device, but its plugin fails to start without one. jax reads
-    # these when it is imported, by a search at the latest that asks for costs.
+    # The GPU compiler needs no device, but its jax plugin fails to start without one. Set these
+    # before jax is imported, which a schedule search that needs costs may already do.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings say what the report says
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
     from jaxpipe.gpu import check, report, several
 
     every = several.asked(
@@ -221,7 +240,7 @@ def _shown(found: Sequence[Estimate], label: str | None) -> Estimate:
 
 
 def _write(config: Config, shown: Estimate, path: Path) -> None:
-    """Write the orders, and say what runs them as they are planned."""
+    """Write each rank's order of actions, and print the settings that run it as planned."""
     if path.suffix not in (".csv", ".json"):
         raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
     try:

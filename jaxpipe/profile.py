@@ -1,9 +1,9 @@
 """`python -m jaxpipe.profile CONFIG [section.key=value ...]`: where the time of one step goes.
 
-Trains three steps on random tokens on the present devices and records the last. Writes ticks.json,
-a track a rank with every tick by its label (op, microbatch) and every exchange, for Perfetto, and
-the profiler's own recording, whose operations are named by tick part, for XProf. Prints what each
-rank did, and its bubble: the share of the loop in which it worked on nothing.
+Trains three steps on random tokens on the present devices and records the last. Writes ticks.json
+for Perfetto, with one track per pipeline rank that shows every tick by its label (op, microbatch)
+and every exchange, and the profiler's own recording for XProf, whose operations are named by tick
+part. Prints the work of each pipeline rank and its bubble: its idle share of the loop over ticks.
 
 Exit codes: 0 done; 1 the recording does not show the ticks; 2 bad input.
 """
@@ -52,7 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def profile(config: Config, out: Path) -> Ranks:
-    """The ticks of a recorded step by rank; writes both recordings into `out`."""
+    """Record one training step and return its ticks by pipeline rank.
+
+    Args:
+        config: of the run, with a pipeline.
+        out: directory for the profiler's recording and ticks.json.
+
+    Raises:
+        ConfigError: the configuration is invalid for these devices, or `out` cannot be written.
+        ProfileError: the recording does not show the ticks.
+    """
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()

@@ -1,12 +1,12 @@
 """`python -m jaxpipe.train CONFIG [section.key=value ...]`: train, or resume, one run.
 
-A finished or stopped run goes on when the same command is given again.
+The same command resumes a run that was stopped or has finished.
 
-Exit codes: 0 done; 1 stopped at a loss or gradient that is not finite; 2 bad input, of this process
-or another, too little memory, or a run.dir that another run uses; 3 another process of the run is
-gone, or did not come; 4 ended, but its last step could not be saved; 128 + n stopped by signal n
-(129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and
-saved.
+Exit codes: 0 done; 1 stopped at a non-finite loss or gradient; 2 bad input to this process or
+another, out of memory, or run.dir is in use by another run; 3 another process of the run has exited
+or never connected; 4 the run ended but its last step could not be saved; 128 + n stopped by signal
+n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished
+and saved.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lacking_memory(error: Exception) -> str:
-    """What to do where a device has not enough memory; nothing for all other errors."""
+    """Return the out-of-memory advice for the user, or "" if the error is another one."""
     import jax
 
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
@@ -97,7 +97,7 @@ def _lacking_memory(error: Exception) -> str:
 
 
 def _leave_others(error: Exception) -> NoReturn:
-    """End this process of several at once: to meet the others on leaving could take for ever."""
+    """Exit at once: the exit barrier of `jax.distributed` could wait forever for the others."""
     import jax
 
     if not isinstance(error, jax.errors.JaxRuntimeError):
@@ -107,10 +107,15 @@ def _leave_others(error: Exception) -> NoReturn:
 
 
 def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
-    """Train as configured and return the exit code; `ConfigError` comes before anything is done.
+    """Train as configured and return the exit code.
 
-    `only_seed` saves the initial state, made on one device, and trains nothing; `record_routes`
-    writes the batch of the next step with its routes to that file, and trains nothing.
+    Args:
+        config: of the run.
+        only_seed: initialize the state on one device, save it as checkpoint 0, and stop.
+        record_routes: write the next step's batch and its expert routes to this file, and stop.
+
+    Raises:
+        ConfigError: the configuration, its data or run.dir cannot be used; nothing was trained.
     """
     if record_routes:
         check_recording(config, processes.started())
@@ -121,7 +126,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     use_gpu_memory()
     processes.join()
     check_devices()
-    # Only now may jax be imported: it reads its settings when it starts.
+    # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
@@ -156,7 +161,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         data = _data(config, directory)
         processes.check_alike("results", lambda: results_of(trainer, data))
         if config.train.eval_every:
-            data.heldout.batches(0, **trainer.feed.sizes).close()  # is there enough of it?
+            data.heldout.batches(0, **trainer.feed.sizes).close()  # raises if there is too little
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
@@ -197,7 +202,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
 
 
 def _for_devices(config: Config) -> Config:
-    """The configuration of the devices that are here, checked."""
+    """Return the configuration resolved and validated for the devices that are present."""
     import jax
 
     from jaxpipe.runtime.compiler import check_version
@@ -215,7 +220,7 @@ def _for_devices(config: Config) -> Config:
 
 
 def _data(config: Config, directory: Path) -> "Data":
-    """The run's data, made ready by the first process if that is needed."""
+    """Open the run's data; the first process prepares it before the others where needed."""
     from jaxpipe.data.sources import open_data
 
     try:

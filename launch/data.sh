@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Text to token ids: ./launch/data.sh prepare INPUT... --tokenizer PATH --out DIR; or inspect DIR
-# Paths are meant from where the user stands.
+# Paths are relative to the user's working directory.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare data

@@ -1,8 +1,8 @@
-# Sourced by the launch scripts: finds a Python, keeps .venv in step with pyproject.toml.
+# Sourced by the launch scripts: finds a Python and keeps .venv up to date with pyproject.toml.
 # JAXPIPE_PYTHON names the Python to use instead of the newest one found.
 #
-# Goes to the root of the repository. Commands of users go back to $here first, so that each path,
-# of a configuration, of data or of run.dir, is meant from where the user stands.
+# Changes to the root of the repository. Scripts that run a user's command change back to $here
+# first, so that paths (configuration, data, run.dir) are relative to the user's working directory.
 here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -24,10 +24,10 @@ newest_python() {
     done | sort -t. -k1,1n -k2,2n -k3,3n | tail -n 1
 }
 
-prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, beside those it has
+prepare() { # prepare EXTRA...: install jaxpipe into .venv with these extras and those it has already
     local python version
     command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && set -- "$@" cuda13
-    # What is ready is only read: the checkout may be another user's, or read-only.
+    # If .venv is ready, nothing is written: the checkout may be read-only or another user's.
     version=$(usable_version "${JAXPIPE_PYTHON:-.venv/bin/python}") || true
     if is_made_for "$version" && is_installed "$@"; then return; fi
     if ! { exec 9>>.venv.lock; } 2>/dev/null; then
@@ -36,7 +36,7 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, besid
         exit 1
     fi
     if command -v flock >/dev/null; then flock 9; fi
-    # One that the user made by hand is kept, with the packages in it.
+    # Keep a .venv that the user created, with its packages.
     if [ ! -e .venv/made-for ] && .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
         echo "$(usable_version .venv/bin/python) $PWD" >.venv/made-for
     fi
@@ -61,11 +61,11 @@ prepare() { # prepare EXTRA...: make .venv hold jaxpipe with these extras, besid
     exec 9>&-
 }
 
-is_made_for() { # is_made_for VERSION: whether .venv has this Python and was made where it stands
+is_made_for() { # is_made_for VERSION: whether .venv has this Python and was created at this path
     [ -n "$1" ] && [ -x .venv/bin/python ] && [ "$(cat .venv/made-for 2>/dev/null)" = "$1 $PWD" ]
 }
 
-wanted() { # wanted EXTRA...: pyproject.toml's checksum; then, a line each, these extras and .venv's
+wanted() { # wanted EXTRA...: pyproject.toml's checksum, then these extras and .venv's, one per line
     cksum <pyproject.toml
     printf '%s\n' "$@" "$(tail -n +2 .venv/installed 2>/dev/null)" | sed '/^$/d' | sort -u
 }
@@ -79,7 +79,7 @@ install() { # install EXTRA...
     want=$(wanted "$@")
     extras=$(tail -n +2 <<<"$want")
     echo "jaxpipe: installing the packages" ${extras:+and extras $extras}
-    # PIP_USER=1, which some clusters set, cannot be done in a .venv.
+    # PIP_USER=1, which some clusters set, fails in a .venv.
     if ! PIP_USER=0 .venv/bin/python -m pip install --disable-pip-version-check \
         --editable ".${extras:+[$(paste -sd, - <<<"$extras")]}" | shown_in_dots; then
         echo "error: pip could not install the packages. Without internet, set PIP_INDEX_URL to a" \
@@ -90,7 +90,7 @@ install() { # install EXTRA...
     echo "$want" >.venv/installed
 }
 
-shown_in_dots() { # a dot for every package that pip collects, and the words of its last step
+shown_in_dots() { # print a dot for every package that pip collects, and a word for its last step
     local line
     while IFS= read -r line; do
         case $line in
@@ -101,7 +101,7 @@ shown_in_dots() { # a dot for every package that pip collects, and the words of 
     echo
 }
 
-oldest_packages() { # sets `folder` to an environment with the oldest Python and packages allowed
+oldest_packages() { # sets `folder` to an environment with the oldest supported Python and packages
     local python pins candidate
     for candidate in python3.11 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.11*/bin/python; do
         case "$(usable_version "$candidate")" in 3.11.*) python=$candidate ;; esac

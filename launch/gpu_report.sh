@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that is worth measuring on one GPU, in order of value, beside published figures:
+# Every measurement for one GPU, most valuable first, with published figures for comparison:
 # correctness, ops, steps, experts, packed and long rows. Needs Python 3.11 to 3.13 and a driver.
 #   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/bench/results/gpu.json
 #   ./launch/gpu_report.sh --cpu --out /tmp/report.json         # tiny sizes, to try the report
-# Cut off at any time it has kept what it found; the same command goes on. Not yet run on a GPU.
+# Results are kept if it is interrupted; the same command continues. Not yet run on a GPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 least=580 # the driver that CUDA 13 needs

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train with N processes of this machine: ./launch/local_multiprocess.sh N CONFIG [section.key=value ...]
+# Train with N processes on this machine: ./launch/local_multiprocess.sh N CONFIG [section.key=value ...]
 #
-# runtime.cpu_devices is what each of them has; the mesh spans all. When one dies the others end by
-# themselves. The exit code is 0 if theirs are.
+# runtime.cpu_devices is the number of devices per process; the mesh spans all processes. When one
+# dies, the others exit by themselves. The exit code is 0 if that of every process is 0.
 set -euo pipefail
 if ! [[ ${1:-} =~ ^[1-9][0-9]*$ && -n ${2:-} ]]; then
     echo "usage: ./launch/local_multiprocess.sh N CONFIG [section.key=value ...]" >&2

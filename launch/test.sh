@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: all but what is marked slow; --all: everything; --oldest: what is
-# marked oldest, with the oldest Python and packages that pyproject.toml allows; or a part:
+# Lint and test. ./launch/test.sh: all tests that are not marked slow; --all: all tests; --oldest:
+# tests marked oldest, with the oldest Python and packages that pyproject.toml allows; or a part:
 # ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ]; then
-    oldest_packages # in a folder of its own, which is kept until they change
+    oldest_packages # in a separate folder, which is kept until the versions change
     export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     exec "$folder/bin/python" -m pytest -m "oldest and not slow" -p no:cacheprovider "${@:2}"
 fi
 extras=(test)
-[ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs is made for Linux only
+[ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs supports Linux only
 prepare "${extras[@]}"
 python=.venv/bin/python
 
-# A step that several tests compile, in this process or another, today or tomorrow, is compiled
-# once. What is compiled for one processor may crash on another, so each has a cache of its own.
+# A persistent cache, so that a step that several tests or runs compile is compiled once. A program
+# compiled for one processor may crash on another, so each processor has its own cache.
 processor=$({ uname -m; grep -m 2 -E '^(model name|flags|Features)' /proc/cpuinfo ||
     sysctl -n machdep.cpu.brand_string; } 2>/dev/null | sort | cksum | cut -d ' ' -f 1)
 version=$($python -c 'from importlib.metadata import version; print(version("jaxlib"))')
@@ -34,6 +34,6 @@ if [ -z "${part:-}" ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
 fi
-# Each worker takes a run of neighbouring tests, which share what their file makes; one that is
-# done takes half of what another has left.
+# Each worker takes a run of neighbouring tests, which share fixtures and compiled steps of their
+# file; an idle worker takes half of the tests that another has left.
 $python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train: ./launch/train.sh CONFIG [section.key=value ...]
-# Paths are meant from where the user stands.
+# Paths are relative to the user's working directory.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare

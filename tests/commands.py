@@ -1,4 +1,4 @@
-"""The training command in processes of its own, and what a run leaves in its directory."""
+"""The training command in separate processes, and the files in its run directory."""
 
 import atexit
 import json
@@ -10,21 +10,21 @@ import tempfile
 from pathlib import Path
 
 SMALL = Path(__file__).parent / "data" / "small.toml"
-# What is compiled once for all processes that the tests of a run start. Those may be killed while
-# they write, so nothing of it is left for the next run.
+# A compilation cache for all processes that the tests of one run start. These may be killed while
+# they write to it, so the next run does not reuse it.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 PROGRAMS = Path(tempfile.gettempdir()) / f"jaxpipe-programs-{RUN}"
 atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
 
 
 def train_command(directory, *overrides, devices):
-    """The words of a run of `data/small.toml` in that directory."""
+    """Return the command line of a run of `data/small.toml` in that directory."""
     command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={directory}"]
     return [*command, f"runtime.cpu_devices={devices}", *overrides]
 
 
 def start(command, environment=()):
-    """A process of that command; its output, with its errors, is read from `stdout`."""
+    """Start a process; its output and errors are both read from `stdout`."""
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={
@@ -38,18 +38,18 @@ def start(command, environment=()):
 
 
 def metrics(directory):
-    """What was logged, by step."""
+    """Return the logged lines, by step."""
     text = (Path(directory) / "metrics.jsonl").read_text()
     return {line["step"]: line for line in map(json.loads, text.splitlines())}
 
 
 def losses(directory):
-    """The loss by step."""
+    """Return the loss by step."""
     return {step: line["loss"] for step, line in metrics(directory).items()}
 
 
 def complete(directory):
-    """Steps of what is a checkpoint by its name, oldest first."""
+    """Return the steps of checkpoints with final names, oldest first."""
     saves = Path(directory) / "checkpoints"
     if not saves.exists():
         return []

@@ -8,8 +8,8 @@ import pytest
 from jaxpipe.runtime.environment import use_cpu_devices
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-    # Tiny programs are compiled and run once: machine code that is not optimised, of the same HLO,
-    # takes 40 % less of the processor to make.
+    # Tiny programs are compiled and run once: unoptimized machine code of the same HLO takes 40 %
+    # less CPU time to compile.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
     use_cpu_devices(8)
@@ -21,14 +21,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`
 def pytest_collection_modifyitems(items):
-    """Take the marker `slow` from the cases of a parametrised test that it does not mean."""
+    """Remove the marker `slow` from the cases of a parametrized test that it does not select."""
     for item in items:
         if (marker := item.get_closest_marker("slow")) and not _means(marker, item):
             item.own_markers = [mark for mark in item.own_markers if mark is not marker]
 
 
 def _means(marker, item):
-    """Whether `slow(only=[...])` or `slow(unless=[...])`, patterns of case ids, means this case."""
+    """Return whether `slow(only=[...])` or `slow(unless=[...])`, case patterns, selects a case."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
 
     def matches(patterns):

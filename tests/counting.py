@@ -1,4 +1,4 @@
-"""Operations of the matrix products that a function computes."""
+"""FLOPs of the matrix products that a function computes."""
 
 from math import prod
 
@@ -6,7 +6,7 @@ import jax
 
 
 def dot_flops(function, *args):
-    """Two for each multiply-add, from the traced equations; calls inside are not looked into."""
+    """Count two for each multiply-add in the traced equations, without those of inner calls."""
     total = 0
     for eqn in jax.make_jaxpr(function)(*args).jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

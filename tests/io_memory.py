@@ -1,7 +1,7 @@
-"""A process that saves or restores and prints what that took of memory, over what it had before.
+"""A process that saves or restores, and prints the memory that this takes.
 
-`python io_memory.py save|restore DIRECTORY PP`: prints a JSON object of bytes. `share` is what the
-process holds of the state, `extra` the most memory beyond what there was before.
+`python io_memory.py save|restore DIRECTORY PP`: prints a JSON object of bytes. `share` is the
+process's share of the state, `extra` its peak memory beyond the memory that it had before.
 """
 
 import gc
@@ -16,7 +16,7 @@ from jaxpipe.runtime.environment import use_cpu_devices
 
 SIZES = {"n_layers": 8, "d_model": 1536, "d_ff": 1536, "n_heads": 24, "n_kv_heads": 24,
          "vocab_size": 256}  # fmt: skip
-# Matrices of 9 MiB: of what is freed glibc would keep blocks below 32.
+# Matrices of 9 MiB: glibc may keep freed blocks of less than 32 MiB.
 
 
 def main(mode, directory, pp):

@@ -1,4 +1,4 @@
-"""A small decoder on whole meshes, and what one device makes of the same parameters and batch."""
+"""A small decoder on meshes, and the same parameters and batch on one device."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,15 +14,15 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import (
     ContextParallel,
-    Factors,
+    ReplicaFactors,
     StageLayout,
     TensorParallel,
     VocabularyParallel,
-    deal_batch,
     make_mesh,
+    shard_batch,
 )
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.schedule import build
 from jaxpipe.schedule.lockstep import PLAIN
@@ -50,7 +50,7 @@ MODELS = {
     "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
-# Lengths of documents in a row of LENGTH; what they leave is padding.
+# Lengths of documents in a row of LENGTH; the rest is padding.
 ROWS = ((3, 5), (8,), (1, 2, 1, 2), (2, 6), (), (4, 1, 3), (5, 2), (1, 1, 6), (7,))
 
 
@@ -59,7 +59,7 @@ def problem(model, dtype, examples=EXAMPLES):
     decoder = FAMILIES[config.family].build(config, **packing_of(model))
 
     def uneven(leaf):
-        """Vectors are neither zeros nor ones."""
+        """Make vectors neither zeros nor ones."""
         off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if leaf.ndim == 1 else 0
         return (leaf + off).astype(dtype)
 
@@ -71,7 +71,7 @@ def problem(model, dtype, examples=EXAMPLES):
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
     batch = {"inputs": inputs, "targets": targets}
-    if "samples" in decoder.functions.reads:
+    if "samples" in decoder.functions.batch_keys:
         numbers = 5 + jnp.arange(MICROBATCHES * examples).reshape(MICROBATCHES, examples, 1)
         batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
     if model.startswith("packed"):
@@ -80,18 +80,18 @@ def problem(model, dtype, examples=EXAMPLES):
 
 
 def packing_of(model):
-    """What a family is told of a model whose rows are packed."""
+    """Return the arguments that a family needs for a model with packed rows."""
     return {"documents": max(map(len, ROWS))} if model.startswith("packed") else {}
 
 
 def rows_of(batch):
-    """The lengths of the documents in each row of a batch, `[M][B]`; no two microbatches alike."""
+    """Return document lengths in each row of a batch, `[M][B]`; no two microbatches are alike."""
     m, b, _ = batch["inputs"].shape
     return [[ROWS[(i + 3 * j) % len(ROWS)] for j in range(b)] for i in range(m)]
 
 
 def packed(batch):
-    """The same tokens as documents: the last of each has no target, and padding has none."""
+    """Return the same tokens as documents; last tokens of documents and padding have no target."""
     segments = np.full(batch["inputs"].shape, -1, np.int32)
     positions, targets = np.zeros_like(segments), np.array(batch["targets"])
     for i, rows in enumerate(rows_of(batch)):
@@ -106,9 +106,9 @@ def packed(batch):
 
 
 def alone(batch):
-    """Every document of a packed batch as an example of its own, whose other tokens count nothing.
+    """Return every document of a packed batch as an example whose other tokens do not count.
 
-    A row has as many as the fullest row's; a causal model sees nothing after a token.
+    Every row gives as many examples as the fullest row. A causal model ignores later tokens.
     """
     m, b, length = batch["inputs"].shape
     most = max(map(len, ROWS))
@@ -124,7 +124,7 @@ def alone(batch):
 @cache
 def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
-    if model.startswith("packed"):  # the documents one by one, by a model that knows of none
+    if model.startswith("packed"):  # the documents one by one, by a model without packing
         config = msgspec.structs.replace(decoder.config, attention="xla")
         decoder, batch = replace(decoder, config=config, documents=0), alone(batch)
     decoder = replace(decoder, z_loss=z_loss)
@@ -135,29 +135,29 @@ def pipeline_of(
     model, schedule, pp, dp, tp, *, cp=1, heads=0, slices=1, sequence=False, loss_chunks=1,
     z_loss=0.0, replicate=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
 ):  # fmt: skip
-    """The pipeline on a mesh, its parameters as they are stored, and batch."""
+    """Return the pipeline on a mesh, its parameters as they are stored, and the batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
     layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
-    factors = Factors(rp=replicate)
+    factors = ReplicaFactors(rp=replicate)
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
-    stretches = ContextParallel(cp, heads) if cp > 1 else WHOLE_SEQUENCE
+    shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
-        config, devices=devices, end_devices=of_ends, sequence=stretches, slices=slices,
+        config, devices=devices, end_devices=of_ends, sequence=shards, slices=slices,
         loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
     )  # fmt: skip
-    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
+    batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     execution = Execution(lockstep, **execution)
-    pipeline = Pipeline(decoder.functions, built, mesh, layout.counts, execution)
-    params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+    pipeline = Pipeline(decoder.functions, built, mesh, layout.layers_per_stage, execution)
+    params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
     return pipeline, layout, params, batch
 
 
 def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
-    """`(got, want)` of a whole step on a mesh and on one device."""
+    """Return `(got, want)` of a step on a mesh and on one device."""
     pipeline, layout, params, batch = pipeline_of(
         model, *args, dtype=dtype, examples=examples, z_loss=z_loss, **how
     )
@@ -167,12 +167,12 @@ def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
     of_microbatches = of_slices.reshape(MICROBATCHES, -1, *losses.shape[1:]).sum(1)
     return (of_microbatches, got), (
         losses,
-        pipeline.sharding.padded(gradients),
+        pipeline.sharding.pad(gradients),
     )
 
 
 def without_key_biases(made):
-    """They add as much to all scores of a query, so their gradients are nothing but rounding."""
+    """Remove gradients of key biases, which are only rounding: a softmax is invariant to them."""
     losses, gradients = made
     layers = []
     for layer in gradients["layers"]:

@@ -1,4 +1,4 @@
-"""Prints the oldest versions of what jaxpipe needs that pyproject.toml allows, for pip."""
+"""Print the oldest versions of jaxpipe's dependencies that pyproject.toml allows, for pip."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ _LEAST = re.compile(r"([\w.\-]+)(?:\[[^\]]*\])?>=([\d.]+)")
 
 
 def pins(text):
-    """`name==version` of each dependency, those of preparing data too.
+    """Return `name==version` of each dependency, including those for preparing data.
 
     >>> head = '[project]\\ndependencies = ["jax>=0.1,!=0.2"]\\n'
     >>> pins(head + 'optional-dependencies.data = ["zip>=3"]')

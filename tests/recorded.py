@@ -1,15 +1,15 @@
-"""What every layer makes of every example, read from inside a pipeline through gradients."""
+"""The outputs of every layer for every example, read from inside a pipeline through gradients."""
 
 from dataclasses import replace
 
 import jax
 
-from jaxpipe.partition.leaf import Leaf
+from jaxpipe.partition.leaf import ParamSpec
 
 
 @jax.custom_vjp
 def record(y, _):
-    """y; the second argument's "gradients" are y itself and the gradient at y."""
+    """Return y; the second argument's "gradients" are y itself and the gradient at y."""
     return y
 
 
@@ -17,15 +17,15 @@ record.defvjp(lambda y, _: (y, y), lambda y, dy: (dy, {"y": y, "dy": dy}))
 
 
 def recording(decoder):
-    """The model with tables beside every layer's parameters, `{"layer": ..., "tables": ...}`.
+    """Return the model with tables in every layer's parameters, `{"layer": ..., "tables": ...}`.
 
-    The tables `y` and `dy`, `[examples, tokens, D]`, may hold anything: their gradients are the
-    layer's outputs and the gradients at them. A batch also has `example [M, B, L]`: for every token
-    which example it is of.
+    The tables `y` and `dy`, `[examples, tokens, D]`, may have any content: their gradients are the
+    layer's outputs and the gradients at them. A batch also has `example [M, B, L]`: the example
+    that every token belongs to.
     """
     devices, functions = decoder.devices, decoder.functions
-    (kind,) = functions.by_name.values()
-    table = Leaf(summed=("tp",) if devices.sequence else ())
+    (kind,) = functions.kinds_by_name.values()
+    table = ParamSpec(partial_grad_axes=("tp",) if devices.sequence else ())
 
     def layer(params, x, context):
         output = kind.layer(params["layer"], x, context)
@@ -36,13 +36,13 @@ def recording(decoder):
         }
         return output._replace(y=record(output.y, place))
 
-    leaves = {"layer": kind.leaves, "tables": {"y": table, "dy": table}}
-    kinds = replace(kind, layer=layer, leaves=leaves)
-    return replace(functions, kinds=kinds, reads=(*functions.reads, "example"))
+    leaves = {"layer": kind.param_specs, "tables": {"y": table, "dy": table}}
+    kinds = replace(kind, layer=layer, param_specs=leaves)
+    return replace(functions, kinds=kinds, batch_keys=(*functions.batch_keys, "example"))
 
 
 def _begin(decoder, y, rows):
-    """Where in the sequence this device's part of the stream begins."""
+    """Return the position in the sequence at which this device's shard of the stream starts."""
     devices, sequence = decoder.devices, decoder.sequence
     part = y.shape[1]
     own = part * (devices.size if devices.sequence else 1)

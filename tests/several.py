@@ -10,9 +10,9 @@ from commands import start
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Imported by Python before anything else: now and then the main thread does nothing for a while,
-# as on a host that swaps, or whose cores are given to others. Collectives of the step in progress
-# go on meanwhile: other threads run them.
+# Python imports this before anything else: now and then the main thread pauses for a while, as on
+# a host that swaps, or whose cores are given to others. Collectives of the step in progress go on
+# meanwhile, in other threads.
 STALLS = """
 import os, random, signal, threading, time
 
@@ -32,7 +32,7 @@ if "JAX_PROCESS_ID" in os.environ and "STALL_SEED" in os.environ:
 
 
 def start_all(count, command, environment=()):
-    """`count` processes of one run, of that command."""
+    """Start `count` processes of one run with that command."""
     places = {
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": str(count),
@@ -42,7 +42,7 @@ def start_all(count, command, environment=()):
 
 
 def stalling(folder, seed):
-    """The environment of processes that stall, each at times of its own."""
+    """Return the environment of processes that stall, each at different times."""
     (folder / "sitecustomize.py").write_text(STALLS)
     return {"PYTHONPATH": f"{folder}:{REPOSITORY}", "STALL_SEED": str(seed)}
 
@@ -54,7 +54,7 @@ def free_port():
 
 
 def ends(group, timeout=200):
-    """`(exit code, output)` of every process."""
+    """Wait, and return `(exit code, output)` of every process."""
     found = []
     for process in group:
         try:
@@ -68,7 +68,7 @@ def ends(group, timeout=200):
 
 
 def wait_for_step(directory, step):
-    """Until that step is logged."""
+    """Wait until that step is logged."""
     path = Path(directory) / "metrics.jsonl"
     deadline = time.monotonic() + 150
     while not (path.exists() and f'"step": {step},' in path.read_text()):
@@ -77,5 +77,5 @@ def wait_for_step(directory, step):
 
 
 def busy(count):
-    """`count` processes that leave the others less of the processor."""
+    """Start `count` processes that keep cores busy."""
     return [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]

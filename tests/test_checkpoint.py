@@ -24,23 +24,23 @@ def layer(index, width=6):
 
 
 def make_state(counts, dp=1, width=6):
-    """`(state, keying)`: parameters and Adam moments in stage form on a mesh of their own."""
+    """Return `(state, keying)`: stage-stacked parameters and Adam moments on a mesh."""
     pp, layout = len(counts), StageLayout(tuple(counts))
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     params = {
-        "shared": {"embed": jnp.arange(12.0 * 8).reshape(12, 8), "norm": jnp.arange(5.0)},
+        "embed_head": {"embed": jnp.arange(12.0 * 8).reshape(12, 8), "norm": jnp.arange(5.0)},
         "layers": layout.stack([layer(i, width) for i in range(layout.layers)]),
     }
     sharding = Sharding(mesh)
-    put = lambda tree: jax.device_put(tree, sharding.shardings(tree))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, sharding.named_shardings(tree))  # noqa: E731
     moments = optax.adamw(1e-3).init(params)
     moments = optax.tree.map_params(optax.adamw(1e-3), lambda leaf: leaf + 0.5, moments)
-    # Slots without a layer hold zeros in a real state; restore leaves zeros there.
+    # Layer slots without a layer hold zeros in a real state; restore leaves zeros there.
     blank = layout.stack(
         [jax.tree.map(jnp.ones_like, layer(i, width)) for i in range(layout.layers)]
     )
-    blank = {"shared": jax.tree.map(jnp.ones_like, params["shared"]), "layers": blank}
-    is_stage = lambda node: isinstance(node, dict) and "shared" in node  # noqa: E731
+    blank = {"embed_head": jax.tree.map(jnp.ones_like, params["embed_head"]), "layers": blank}
+    is_stage = lambda node: isinstance(node, dict) and "embed_head" in node  # noqa: E731
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = jax.tree.map(
         lambda node: (
@@ -99,7 +99,7 @@ def test_keys_say_what_a_thing_is_and_plain_orbax_reads_them(tmp_path):
 
 
 def damage(directory):
-    """Cut every data file of a checkpoint short."""
+    """Truncate every data file of a checkpoint."""
     files = [path for path in (directory / "state").rglob("*") if path.is_file()]
     for path in files:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

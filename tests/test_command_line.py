@@ -1,4 +1,4 @@
-"""What users type: help, options that are settings, paths that are URLs, files of other kinds."""
+"""Command lines: help, options that are settings, paths that are URLs, files of other kinds."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from jaxpipe import plan, profile, train
 from jaxpipe.checkpoint.safetensors_directory import INDEX, TensorFiles
 from jaxpipe.config import ConfigError, load
 from jaxpipe.data.readers import Part, Reader
+from jaxpipe.data.records import Records
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.training.summary import _learning_rate
 
@@ -74,8 +75,8 @@ def test_urls_are_no_paths_elsewhere_either(tmp_path, monkeypatch, capsys):
         load(CONFIG, ["data.sources=[{path='a'}, {path='s3://b/x'}]"])
     for command in (["jaxpipe.checkpoint", "export", "s3://b/1", "out"],
                     ["jaxpipe.checkpoint", "import", "s3://b", CONFIG],
-                    ["jaxpipe.data", "prepare", "s3://b/x", "--tokenizer", "bytes", "--out", "o"],
-                    ["jaxpipe.compare", "s3://a", "b"]):  # fmt: skip
+                    ["jaxpipe.data", "prepare", "s3://b/x", "--tokenizer", "bytes", "--out",
+                     "o"]):  # fmt: skip
         ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
                              check=False)  # fmt: skip
@@ -130,7 +131,7 @@ def test_a_typo_names_the_nearest_key_alone(capsys):
 
 
 def test_a_run_may_end_within_its_warm_up():
-    """Its rates are those of a longer one; the summary says where it ends."""
+    """Its rates are those of a longer run; the summary shows where the run ends."""
     config = load("configs/quickstart.toml", ["train.steps=20"])
     validate(filled(config, 8), devices=8)
     assert _learning_rate(config).endswith("of which this run has 20: it ends at 2.00e-03")
@@ -180,8 +181,8 @@ def test_json_that_is_nested_too_deep_is_a_sentence(tmp_path):
     path.write_bytes(deep + b'{"text": "good"}\n')
     part = Part(str(path), 0, path.stat().st_size, path.stat().st_size)
     with pytest.raises(ConfigError, match="line 1, is no document"):
-        list(Reader("", skip_bad=False, advance=lambda _: None).documents(part))
-    reader = Reader("", skip_bad=True, advance=lambda _: None)
+        list(Reader(Records(), skip_bad=False, advance=lambda _: None).documents(part))
+    reader = Reader(Records(), skip_bad=True, advance=lambda _: None)
     assert list(reader.documents(part)) == [[("good", True)]]
     assert reader.bad == 1
     (tmp_path / INDEX).write_bytes(b"[" * 200_000)

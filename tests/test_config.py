@@ -1,4 +1,4 @@
-"""Reading and checking configurations: every error is one sentence that names place and remedy."""
+"""Reading and checking configurations: every error is one sentence with its place and remedy."""
 
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def test_shipped_configurations_are_valid(shipped):
 
 
 def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
-    """Left to the program: not under pp, where every microbatch would gather them again."""
+    """By default it is off under pp, where every microbatch would gather the layers again."""
     for how, reshards in (
         (["parallel.pp=1"], False),
         (["parallel.pp=1", "parallel.zero_stage=3"], True),

@@ -1,4 +1,4 @@
-"""Every numeric key at values that nobody means: one sentence or a sound run, and at once."""
+"""Every numeric key at absurd values: an error of one sentence or a sound run, and fast."""
 
 import contextlib
 import signal
@@ -37,7 +37,7 @@ VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1
 
 
 def numeric(record):
-    """The names of the fields that take a number."""
+    """Yield the names of the numeric fields."""
     for name, hint in get_type_hints(record).items():
         if name in record.__struct_fields__ and {int, float} & {hint, *get_args(hint)}:
             yield name
@@ -89,7 +89,7 @@ def test_an_extreme_value_is_answered_at_once(files, family, key):
                 validate(filled(config, 1), devices=1)
             except (ConfigError, ScheduleError):
                 continue
-        # Accepted: a number that devices can hold.
+        # Accepted: a number that devices can represent.
         section, name = key.split(".")
         held = getattr(getattr(config, section), name)
         if not isinstance(held, str):

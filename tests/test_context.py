@@ -1,4 +1,4 @@
-"""Sequences that replicas share, by every method on whole meshes, against one device."""
+"""Context parallelism by every method on meshes, against one device."""
 
 from itertools import product
 
@@ -38,13 +38,13 @@ SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "dualpipe")
     ids=str,
 )  # fmt: skip
 def test_on_whole_meshes(model, schedule, mesh, how):
-    """Layers, and what may stand beside a method, that the product below does not have."""
+    """Layers and combinations with a method that the product below does not have."""
     with jax.enable_x64(True):
         assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
 
 
 def cases():
-    """Every method under every schedule; what may stand beside them takes turns."""
+    """Yield every method under every schedule; features that combine with them alternate."""
     ways = RING, ULYSSES, BOTH, GATHER, RING_OF_4, ULYSSES_OF_4, GATHER_OF_4
     for (w, way), (s, schedule) in product(enumerate(ways), enumerate(SCHEDULES)):
         turn = w + s
@@ -79,7 +79,7 @@ def test_every_method_under_every_schedule(model, schedule, mesh, how):
     ids=str,
 )
 def test_the_fused_kernel_on_whole_meshes(schedule, mesh, how, monkeypatch):
-    """All but cuDNN itself, whose part plain products play."""
+    """All but cuDNN itself, which plain products replace."""
     fused.stands_in(monkeypatch)
     with jax.enable_x64(True):
         assert_same(*run("fused", schedule, *mesh, dtype=jnp.float64, **how))

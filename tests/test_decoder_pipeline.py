@@ -1,4 +1,4 @@
-"""The real decoder through the pipeline against the reference: attention, norms, ends and all."""
+"""The real decoder in the pipeline against the reference: attention, norms, embedding, head."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def run(name, counts, dp, dtype=jnp.float32, terms=1, **execution):
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     schedule = build(name, pp=pp, microbatches=microbatches)
     pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**execution))
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.losses_and_gradients)(params, batch)
     losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch)
     return got, (losses, gradients | {"layers": layout.stack(gradients["layers"])})
@@ -74,12 +74,12 @@ def test_bfloat16_compute_keeps_float32_gradients():
 
 @pytest.mark.slow
 def test_half_precision_does_not_lose_small_shares():
-    """A term's share of the mean is far below float16's least number, 6e-8."""
+    """A term's share of the mean is far below float16's smallest number, 6e-8."""
     how = {"terms": 10**6, "compute_dtype": jnp.float16}
     (_, got), (_, want) = run("zb_h1", (3, 2), 2, **how)
 
     def off(got, want):
         return jnp.sqrt(jnp.mean((got - want) ** 2) / jnp.mean(want**2))
 
-    errors = jax.tree.map(off, got["shared"], want["shared"])
+    errors = jax.tree.map(off, got["embed_head"], want["embed_head"])
     assert max(jax.tree.leaves(errors)) < 2.5e-3, errors

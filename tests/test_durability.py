@@ -1,4 +1,4 @@
-"""Crashes, signals and full disks: nothing that was saved is lost, nothing left behind confuses."""
+"""Crashes, signals and full disks: no saved state is lost, and no leftover file causes harm."""
 
 import os
 import pty
@@ -20,18 +20,18 @@ ONE_RANK = ["parallel.pp=1", "parallel.dp=1", "train.microbatch_size=2", "train.
 
 
 FULL = ["bash", "-c", "trap '' XFSZ; ulimit -f 20; exec \"$@\"", "bash"]  # files end at 20 KiB
-POWERS = "-dac_override,-dac_read_search"  # with which root writes where it must not
+POWERS = "-dac_override,-dac_read_search"  # root's rights to ignore file permissions
 AS_A_USER = ["setpriv", f"--bounding-set={POWERS}"] if os.geteuid() == 0 else []
 OFTEN = ["checkpoint.every=2", "checkpoint.keep=9"]
 
 
 def spawn(directory, *overrides, under=()):
-    """A run of one device, started by the command `under`."""
+    """Start a run on one device, through the command `under`."""
     return start([*under, *train_command(directory, *ONE_RANK, *overrides, devices=1)])
 
 
 LONG = ["train.seq_len=256", "train.grad_accum_steps=16"]  # steps that take longer than a save
-MOMENTS = {  # saved how; sizes of a step; seconds to the kill; steps of a life; most that are lost
+MOMENTS = {  # kind of save: sizes of a step; seconds to the kill; steps of a life; most steps lost
     "waited for": ("false", [], 0.4, 20, 2),
     "in the background": ("true", [], 0.4, 20, 4),
     "in the background of a long step": ("true", LONG, 1.0, 6, 2),
@@ -40,7 +40,7 @@ MOMENTS = {  # saved how; sizes of a step; seconds to the kill; steps of a life;
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The losses of a run of these settings that nothing disturbs."""
+    """Return the losses of an undisturbed run with the given settings."""
 
     @cache
     def of(*settings):
@@ -55,10 +55,10 @@ def straight(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", MOMENTS)
 def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, straight, how):
-    """Saves every second step, kill -9 at random moments; the run ends as if nothing had been.
+    """Saves every second step, kill -9 at random moments; the run ends like an undisturbed one.
 
-    No more is lost than the interval and, in the background, what is trained while a save is
-    written: nothing where that takes less than a step, and never more than another interval.
+    At most the interval is lost and, with saves in the background, the steps trained during a save:
+    none where a save takes less than a step, and never more than another interval.
     """
     asynchronous, sizes, latest, life, most = MOMENTS[how]
     cut = tmp_path / "cut"
@@ -105,7 +105,7 @@ def test_a_signal_saves_and_stops(tmp_path, name, code):
 
 
 def test_a_terminal_that_closes_loses_no_step(tmp_path):
-    """From then on whoever writes to it fails."""
+    """From then on all writes to it fail."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         train_command(tmp_path, *ONE_RANK, "train.steps=100000", "checkpoint.every=0", devices=1),
@@ -154,14 +154,14 @@ def test_a_directory_made_read_only_during_training_does_neither(tmp_path):
 
 
 def saved_at_4(directory):
-    """The files of a run's checkpoints of steps 2 and 4."""
+    """Return the files of a run's checkpoints of steps 2 and 4."""
     output, _ = (process := spawn(directory, "train.steps=4", *OFTEN)).communicate()
     assert process.returncode == 0, output
     return contents(directory / "checkpoints")
 
 
 def ends_without_saving(directory, process, before):
-    """It trains to its end and says what it could not do; the run goes on from step 4 after."""
+    """Check that it trains to its end and reports the failed save; the run resumes from step 4."""
     output, _ = process.communicate()
     assert process.returncode == 4, output
     assert "a checkpoint could not be written" in output

@@ -1,4 +1,4 @@
-"""Embedding, head and loss on whole meshes: shared by all ranks, a second loss."""
+"""Embedding, head and loss on meshes: vocabulary-parallel over pp, and the z-loss."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
     ids=str,
 )
 def test_a_second_loss_of_the_head(schedule, mesh, how):
-    """log(Z)^2 by its formula's own twin on one device, which tests/model compares with jax's."""
+    """Against log(Z)^2 on one device, which tests/model compares with its formula."""
     with jax.enable_x64(True):
         (losses, got), (want_losses, want) = run(
             "deep", schedule, *mesh, z_loss=0.1, dtype=jnp.float64, poison_bubbles=True, **how
@@ -62,7 +62,7 @@ def test_a_second_loss_of_the_head(schedule, mesh, how):
 @pytest.mark.slow(unless=["3"])
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
-    """Of a head that is not the embedding."""
+    """With a head that is not tied to the embedding."""
     lockstep = Lockstep(in_flight=4, vocab_parallel=True)
     how = {"lockstep": lockstep, "zero_stage": zero_stage, "poison_bubbles": True}
     with jax.enable_x64(True):
@@ -72,11 +72,11 @@ def test_a_shared_vocabulary_with_few_microbatches_in_flight(zero_stage):
 @pytest.mark.slow(only=["zbv"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_no_rank_has_a_whole_vocabulary(schedule):
-    """Stored, gathered, summed or multiplied: nothing in the program is as long as it."""
+    """Stored, gathered, summed or multiplied: no array of the program is as long as it."""
     pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 2, 1, lockstep=SHARED)
     held = jax.tree.map(lambda s, leaf: NamedSharding(pipeline.mesh, s).shard_shape(leaf.shape),
-                        pipeline.sharding.specs(params), params)  # fmt: skip
-    assert held["shared"]["embed"] == (SIZES["vocab_size"] // 4, SIZES["d_model"])
+                        pipeline.sharding.partition_specs(params), params)  # fmt: skip
+    assert held["embed_head"]["embed"] == (SIZES["vocab_size"] // 4, SIZES["d_model"])
     trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
     (inside,) = [eqn for eqn, _ in eqns_of(trace.jaxpr) if eqn.primitive.name == "shard_map"]
     for eqn, _ in eqns_of(inside.params["jaxpr"]):
@@ -86,7 +86,7 @@ def test_no_rank_has_a_whole_vocabulary(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipe"])
 def test_a_shared_vocabulary_gives_every_rank_the_same_work(schedule):
-    """As many operations of matrix products on each rank, and those of one device in all."""
+    """Each rank has equal matmul FLOPs, and together they have those of one device."""
     pipeline, _, params, batch = pipeline_of("deep", schedule, 4, 1, 1, lockstep=SHARED)
     tables = pipeline.tables
     trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)

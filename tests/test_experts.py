@@ -1,4 +1,4 @@
-"""Mixtures of experts under every schedule and mesh, against the one-hot twin on one device."""
+"""Mixtures of experts under every schedule and mesh, against a one-hot reference on one device."""
 
 import sys
 
@@ -22,7 +22,7 @@ CASES = [
     ("switch", "interleaved_1f1b", (2, 2, 2, 2), {"sequence": True, "zero_stage": 1}),
     ("deepseek", "zb_h1", (4, 2, 1, 2), {"remat": "full", "zero_stage": 2}),
     ("qwen", "zbv", (2, 2, 2, 1), {"sequence": True}),
-    # as on GPUs an F and a gradient in one branch, in rounds
+    # as on GPUs, an F and a gradient in one branch, in rounds
     ("narrow", "dualpipe", (2, 4, 1, 2), {"zero_stage": 1, "lockstep": PAIRED}),
     (
         "deepseek",
@@ -31,7 +31,7 @@ CASES = [
         {"zero_stage": 3, "reshard_after_forward": True, "lockstep": PAIRED},
     ),
     ("deepseek", "1f1b", (2, 2, 1, 2), {"slices": 2, "routed": True}),
-    # replicas that share sequences; all tokens to one expert; a choice from outside
+    # replicas that share sequences; all tokens to one expert; recorded routes
     ("qwen", "1f1b", (2, 2), {"cp": 2, "remat": "full"}),
     ("qwen", "1f1b", (2, 4, 1, 4), {"cp": 4, "heads": 1, "zero_stage": 2}),
     ("deepseek", "zb_h1", (2, 4, 1, 4), {"cp": 2, "heads": 2, "remat": "full"}),
@@ -43,13 +43,13 @@ CASES = [
 
 @pytest.mark.slow(unless=["deepseek-1f1b-mesh1-*", "narrow-dualpipe-*"])
 @pytest.mark.parametrize(("model", "name", "mesh", "how"), CASES)
-def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
+def test_every_schedule_agrees_with_the_reference(model, name, mesh, how):
     got, want = run(model, name, *mesh, poison_bubbles=True, **how)
     assert_same(got, want)
-    counts = np.asarray(got.side.sums["expert_counts"])
+    counts = np.asarray(got.aux.sums["expert_counts"])
     assert (counts.sum(1) % TOKENS == 0).all()
     assert (counts.sum(1) > 0).all()
-    dropped = np.asarray(got.side.sums["expert_rows_dropped"])
+    dropped = np.asarray(got.aux.sums["expert_rows_dropped"])
     assert (dropped > 0).all() == (model in ("switch", "narrow"))
 
 
@@ -66,32 +66,32 @@ def test_every_schedule_agrees_with_the_twin(model, name, mesh, how):
     ],
 )
 def test_experts_take_no_padding(model, name, mesh, how):
-    """Loss, gradients, counts and drops are those of the rows alone, by their lengths."""
+    """Loss, gradients, counts and drops are those of the real tokens alone."""
     got, want = run(model, name, *mesh, poison_bubbles=True, **how)
     assert_same(got, want)
     config = problem(model)[0].config
-    tokens = got.side.sums["expert_counts"].sum(1) / config.experts_per_token
+    tokens = got.aux.sums["expert_counts"].sum(1) / config.experts_per_token
     assert (tokens == held().sum()).all()
 
 
 @pytest.mark.slow
-def test_the_kernel_of_gpus_agrees_with_the_twin(monkeypatch):
-    """A stand-in for it leaves what it finds in rows of no group, and buffers are half empty."""
+def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
+    """A stand-in keeps uninitialized rows of no group, and buffers are half empty."""
     monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
     how = {"remat": "selective", "product": by_kernel, "poison_bubbles": True}
     assert_same(*run("qwen", "zb_h1", 2, 2, 1, 2, **how))
 
 
 def test_what_buffers_have_no_room_for_is_counted():
-    """All tokens go to a device that has room for half of those of each."""
+    """All tokens go to one device, whose buffer has space for half of each device's."""
     got, _ = run("one", "1f1b", 2, 2, 1, 2, crowded=True, room=1.0)
-    assert got.side.sums["expert_rows_dropped"].tolist() == [TOKENS // 2] * 4
+    assert got.aux.sums["expert_rows_dropped"].tolist() == [TOKENS // 2] * 4
     assert np.isfinite(got.losses).all()
 
 
 def test_a_choice_from_outside_must_be_that_of_this_model():
     decoder, _, layers, batch, _ = problem("switch", routed=True)
-    layer, x = decoder.functions.by_name["sparse"].layer, jnp.zeros((EXAMPLES, LENGTH, 16))
+    layer, x = decoder.functions.kinds_by_name["sparse"].layer, jnp.zeros((EXAMPLES, LENGTH, 16))
     rows = {"routes": batch["routes"][0][:, :, :1]}
     message = r"are int64\[4, 8, 1, 1\], but must be integers \[4, 8, 2, 1\]"
     with pytest.raises(ValueError, match=message), jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""The house's one rule: a module imports only from the rows above its own (or its own package)."""
+"""A module imports only from packages in rows above its own, or from its own package."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The decoder on whole meshes (pp, dp, tp) against one device: losses, gradients, their parts."""
+"""The decoder on meshes (pp, dp, tp) against one device: losses, gradients, and their shards."""
 
 from dataclasses import replace
 from itertools import product
@@ -60,7 +60,7 @@ def test_devices_that_share_layers(model, tp, sequence):
 
 
 MESHES = [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)]
-ZERO = {  # by schedule: the stages on the first and on the last of the meshes; 4: 3, gathered anew
+ZERO = {  # by schedule, ZeRO stages on the first and the last mesh; 4: stage 3 with resharding
     "1f1b": (3, 0),
     "zb_h1": (1, 4),
     "interleaved_1f1b": (2, 3),
@@ -113,7 +113,7 @@ def test_keys_of_shared_sequences_are_gathered_again(remat):
      ("dualpipe", True)],
 )  # fmt: skip
 def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
-    """Of every example, read from inside the pipeline through the gradients of tables."""
+    """For every example, read from inside the pipeline through the gradients of tables."""
     with jax.enable_x64(True):
         decoder, shared, layers, batch = problem("normed", jnp.float64)
         tables = jnp.zeros((MICROBATCHES * EXAMPLES, LENGTH, SIZES["d_model"]))
@@ -124,10 +124,10 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
         shared_by_two = Decoder(MODELS["normed"], TensorParallel(2, sequence))
         pipeline = Pipeline(
-            recording(shared_by_two), built, make_mesh(2, 2, 2), layout.counts,
+            recording(shared_by_two), built, make_mesh(2, 2, 2), layout.layers_per_stage,
             Execution(zero_stage=2),
         )  # fmt: skip
-        params = {"shared": shared, "layers": layout.stack(layers)}
+        params = {"embed_head": shared, "layers": layout.stack(layers)}
         _, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
         _, want = losses_and_gradients_ref(recording(decoder), shared, layers, batch)
         for found, layer in zip(layout.unstack(got["layers"]), want["layers"]):
@@ -137,7 +137,7 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
 
 @pytest.mark.parametrize("lockstep", [PLAIN, SHARED], ids=["own ends", "shared ends"])
 def test_what_the_model_gives_back_of_every_microbatch(lockstep):
-    """The stream behind the last layer, which the devices along tp put together again."""
+    """The residual stream after the last layer, all-gathered over tp."""
     devices = TensorParallel(2, sequence=True)
     with jax.enable_x64(True):
         pipeline, _, params, batch = pipeline_of(
@@ -177,7 +177,7 @@ def test_half_precision_on_a_whole_mesh():
 
 
 def traced_step(*, reshard):
-    """The step's jaxpr under ZeRO 3 on two ranks of two layers, and how many leaves dp cuts."""
+    """Return a ZeRO 3 step's jaxpr on two ranks of two layers, and counts of sharded leaves."""
     _, shared, layers, batch = problem("grouped", jnp.float32)
     layout = StageLayout((2, 2))
     execution = Execution(zero_stage=3, reshard_after_forward=reshard)
@@ -187,19 +187,19 @@ def traced_step(*, reshard):
         decoder.functions, build("1f1b", pp=2, microbatches=MICROBATCHES), mesh,
         execution=execution,
     )  # fmt: skip
-    params = {"shared": shared, "layers": layout.stack(layers)}
-    stored = pipeline.sharding.stored(params)
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
+    stored = pipeline.sharding.param_shardings(params)
     cut = {
-        part: sum(leaf.dim("dp") is not None for leaf in jax.tree.leaves(stored[part]))
+        part: sum(leaf.dim_of("dp") is not None for leaf in jax.tree.leaves(stored[part]))
         for part in stored
     }
-    assert cut == {"shared": 3, "layers": 2 * 9}
+    assert cut == {"embed_head": 3, "layers": 2 * 9}
     return jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch).jaxpr, cut
 
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
-    """One gather and one scatter a leaf that is cut: outside the scan, or in each branch."""
+    """One all-gather and one reduce-scatter per sharded leaf: outside the scan, or per branch."""
     jaxpr, cut = traced_step(reshard=reshard)
     count = {}
     for eqn, inside in eqns_of(jaxpr):
@@ -210,23 +210,23 @@ def test_parameters_are_gathered_once_a_step_or_for_every_action(reshard):
     gathers = {inside: count.get(("all_gather", inside), 0) for inside in (False, True)}
     scatters = {inside: count.get(("reduce_scatter", inside), 0) for inside in (False, True)}
     if reshard:  # layers in the branches of F and BW
-        assert gathers == {False: cut["shared"], True: 2 * cut["layers"]}
-        assert scatters == {False: cut["shared"], True: cut["layers"]}
+        assert gathers == {False: cut["embed_head"], True: 2 * cut["layers"]}
+        assert scatters == {False: cut["embed_head"], True: cut["layers"]}
     else:
-        assert gathers == {False: cut["shared"] + cut["layers"], True: 0}
-        assert scatters == {False: cut["shared"] + cut["layers"], True: 0}
+        assert gathers == {False: cut["embed_head"] + cut["layers"], True: 0}
+        assert scatters == {False: cut["embed_head"] + cut["layers"], True: 0}
 
 
 def test_a_layer_is_gathered_while_the_one_before_computes():
-    """In F and BW the second gather begins when the first layer does; in F it ends with it."""
+    """In F and BW the second all-gather starts with the first layer; in F it ends with it."""
     jaxpr, cut = traced_step(reshard=True)
     eqns = [eqn for eqn, inside in eqns_of(jaxpr) if inside]
     barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
-    begun = {id(var): id(eqn) for eqn in barriers for var in eqn.outvars}
+    barrier_of = {id(var): id(eqn) for eqn in barriers for var in eqn.outvars}
     gathers = [eqn for eqn in eqns if eqn.primitive.name == "all_gather"]
-    ahead = [eqn for eqn in gathers if id(eqn.invars[0]) in begun]
-    assert len(ahead) == cut["layers"]  # a layer's in each of both branches
-    assert len({begun[id(eqn.invars[0])] for eqn in ahead}) == 2
+    ahead = [eqn for eqn in gathers if id(eqn.invars[0]) in barrier_of]
+    assert len(ahead) == cut["layers"]  # one layer's, in both branches
+    assert len({barrier_of[id(eqn.invars[0])] for eqn in ahead}) == 2
     gathered = {id(eqn.outvars[0]) for eqn in ahead}
     (end,) = (eqn for eqn in barriers if gathered.intersection(map(id, eqn.invars)))
     assert len(gathered.intersection(map(id, end.invars))) == cut["layers"] // 2
@@ -236,7 +236,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes():
     assert not any(made_by_end.intersection(map(id, eqn.invars)) for eqn in starts)
 
 
-SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what is given to others
+SHARING = {  # tensor or context parallelism over two devices: the mesh, and decoder arguments
     "tp": ((1, 1, 2), {"devices": TensorParallel(2, sequence=True)}),
     "cp": ((1, 2, 1), {"sequence": ContextParallel(2)}),
 }
@@ -244,9 +244,9 @@ SHARING = {  # of a layer or of a sequence, by two devices: the mesh, and what i
 
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("model", ["grouped", "normed"])
-@pytest.mark.parametrize("shared", SHARING)
+@pytest.mark.parametrize("embed_head", SHARING)
 def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared):
-    """What a device stores and sends is what the plan says: half of one device's."""
+    """A device stores and sends what the plan counts: half of one device's bytes."""
     sizes_of_mesh, how = SHARING[shared]
     config, mesh = MODELS[model], make_mesh(*sizes_of_mesh, devices=jax.devices()[:2])
     decoder = Decoder(config, **how)
@@ -256,9 +256,9 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
     layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))
     ends = jax.eval_shape(lambda: decoder.init_ends(key))
     leaves = decoder.leaves
-    stored = Sharding(mesh, leaves["shared"], lambda slot: leaves["layer"]).stored(
+    stored = Sharding(mesh, leaves["embed_head"], lambda slot: leaves["layer"]).param_shardings(
         {
-            "shared": ends,
+            "embed_head": ends,
             "layers": (
                 jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), layer),
             ),
@@ -279,14 +279,14 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
             gathers = lambda made: sum(  # noqa: E731
                 eqn.primitive.name == "all_gather" for eqn in made.jaxpr.eqns
             )
-            # tp, B: dy of out and of down; W: these, and the inputs of the others. cp, B: k and v.
+            # tp, B: dy of out and down; W: these, and the inputs of the others. cp, B: k and v.
             wanted = (2, 4, 4) if shared == "tp" else (2, 0, 2)
             assert (gathers(of_b), gathers(of_w), gathers(of_both)) == wanted
         found.append((LayerBytes(size(kept.for_b), size(kept.for_w), size(split.stash)), size(x)))
 
     specs = (
-        jax.tree.map(lambda s: s.spec, stored["shared"]),
-        jax.tree.map(lambda s: s.of_rank.spec, stored["layers"][0]),
+        jax.tree.map(lambda s: s.partition_spec, stored["embed_head"]),
+        jax.tree.map(lambda s: s.without_stage_axis.partition_spec, stored["layers"][0]),
         PartitionSpec(),
     )
     run = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=None, check_vma=False)

@@ -44,7 +44,7 @@ def test_flops_of_llama3_8b():
 
 
 def test_rates_of_a_step():
-    """Of the third step, after as many tokens of other steps, on eight devices."""
+    """Rates of the third step, after as many tokens of other steps, on eight devices."""
     config = load(SMALL)
     rates = Trainer(config).rates(3, (8 + 8) * 32, seconds=0.5)
     per_second = 8 * 32 / 0.5
@@ -59,7 +59,7 @@ def test_rates_of_a_step():
 
 
 def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
-    """The rate is computed on the host's own processor, whatever jax's default device is."""
+    """The rate is computed on the host's CPU, whatever jax's default device is."""
     where = []
 
     def rate(*_):
@@ -72,7 +72,7 @@ def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
 
 
 def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
-    """Of 8 rows of 32 tokens, of which 200 are no padding; half of them in documents of 25."""
+    """8 rows of 32 tokens, 200 of them not padding; half of these in documents of 25."""
     config = load(SMALL, ["data.packing=best_fit"])
     contents = Contents(8, 30, np.array([25] * 4 + [10] * 10))
     rates = Trainer(config).rates(3, 700, seconds=0.5, contents=contents)
@@ -90,7 +90,7 @@ def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
 
 
 def test_the_largest_loss_of_a_microbatch():
-    """Of four: that with the text which the model likes least, as a mean over its tokens."""
+    """Of four, that with the least likely text, as a mean over its tokens."""
     trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
     batch = {"inputs": tokens, "targets": tokens}
@@ -102,7 +102,7 @@ def test_the_largest_loss_of_a_microbatch():
 
 
 def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
-    """Trained on, but in neither the loss nor the held-out one: those are the cross-entropy."""
+    """It is trained on, but the loss and the held-out loss are the cross-entropy alone."""
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
     batch, alone = {"inputs": tokens, "targets": tokens}, ["parallel.pp=1", "parallel.dp=1"]
     trainers = [
@@ -119,7 +119,7 @@ def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
 
 
 def logging(directory, last_step=0):
-    """A log with TensorBoard beside it."""
+    """Return a log with TensorBoard."""
     config = load(SMALL, [f"run.dir={directory}", "log.tensorboard=true"])
     return MetricsLog(directory, last_step=last_step, boards=boards(config, last_step))
 
@@ -171,7 +171,7 @@ def test_lists_are_lists_and_their_numbers_exact(tmp_path):
     for tag in (b"counts/0/1", b"counts/1/1", b"share/0", b"many"):
         assert tag in content
     assert b"many/" not in content  # one histogram
-    assert b"empty" not in content  # of nothing
+    assert b"empty" not in content  # without values
 
 
 VALUES = {
@@ -193,7 +193,7 @@ def shown(terminal, every=1, **config):
 def test_plain_lines_where_there_is_no_terminal():
     text = shown(terminal=False, every=2)
     steps = [line.split()[1] for line in text.splitlines() if line.startswith("step")]
-    assert steps == ["2/4", "3/4", "4/4"]  # every second, and where held-out loss was taken
+    assert steps == ["2/4", "3/4", "4/4"]  # every second, and those with a held-out loss
     assert "eval_loss 1.5000" in text
     assert "ETA 0:00:04" in text
     assert "MFU 50.0%" in text
@@ -219,7 +219,7 @@ def test_the_line_has_a_smoothed_loss_and_not_all_that_is_logged():
 
 
 def test_the_smoothed_loss_weighs_a_step_by_its_targets():
-    """Of losses 2, 5 and 3 a target, with 10, 0 and 30 of them; a step without any has none."""
+    """Losses 2, 5 and 3 a target, with 10, 0 and 30 targets; a step without targets has none."""
     out = io.StringIO()
     with Progress(3, LogConfig(), Console(file=out, width=200)) as progress:
         steps = [(2.0, 10), (float("nan"), 0), (3.0, 30)]

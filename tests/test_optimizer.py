@@ -1,4 +1,4 @@
-"""Learning rates by hand-picked steps, AdamW against a plain twin, clipping against optax."""
+"""Learning rates by hand-picked steps, AdamW against plain NumPy, clipping against optax."""
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,12 @@ def test_warm_up_can_be_the_whole_run():
 
 
 PARAMS = {
-    "shared": {"embed": jnp.ones((3, 2)), "norm": jnp.ones(2)},
+    "embed_head": {"embed": jnp.ones((3, 2)), "norm": jnp.ones(2)},
     "layers": ({"w": jnp.full((2, 2, 2), 0.5), "gain": jnp.ones((2, 2))},),
 }
 
 
-STORED = Sharding(make_mesh(2, devices=jax.devices()[:2])).stored
+STORED = Sharding(make_mesh(2, devices=jax.devices()[:2])).param_shardings
 
 
 def _build(name, lr):
@@ -80,14 +80,14 @@ def _build(name, lr):
 
 def test_groups():
     assert groups(PARAMS, STORED) == {
-        "shared": {"embed": "end", "norm": "vector"},
+        "embed_head": {"embed": "end", "norm": "vector"},
         "layers": ({"w": "matrix", "gain": "vector"},),
     }
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
 def test_every_group_decays_at_its_own_rate(name):
-    """With gradients of zero an update is decay alone."""
+    """With zero gradients an update is decay alone."""
     config = OptimizerConfig(
         name=name, lr=0.1, decay="constant", weight_decay=0.5, decay_of_ends=0.2,
         decay_of_vectors=0.4,
@@ -116,32 +116,32 @@ def test_lion_moves_by_signs():
 
 @pytest.mark.parametrize("stack", [(2,), (2, 3)], ids=["ranks", "experts"])
 def test_muon_makes_each_matrix_of_a_stack_orthogonal(stack):
-    """Singular values come near 1 (times Adam's size), of every rank's and expert's by itself."""
+    """Singular values are near 1 (times Adam's size), for every rank and expert separately."""
     sizes = 50.0 ** jnp.arange(np.prod(stack)).reshape(*stack, 1, 1)
     matrices = jax.random.normal(jax.random.key(0), (*stack, 8, 4)) * sizes
-    params = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros_like(matrices)},)}
-    gradients = {"shared": {"norm": jnp.ones(4)}, "layers": ({"w": matrices},)}
+    params = {"embed_head": {"norm": jnp.ones(4)}, "layers": ({"w": jnp.zeros_like(matrices)},)}
+    gradients = {"embed_head": {"norm": jnp.ones(4)}, "layers": ({"w": matrices},)}
     optimizer = _build("muon", lr=1.0)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     singular = np.linalg.svd(updates["layers"][0]["w"] / (0.2 * 8**0.5), compute_uv=False)
     assert (singular > 0.6).all()
     assert (singular < 1.3).all()
-    np.testing.assert_allclose(updates["shared"]["norm"], -1.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["embed_head"]["norm"], -1.0, rtol=1e-5)
 
 
 def test_muon_takes_its_leaves_in_turn():
-    """As optax's on the whole tree, in two updates; and moments asked for alone make no matrix."""
+    """As optax on the whole tree, in two updates; the moments alone need no matrix product."""
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(1), 5)
         matrices = {f"w{at}": jax.random.normal(key, (2, 8, 4 + at)) for at, key in enumerate(keys)}
-        gradients = {"shared": {"norm": jnp.ones(4)}, "layers": (matrices,)}
+        gradients = {"embed_head": {"norm": jnp.ones(4)}, "layers": (matrices,)}
         optimizer = _build("muon", lr=1.0)
         dims = dict.fromkeys(matrices, optax.contrib.MuonDimensionNumbers(1, 2))
-        twin = optax.contrib.scale_by_muon(weight_dimension_numbers=dims)
-        state, of_twin = optimizer.init(gradients), twin.init(matrices)
+        reference = optax.contrib.scale_by_muon(weight_dimension_numbers=dims)
+        state, of_reference = optimizer.init(gradients), reference.init(matrices)
         for _ in range(2):
             updates, state = optimizer.update(gradients, state, gradients)
-            made, of_twin = twin.update(matrices, of_twin)
+            made, of_reference = reference.update(matrices, of_reference)
             for name, update in updates["layers"][0].items():
                 size = 0.2 * max(update.shape[1:]) ** 0.5
                 np.testing.assert_allclose(update, -size * made[name], rtol=0, atol=1e-13)
@@ -170,7 +170,7 @@ def test_muons_own_learning_rate():
 
 
 def test_schedule_free_is_that_of_optax():
-    """Of one rate of decay, which ours has by group, warm-up included; and its average."""
+    """With one rate of decay (ours is by group), warm-up included; and its average."""
     config = OptimizerConfig(
         name="schedule_free", lr=0.01, decay="constant", warmup_steps=3, beta1=0.8, beta2=0.9,
         weight_decay=0.3, decay_of_vectors=1.0,
@@ -196,12 +196,12 @@ def test_schedule_free_is_that_of_optax():
     wanted = optax.contrib.schedule_free_eval_params(states[1], want)
     for one, other in ((got, want), (mean, wanted)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
-    assert not np.allclose(mean["shared"]["embed"], got["shared"]["embed"], rtol=1e-4)
+    assert not np.allclose(mean["embed_head"]["embed"], got["embed_head"]["embed"], rtol=1e-4)
     assert averaged(OptimizerConfig(), states[0], got) is got
 
 
 def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
-    """Of parameters in parts: two ranks of two replicas."""
+    """With sharded parameters: two ranks of two replicas."""
     how = ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.lr=0.1"]
     config = load(SMALL, ["parallel.pp=2", "parallel.dp=2", *how])
     trainer = Trainer(config, tuple(jax.devices()[:4]))
@@ -225,21 +225,21 @@ def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
         np.testing.assert_allclose(leaf, want[path], rtol=1e-6, err_msg=path)
 
 
-def test_adamw_equals_a_plain_twin():
+def test_adamw_equals_a_plain_reference():
     config = OptimizerConfig(lr=0.01, decay="constant", beta1=0.8, beta2=0.9, weight_decay=0.3)
     optimizer = build(config, 10, STORED)
     state, params = optimizer.init(PARAMS), PARAMS
-    twin = {"w": np.full((2, 2, 2), 0.5), "m": 0.0, "v": 0.0}
+    reference = {"w": np.full((2, 2, 2), 0.5), "m": 0.0, "v": 0.0}
     for step in range(1, 4):
         gradients = jax.tree.map(lambda leaf, s=step: jnp.cos(leaf * s), params)
-        g = np.cos(twin["w"] * step)
-        twin["m"] = 0.8 * twin["m"] + 0.2 * g
-        twin["v"] = 0.9 * twin["v"] + 0.1 * g * g
-        m, v = twin["m"] / (1 - 0.8**step), twin["v"] / (1 - 0.9**step)
-        twin["w"] = twin["w"] - 0.01 * (m / (np.sqrt(v) + 1e-8) + 0.3 * twin["w"])
+        g = np.cos(reference["w"] * step)
+        reference["m"] = 0.8 * reference["m"] + 0.2 * g
+        reference["v"] = 0.9 * reference["v"] + 0.1 * g * g
+        m, v = reference["m"] / (1 - 0.8**step), reference["v"] / (1 - 0.9**step)
+        reference["w"] = reference["w"] - 0.01 * (m / (np.sqrt(v) + 1e-8) + 0.3 * reference["w"])
         updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params["layers"][0]["w"], twin["w"], rtol=1e-6)
+    np.testing.assert_allclose(params["layers"][0]["w"], reference["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [0.1, 1.0, 100.0])

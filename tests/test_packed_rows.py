@@ -1,4 +1,4 @@
-"""Documents that share rows, on whole meshes, against each of them alone on one device."""
+"""Documents packed into rows on meshes, against each document alone on one device."""
 
 from itertools import cycle
 
@@ -23,7 +23,7 @@ def check(*args, **how):
 @pytest.mark.slow(unless=["v_half-4", "dualpipe-2"])
 @pytest.mark.parametrize(("schedule", "pp"), [*zip(BUILDERS, cycle((2, 4)))])
 def test_schedules_of_packed_rows(schedule, pp):
-    """On 2 ranks with layers and sequences shared, the latter also in slices where it can."""
+    """On 2 ranks with layers and sequences shared, sequences also in slices where possible."""
     stages = schedule_of(schedule, pp=pp, microbatches=8).stages
     model, slices = "packed_deep" if stages == 8 else "packed", FAMILIES[schedule].takes("slices")
     if pp == 4:
@@ -65,13 +65,13 @@ def test_packed_rows_on_meshes(model, schedule, mesh, how):
     ids=str,
 )
 def test_the_fused_kernel_in_a_pipeline(schedule, mesh, how, monkeypatch):
-    """Its operands, cut into F, B and W; in place of cuDNN itself what it does with them."""
+    """Its operands, split into F, B and W; plain products replace cuDNN itself."""
     ragged.stands_in(monkeypatch)
     check("packed_fused", schedule, *mesh, **how)
 
 
 def test_the_reference_is_of_documents_and_nothing_else():
-    """Those of one row, in arrays of their own length."""
+    """The documents of one row, in arrays of their own length."""
     with jax.enable_x64(True):
         decoder, shared, layers, batch = problem("packed", jnp.float64)
         _, _, _, plain = problem("grouped", jnp.float64)
@@ -110,7 +110,7 @@ def test_a_documents_loss_has_no_gradient_at_another(model, monkeypatch):
 
 
 def test_metadata_of_another_microbatch_is_seen():
-    """Planted: two microbatches have each other's documents."""
+    """A planted fault: two microbatches have each other's documents."""
     with jax.enable_x64(True):
         pipeline, layout, params, batch = pipeline_of("packed", "1f1b", 2, 1, 1, dtype=jnp.float64)
         step = jax.jit(pipeline.losses_and_gradients)
@@ -126,7 +126,7 @@ def test_metadata_of_another_microbatch_is_seen():
 
 
 def test_padding_changes_nothing():
-    """Other tokens there: the same bits of losses and gradients."""
+    """Other tokens in padding: bitwise equal losses and gradients."""
     pipeline, _, params, batch = pipeline_of("packed", "zb_h1", 2, 1, 1)
     padding = batch["segments"] < 0
     assert padding.any(axis=(1, 2)).all()

@@ -1,4 +1,4 @@
-"""Leaves that dp divides along no axis: stored in padded parts, and nobody else can tell."""
+"""Parameters that dp divides along no axis: stored in padded shards, with no other effect."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from meshes import pipeline_of, problem, run
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.parallel import DP, PP, TP
-from jaxpipe.partition.leaf import Leaf, cutting
+from jaxpipe.partition.leaf import ParamSpec, plan_sharding
 from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import Trainer
@@ -23,7 +23,7 @@ from jaxpipe.training.trainer import Trainer
 SMALL = Path(__file__).parent / "data" / "small.toml"
 ODD = ("model.n_layers=4", "model.d_model=64", "model.d_ff=80", "train.seq_len=8",
        "train.grad_accum_steps=4", "optimizer.eps=1e-2")  # fmt: skip
-MESHES = {  # all with batches of 6 sequences, but for that of five replicas, which trains none
+MESHES = {  # all with batches of 6 sequences, except that of five replicas, which does not train
     "stages": ("parallel.pp=2", "parallel.dp=3", "train.microbatch_size=2"),
     "resharded": ("parallel.pp=1", "parallel.dp=3", "parallel.tp=2", "parallel.zero_stage=3",
                   "parallel.reshard_after_forward=true", "train.microbatch_size=2"),
@@ -41,39 +41,42 @@ MESHES = {  # all with batches of 6 sequences, but for that of five replicas, wh
      (64, 5, 32, 96), (97, 3, 97, 0), (128, 3, 64, 64), (4096, 6, 704, 128), (14336, 6, 2400, 64)],
 )  # fmt: skip
 def test_parts_are_whole_blocks_of_32(size, dp, part, padding):
-    """Unless dp divides the axis, or it has no blocks, or a part would be as large as the whole."""
+    """Unless dp divides the axis, or it has no blocks, or a shard would be as large as the axis."""
     mesh = {"pp": 1, "dp": dp, "tp": 1}
-    how = cutting((1, size), Leaf(shape=(size,)), mesh, of_layer=True, zero_stage=1)
-    assert (how.part_size((1, size), mesh), how.padding) == (part, (0, padding))
-    assert how.part_size((1, size), mesh, whole=("dp",)) == size
+    how = plan_sharding((1, size), ParamSpec(shape=(size,)), mesh, is_layer=True, zero_stage=1)
+    assert (how.shard_size((1, size), mesh), how.padding) == (part, (0, padding))
+    assert how.shard_size((1, size), mesh, gathered=("dp",)) == size
 
 
 def test_the_axis_that_needs_least_is_padded():
     mesh = {"pp": 2, "dp": 3, "tp": 2}
 
     def names(shape, *cuts, of_layer):
-        leaf = Leaf(cuts, shape=shape[of_layer:])
-        return cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=1).names
+        leaf = ParamSpec(cuts, shape=shape[of_layer:])
+        return plan_sharding(shape, leaf, mesh, is_layer=of_layer, zero_stage=1).dim_axes
 
     assert names((2, 64, 160), of_layer=True) == (("pp",), (), ("dp",))
     assert names((2, 64, 80), of_layer=True) == (("pp",), ("dp",), ())
     assert names((2, 64, 80), ("tp", 1), of_layer=True) == (("pp",), ("dp",), ("tp",))
     assert names((40, 64), ("tp", 0), of_layer=False) == (("tp", "pp"), ("dp",))
-    assert names((64,), of_layer=False) == (("pp",),)  # nothing else is left to cut
+    assert names((64,), of_layer=False) == (("pp",),)  # nothing else is left to shard
 
 
 def test_what_is_gathered_has_no_padding():
-    """And its parts, put together again, are the same."""
+    """And its shards, all-gathered again, are the same."""
     pipeline, layout, params, _ = pipeline_of("odd", "1f1b", 1, 3, 2, examples=6, zero_stage=1)
     _, shared, layers, _ = problem("odd", jnp.float32)
-    true = {"shared": shared, "layers": layout.stack(layers)}
-    stored, specs = pipeline.sharding.stored(params), pipeline.sharding.specs(params)
+    true = {"embed_head": shared, "layers": layout.stack(layers)}
+    stored, specs = (
+        pipeline.sharding.param_shardings(params),
+        pipeline.sharding.partition_specs(params),
+    )
     assert any(any(leaf.padding) for leaf in jax.tree.leaves(stored))
 
     def gathered_twice(parts):
         every = {TP, PP, DP}
         once = jax.tree.map(lambda s, part: s.gather(part, every), stored, parts)
-        again = jax.tree.map(lambda s, leaf: s.gather(s.part(leaf, {DP}), {DP}), stored, once)
+        again = jax.tree.map(lambda s, leaf: s.gather(s.shard(leaf, {DP}), {DP}), stored, once)
         return once, again
 
     run = jax.shard_map(
@@ -90,7 +93,7 @@ def test_what_is_gathered_has_no_padding():
     [("1f1b", 1), ("zb_h1", 2), ("interleaved_1f1b", 3), ("dualpipe", 1), ("dualpipe", 3)],
 )
 def test_gradients_of_padded_leaves(schedule, zero_stage):
-    """Equal to one device's, and zero where there is padding, as `run` pads what is wanted."""
+    """Equal to one device's, and zero in the padding, as `run` pads the expected values."""
     how = {"zero_stage": zero_stage, "reshard_after_forward": zero_stage == 3}
     with jax.enable_x64(True):
         got, want = run("odd", schedule, 2, 3, 1, examples=6, dtype=jnp.float64, **how)
@@ -146,9 +149,9 @@ def test_training_is_that_of_one_device(mesh, optimizer):
     got, found = trained(other, start, range(3))
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     errors = jax.tree.map(relative, keyed(other, got)["params"], keyed(one, want)["params"])
-    # Muon makes whole updates of the rounding in what a gradient hardly has.
+    # Muon makes full-sized updates from rounding where a gradient is nearly zero.
     assert max(jax.tree.leaves(errors)) <= (1e-5 if optimizer == "muon" else 1e-6), errors
-    stored = other.sharding.stored(got.params)
+    stored = other.sharding.param_shardings(got.params)
     for how, leaf in zip(*map(jax.tree.leaves, (stored, got.params))):
         shape = how.true_shape(leaf.shape)
         for axis, size in enumerate(shape):
@@ -232,7 +235,7 @@ def test_any_checkpoint_restores_padded(tmp_path, mesh):
 @pytest.mark.slow(unless=["True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
-    """Of 64 rows 5 replicas have 32, 32, 0, 0 and 0."""
+    """Of 64 rows, 5 replicas have 32, 32, 0, 0 and 0."""
     before, after = trainer_of("five"), trainer_of("other")
     how = {"keep": 1, "asynchronous": asynchronous}
     state = before.init()

@@ -1,4 +1,4 @@
-"""The page "Add a layer kind", followed literally: its code runs and prints what it says."""
+"""The page "Add a layer kind", followed literally: its code runs with the printed results."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 HOME = Path(__file__).parents[1]
 PAGE = HOME / "jaxpipe" / "contract" / "ADD_A_LAYER_KIND.md"
 
-# What the page says: all results by the measures of the other tests; that F stores the choice.
+# Claims of the page: results by the measures of the other tests; F stores the choice.
 MORE = """
 from compare import assert_same
 from jaxpipe.contract import Context
@@ -32,7 +32,7 @@ assert stored_integers(()) == []
 
 
 def blocks(kind):
-    """The page's blocks of that kind, in order."""
+    """Return the page's code blocks of that kind, in order."""
     return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

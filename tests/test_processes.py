@@ -1,4 +1,4 @@
-"""Runs of several processes: the same losses, checkpoints for all other runs, an end together."""
+"""Runs of several processes: the same losses, interchangeable checkpoints, and a common end."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
 
 DEVICES = 8
-MESH = {  # other layouts of the same global batch, each process with whole ranks or parts of them
+MESH = {  # other layouts of the same global batch; each process has full pipeline ranks or parts
     "as it was": [],
     "zbv": ["parallel.schedule=zbv", "parallel.pp=2", "parallel.tp=2", "parallel.costs=measure"],
     "zero3": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.zero_stage=3"],
@@ -27,7 +27,7 @@ MESH = {  # other layouts of the same global batch, each process with whole rank
 
 
 def spawn(count, directory, *overrides):
-    """`count` processes of one run, each with its share of the devices."""
+    """Start `count` processes of one run, each with its share of the devices."""
     return start_all(count, train_command(directory, *overrides, devices=DEVICES // count))
 
 
@@ -40,7 +40,7 @@ def one_process(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_by(tmp_path_factory, one_process):
-    """The directory of a whole run by so many processes."""
+    """Return the directory of a complete run by a given number of processes."""
 
     @cache
     def of(count):
@@ -71,10 +71,10 @@ def test_several_train_as_one(one_process, run_by, count):
     [(1, 4, "zero3"), (4, 2, "zbv")],
 )
 def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count, mesh):
-    """Cut back to step 4 and go on with other processes and another mesh.
+    """Truncate to step 4 and resume with other processes and another mesh.
 
-    With zbv its order is searched for what they measure together: were it not one order for all,
-    they would wait for each other for ever.
+    With zbv the order is searched for op times that the processes measure together: if their orders
+    differed, they would wait for each other forever.
     """
     cut = tmp_path / "cut"
     shutil.copytree(run_by(saved_by), cut)
@@ -87,7 +87,7 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
 
 
 def test_damage_that_one_process_finds_all_set_aside(run_by, tmp_path):
-    """Each process compares the files that it wrote, and the first those of all."""
+    """Each process compares the files that it wrote, and the first those that all share."""
     shutil.copytree(run_by(2), tmp_path, dirs_exist_ok=True)
     step = tmp_path / "checkpoints" / "12" / "state"
     for index in range(2):
@@ -110,7 +110,7 @@ def test_damage_that_one_process_finds_all_set_aside(run_by, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_may_hold_nothing_but_padding(tmp_path):
-    """Of 64 rows three replicas in the first process have 32, 32 and 0, in the second 0."""
+    """Of 64 rows, three replicas in the first process have 32, 32 and 0, in the second 0."""
     sizes = ["model.d_model=64", "parallel.pp=1", "optimizer.eps=1e-2", "train.eval_every=0"]
     padded = [*sizes, "parallel.dp=6"]
     whole = [*sizes, "parallel.dp=1", "train.microbatch_size=6"]
@@ -127,7 +127,7 @@ def test_a_process_may_hold_nothing_but_padding(tmp_path):
 
 @pytest.mark.slow
 def test_slurm_says_who_is_who(tmp_path, one_process):
-    """What `srun` sets for its tasks, and nothing else, makes two processes one run."""
+    """The variables that `srun` sets for its tasks, and no others, make two processes one run."""
     names = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     job = dict(zip(names, (str(free_port()), "2", "2", "localhost")))
     command = train_command(tmp_path, devices=DEVICES // 2)
@@ -155,7 +155,7 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 3])
 def test_when_one_dies_the_others_say_so_and_fewer_go_on(tmp_path, killed):
-    """Of 4 processes with 2 devices each: a device may wait for one beside it, and hear nothing."""
+    """With 4 processes of 2 devices each, a device may wait for one in its own process."""
     group = spawn(4, tmp_path, "train.steps=100000", "checkpoint.every=5")
     wait_for_step(tmp_path, 12)
     group[killed].kill()
@@ -177,7 +177,7 @@ def test_when_one_dies_the_others_say_so_and_fewer_go_on(tmp_path, killed):
 
 @pytest.mark.slow
 def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
-    """The second process has the second row of every microbatch, and alone finds it."""
+    """Only the second process has the second row of every microbatch, and finds the bad id."""
     ids = np.zeros(40_000, "<u2")
     ids[1 * 32 + 5] = 999  # of the second sample
     layout.write(tmp_path / "a.bin", [[ids.tolist()]], "uint16")

@@ -1,4 +1,4 @@
-"""The pages: what they name exists, their commands are understood, their pictures are fresh."""
+"""The pages: their links and names exist, their commands parse, their pictures are up to date."""
 
 import argparse
 import importlib
@@ -27,19 +27,19 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
 def links(text):
-    """Where the relative links and pictures of a text lead."""
+    """Return the targets of the relative links and pictures of a text."""
     return [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
 
 
 def spans(text):
-    """What stands in code, inline or in a block."""
+    """Return the text in code, inline or in blocks."""
     inline = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [*re.findall(r"`([^`]+)`", inline), *blocks]
 
 
 def commands(text):
-    """The commands of a text: words, with what stands for others filled in and options given."""
+    """Yield the commands of a text as words, with placeholders filled in and options added."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += [span for span in re.findall(r"`([^`\n]+)`", text) if is_command(span)]
@@ -65,7 +65,9 @@ def test_settings_that_are_named_exist(page):
     sections = dict(Config.__annotations__)
     defaults = configs.load(HOME / STANDS_FOR["CONFIG"], [])
     for span in spans(page.read_text()):
-        for section, key in re.findall(rf"\b({'|'.join(sections)})\.([a-z]\w*)(?![\w./(])", span):
+        for section, key in re.findall(
+            rf"(?<![\w.])({'|'.join(sections)})\.([a-z]\w*)(?![\w./(])", span
+        ):
             if key not in ("key", "py", "sh"):
                 assert hasattr(getattr(defaults, section), key), f"{section}.{key}"
 
@@ -75,12 +77,13 @@ class Understood(BaseException):
 
 
 def parse(monkeypatch, module, words):
-    """What `python -m jaxpipe.<module>` makes of these words, without doing it."""
-    for method in ("parse_args", "parse_intermixed_args"):
+    """Parse the arguments of `python -m jaxpipe.<module>` without running it."""
+    for method in ("parse_args", "parse_intermixed_args", "parse_known_intermixed_args"):
         original = getattr(argparse.ArgumentParser, method)
 
-        def stop(*args, original=original):
-            raise Understood(original(*args))
+        def stop(*args, original=original, known="known" in method):
+            found = original(*args)
+            raise Understood(found[0] if known else found)
 
         monkeypatch.setattr(argparse.ArgumentParser, method, stop)
     package = (HOUSE / module).is_dir()
@@ -93,9 +96,9 @@ def parse(monkeypatch, module, words):
 
 
 def module_and_words(words):
-    """Which of our commands a line runs, and with what words; None where it is another's."""
+    """Return the module and arguments that a line runs, or None if it is no jaxpipe command."""
     first, *rest = words
-    if Path(first).name.startswith("python") and rest[:1] == ["-m"]:
+    if Path(first).name.startswith("python") and rest[:1] == ["-m"] and "jaxpipe" in rest[1]:
         return rest[1].removeprefix("jaxpipe."), rest[2:]
     if first.startswith("./launch/") and (script := Path(first).name) in SCRIPTS:
         return SCRIPTS[script], rest

@@ -1,12 +1,12 @@
-"""Fast-LLM's reference configurations, each trained beside its twin: the same run on other meshes.
+"""Fast-LLM's reference configurations, each compared with the same run on another mesh.
 
-Names and twins are those of its `tests/utils/distributed_configs.py`: `df` and `bf` are
+Names and pairs are those of its `tests/utils/distributed_configs.py`: `df` and `bf` are
 microbatches depth first and breadth first, `ce` chunks of the loss, `z` the ZeRO stage, `stp`
 tensor with sequence parallelism, `sdp` replicas that share sequences, `ms` slices of sequences in
 time, `pp2s1` two ranks with stages of one layer.
 
 A comparison covers initial values (exact), losses, gradients, parameters after two updates, and in
-float32 what every layer makes of every example, and the gradient there.
+float32 every layer's output for every example, and the gradient at it.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from recorded import recording
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Keying
-from jaxpipe.pipeline import Side
+from jaxpipe.pipeline import Aux
 from jaxpipe.planning.checks import validate
 from jaxpipe.training.trainer import Trainer
 
@@ -56,7 +56,7 @@ SDP = {"dp": 2, "cp": 2}
 S1, S2 = {"pp": 2, "virtual_stages": 2} | BFS, {"pp": 2} | BFS
 CHUNKS = {"train.loss_chunks": 4}
 MS4 = {"slices": 4}
-# name: (its settings, its twin)
+# name: (its settings, the configuration it is compared with)
 MATRIX = {
     "simple": (split(1), None),
     "bf16": (split(1) | {"train.compute_dtype": "bfloat16"}, "simple"),
@@ -114,7 +114,7 @@ def trainer_of(base, name):
 
 
 def batches_of(trainer):
-    """Two steps' tokens, and of which example each is."""
+    """Yield two steps' tokens, with the example that each belongs to."""
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, SEQUENCES, LENGTH + 1), np.int32)
     example = np.broadcast_to(np.arange(SEQUENCES, dtype=np.int32)[:, None], (SEQUENCES, LENGTH))
     for step in tokens:
@@ -127,7 +127,7 @@ def batches_of(trainer):
 
 @cache
 def trained(base, name):
-    """Initial values, losses, gradients, updated parameters and what layers made, by layer."""
+    """Return initial values, losses, gradients, updated parameters and layer outputs, by layer."""
     trainer = trainer_of(base, name)
     keying, recorded = Keying(trainer.layout, trainer.sharding), recording(trainer.model)
     pipeline = replace(trainer.pipeline, functions=recorded)
@@ -135,13 +135,13 @@ def trained(base, name):
     state = trainer.init()
     init = keyed(state.params)
 
-    @jax.jit  # one program, compiled once: a step that shows its gradients
+    @jax.jit  # one program, compiled once: a step that returns its gradients
     def step(state, batch):
         params, table = state.params, jnp.zeros((trainer.config.parallel.pp, SEQUENCES, LENGTH, 32))
         slots = [{"layer": slot, "tables": {"y": table, "dy": table}} for slot in params["layers"]]
         losses, found = pipeline.losses_and_gradients(params | {"layers": tuple(slots)}, batch)
         gradients = found | {"layers": tuple(slot["layer"] for slot in found["layers"])}
-        state, metrics = trainer.update(state, losses.sum(), gradients, Side())
+        state, metrics = trainer.update(state, losses.sum(), gradients, Aux())
         made = trainer.layout.unstack([slot["tables"] for slot in found["layers"]])
         return state, metrics["loss"], gradients, made
 
@@ -159,21 +159,21 @@ def trained(base, name):
 
 
 def test_one_replica_has_the_same_program_whatever_it_would_share(base):
-    """Stage 2 of ZeRO on one device: there is nothing else to compare."""
+    """Stage 2 of ZeRO on one device has nothing to shard, so programs are compared."""
     programs = []
     for name in ("df4_z2", MATRIX["df4_z2"][1]):
         trainer = trainer_of(base, name)
         batch = next(batches_of(trainer))
-        del batch["example"]  # which only `recording` reads
+        del batch["example"]  # only `recording` reads it
         programs.append(trainer.train_step.lower(trainer.state_shapes, batch).as_text())
     assert programs[0] == programs[1]
 
 
 @pytest.mark.slow(unless=["bf2_df2", "stp2"])
 @pytest.mark.parametrize(
-    "name", [name for name, (_, twin) in MATRIX.items() if twin and name != "df4_z2"]
+    "name", [name for name, (_, reference) in MATRIX.items() if reference and name != "df4_z2"]
 )
-def test_equals_its_twin(base, name):
+def test_equals_its_reference(base, name):
     got, want = trained(base, name), trained(base, MATRIX[name][1])
     # Fast-LLM's own bounds for bfloat16: 2e-2 of the root mean square, or 5e-5 where that is less.
     # Float16 has three more bits.

@@ -1,4 +1,4 @@
-"""Checkpoints of any layout in any other: bitwise the same state, and training goes on alike."""
+"""Checkpoints of any layout in any other: bitwise the same state, and training continues alike."""
 
 from functools import cache
 from itertools import permutations
@@ -25,7 +25,7 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
     {"pp": 2, "schedule": "interleaved_zb", "transfer_ticks": 2},
     {"pp": 4, "schedule": "dualpipe", "dp": 2},
     {"pp": 2, "schedule": "zbv", "tp": 2, "vocab_parallel_pp": True},
-    # of these replicas have experts in parts
+    # replicas with sharded experts
     {"pp": 2, "dp": 4, "ep": 4, "zero_stage": 2},
     {"pp": 2, "dp": 2, "ep": 2, "tp": 2, "schedule": "dualpipev", "zero_stage": 3},
 ]
@@ -34,7 +34,7 @@ PLAIN = {
     "zero_stage": 1, "sequence_parallel": False, "vocab_parallel_pp": False,
     "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1,
 }  # fmt: skip
-MODELS = {  # what differs, and the layouts that it goes through
+MODELS = {  # differing settings, and the layouts that each model goes through
     "dense": ([], range(8)),
     "tied": (["model.tie_embeddings=true"], (1, 2, 7)),
     "sparse": (["model.n_layers=4", "model.n_experts=8", "model.experts_per_token=2",
@@ -91,7 +91,7 @@ def opened(directory, trainer):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By layout and model: the directory of its checkpoint, and what is in it."""
+    """Return a checkpoint's directory and its content, by layout and model."""
 
     @cache
     def of(index, model):
@@ -108,7 +108,7 @@ def saved(tmp_path_factory):
 
 
 def changes(before, after):
-    """What a restore has to deal with: both layouts, and every setting that differs, each way."""
+    """Return the changes of a restore: both layouts, and every setting that differs, each way."""
     old, new = (PLAIN | LAYOUTS[index] for index in (before, after))
     found = {("saved", before), ("restored", after)}
     for name in PLAIN:
@@ -120,7 +120,7 @@ def changes(before, after):
 
 
 def pairs(layouts):
-    """Few pairs with all changes that any pair has: each time the one with most new ones."""
+    """Return few pairs with all changes that any pair has, greedily by most new ones."""
     every = {pair: changes(*pair) for pair in permutations(layouts, 2)}
     left, chosen = set().union(*every.values()), []
     while left:

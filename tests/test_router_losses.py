@@ -1,4 +1,4 @@
-"""What routers add to the loss: a mean over the tokens that they saw, whatever is masked.
+"""Router losses are a mean over the tokens that routers saw, whatever is masked.
 
 The numbers are those of `oracles.plain_mixture`: one device, plain `jax.grad`, row by row.
 """
@@ -13,7 +13,7 @@ from compare import assert_same
 from mixtures import LENGTH, MODELS, held, padded, pipeline_of, problem
 from oracles import plain_mixture
 
-from jaxpipe.parallel import deal_batch
+from jaxpipe.parallel import shard_batch
 from jaxpipe.pipeline import step_ref
 
 IGNORE = plain_mixture.IGNORE
@@ -21,14 +21,14 @@ CONFIG = MODELS["qwen"]
 
 
 def masked(batch):
-    """The batch of a prompt and a short answer: 1 target in 8, and none in the first microbatch."""
+    """Return a batch of a prompt and short answers: 1 target in 8, none in the first microbatch."""
     counts = np.zeros(batch["targets"].shape, bool)
     counts[1:, :, LENGTH // 2] = True
     return batch | {"targets": np.where(counts, batch["targets"], IGNORE)}
 
 
 def batch_of(padding=""):
-    """Shared parameters, layers, and such a batch; with `padding` its rows end in some."""
+    """Return shared parameters, layers, and such a batch; `padding` adds padding to its rows."""
     _, shared, layers, batch, _ = problem("qwen")
     batch = masked(jax.tree.map(np.asarray, batch))
     return shared, layers, padded(batch, padding == "packed") if padding else batch
@@ -37,7 +37,7 @@ def batch_of(padding=""):
 @cache
 @jax.enable_x64(True)
 def plain(padding=""):
-    """Cross-entropy, what routers add, and the gradient of both, by the oracle."""
+    """Return cross-entropy, router losses, and the gradient of their sum, by the reference."""
     shared, layers, batch = batch_of(padding)
     lengths = held() if padding else np.full(batch["inputs"].shape[:2], LENGTH)
     rows = [
@@ -50,7 +50,7 @@ def plain(padding=""):
         made = plain_mixture.losses(params, CONFIG, rows)
         return sum(made), made
 
-    params = {"shared": shared, "layers": layers}
+    params = {"embed_head": shared, "layers": layers}
     with jax.numpy_rank_promotion("allow"):
         gradients, made = jax.jit(jax.grad(total, has_aux=True))(params)
     return *made, gradients
@@ -76,14 +76,14 @@ def test_router_losses_are_means_over_the_tokens(case):
         pipeline = pipeline_of("qwen", name, *mesh, documents=padding == "packed", **how)
         shared, layers, batch = batch_of(padding)
         layout = pipeline.layout(len(layers))
-        params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+        params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
         dp = mesh[1] if len(mesh) > 1 else 1
-        got = jax.jit(pipeline.step)(params, deal_batch(batch, slices=1, cp=cp, dp=dp))
+        got = jax.jit(pipeline.step)(params, shard_batch(batch, slices=1, cp=cp, dp=dp))
         cross_entropy, added, gradients = plain(padding)
         staged = gradients | {"layers": layout.stack(gradients["layers"])}
         assert_same(got.losses.sum(), cross_entropy)
         assert_same(got.aux_losses.sum(), added)
-        assert_same(got.gradients, pipeline.sharding.padded(staged))
+        assert_same(got.gradients, pipeline.sharding.pad(staged))
         assert int(got.counts.sum()) == int((batch["targets"] != IGNORE).sum())
 
 
@@ -99,14 +99,14 @@ def test_the_reference_is_the_oracle_too():
 
 @pytest.mark.parametrize("case", ["one device", "dp and ep"])
 def test_half_precision_weighs_them_alike(case):
-    """float16 divides at the end: what routers add must not be divided by the targets there."""
+    """float16 divides at the end: router losses must not be divided by the number of targets."""
     name, mesh, how = CASES[case]
     found = []
     for dtype in (jnp.float16, jnp.float32):
         pipeline = pipeline_of("qwen", name, *mesh, compute_dtype=dtype, **how)
         shared, layers, batch = jax.tree.map(partial(_single), batch_of())
         layout = pipeline.layout(len(layers))
-        params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+        params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
         step = jax.jit(pipeline.step)
         all_masked = batch | {"targets": np.full_like(batch["targets"], IGNORE)}
         found.append([step(params, each) for each in (batch, all_masked)])

@@ -1,7 +1,8 @@
-"""One run at a time in a run directory, and what a full disk does to its files: nothing is lost."""
+"""One run at a time in a run directory, and full disks: no file content is lost."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ ONE = ["parallel.pp=1", "parallel.dp=1", "train.eval_every=0"]
 
 @contextlib.contextmanager
 def holder(directory):
-    """Another process that uses a run directory."""
+    """Run another process that uses a run directory."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -70,6 +71,35 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, capsys):
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
+def test_a_refused_run_leaves_no_directory(tmp_path):
+    def refuse(directory):
+        with pytest.raises(ConfigError), locked(directory, print):
+            raise ConfigError("no")
+
+    refuse(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").touch()
+    refuse(tmp_path / "used")
+    assert sorted(os.listdir(tmp_path / "used")) == [LOCK, "metrics.jsonl"]
+
+
+def test_a_lock_file_that_was_removed_is_not_the_lock(tmp_path, monkeypatch):
+    """Another run removes the file after this one has opened it and before it is locked."""
+    lockf, files = fcntl.lockf, []
+
+    def remove_first(file, operation):
+        if not files:
+            (tmp_path / LOCK).unlink()
+        files.append(file)
+        lockf(file, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    with locked(tmp_path, print):
+        assert len(files) == 2
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
 def test_an_import_into_a_run_in_use_is_refused(tmp_path):
     with holder(tmp_path / "run"):
         ran = subprocess.run(
@@ -101,7 +131,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
 
 
 class FullDisk:
-    """Makes writes fail, after a few bytes, where it is on."""
+    """Makes writes fail, after a few bytes, while it is on."""
 
     on = True
 
@@ -156,7 +186,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch
 
 
 def crc32c(content):
-    """Castagnoli's checksum, bit by bit."""
+    """Compute Castagnoli's checksum, bit by bit."""
     value = 0xFFFFFFFF
     for byte in content:
         value ^= byte
@@ -171,7 +201,7 @@ def masked(content):
 
 
 def events(directory):
-    """The events of the only file there, whose checksums are verified."""
+    """Return the events of the only file there, whose checksums are verified."""
     from tensorboardX.proto.event_pb2 import Event
 
     (path,) = directory.glob("events*")
@@ -229,7 +259,7 @@ def test_a_whole_file_follows_no_link(tmp_path):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A file system of 400 KiB; returns its directory."""
+    """Mount a file system of 400 KiB; return its directory."""
     directory = tmp_path / "disk"
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(directory)]
@@ -240,7 +270,7 @@ def tiny_disk(tmp_path):
 
 
 def test_a_run_on_a_full_disk_goes_on_and_writes_its_log_when_there_is_room(tiny_disk):
-    """From its start on: config.toml, starts.jsonl, metrics.jsonl and TensorBoard all fail."""
+    """From the start: config.toml, starts.jsonl, metrics.jsonl and TensorBoard all fail."""
     run = tiny_disk / "run"
     fill = tiny_disk / "fill"
     fill.write_bytes(b"")
@@ -304,7 +334,7 @@ def test_two_runs_at_once_are_one(tmp_path):
 
 
 def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
-    """As XLA tells it; the steps go on, for the window of a run and for its bubbles alike."""
+    """As XLA reports it; the steps go on, for the window of a run and for its bubbles alike."""
     import jax
 
     from jaxpipe.training.recording import Window, recording
@@ -329,7 +359,7 @@ def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
 
 
 def test_all_processes_of_a_second_run_are_refused(tmp_path):
-    """Only the first asks for the lock, and none waits for it in vain."""
+    """Only the first requests the lock, and no process waits forever."""
     with socket.socket() as free:
         free.bind(("", 0))
         address = f"localhost:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Sequences cut into slices in time, each with a passage of its own, against whole ones."""
+"""Sequences in slices, each with its own forward and backward passes, against full sequences."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from compare import assert_same
 from meshes import MODELS, pipeline_of, problem, run, wanted
 
 from jaxpipe.model.llama.decoder import Decoder
-from jaxpipe.parallel import deal_batch
+from jaxpipe.parallel import shard_batch
 from jaxpipe.pipeline import (
     Context,
     LayerKind,
@@ -31,7 +31,7 @@ def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):
         _, shared, layers, batch = problem(model, jnp.float64)
         functions = Decoder(MODELS[model], slices=4).functions
-        batch = deal_batch(batch, slices=4, cp=1, dp=1)
+        batch = shard_batch(batch, slices=4, cp=1, dp=1)
         losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
         want, want_gradients = wanted(model, jnp.float64)
         assert_same((losses.reshape(-1, 4).sum(1), gradients), (want, want_gradients))
@@ -58,8 +58,8 @@ def test_slices_on_meshes(mesh):
 @pytest.mark.parametrize(
     "how", [{"cp": 2}, {"slices": 4}, {"cp": 2, "slices": 2, "remat": "full"}], ids=str
 )
-def test_a_window_reaches_across_slices_and_stretches(how):
-    """Of three tokens, which begins in the part before."""
+def test_a_window_reaches_across_slices_and_shards(how):
+    """With a window of three tokens, which starts in the previous shard."""
     check("windowed", "zb_h1", 2, 2, 2, sequence=True, **how)
 
 
@@ -100,7 +100,7 @@ def test_evaluation_in_slices():
 
 def test_only_functions_with_a_state_run_in_slices():
     pipeline, _, params, batch = pipeline_of("normed", "1f1b", 2, 1, 1, slices=2)
-    (kind,) = pipeline.functions.by_name.values()
+    (kind,) = pipeline.functions.kinds_by_name.values()
     stateless = replace(pipeline.functions, kinds=LayerKind(kind.layer))
     whole = replace(pipeline, functions=stateless)
     with pytest.raises(ValueError, match="the functions need a state if, and only if"):

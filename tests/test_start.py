@@ -1,4 +1,4 @@
-"""What a run may begin with: a seed, another run's checkpoint, or its parameters alone."""
+"""Starts of a run: from a seed, another run's checkpoint, or its parameters alone."""
 
 import fnmatch
 import json
@@ -32,7 +32,7 @@ def stored(directory, step):
 
 
 def flat(tree):
-    """Leaves as numpy by their names on disk."""
+    """Return arrays as numpy by their names on disk."""
     return flatten_dict(jax.tree.map(np.asarray, tree), sep="/")
 
 
@@ -95,7 +95,7 @@ def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
      ["parallel.pp=2", "parallel.dp=3"]],
 )  # fmt: skip
 def test_leaves_that_are_excluded_are_new(tmp_path, run, mesh):
-    """Another vocabulary, so other ends; and one layer's products, which would have fitted."""
+    """Another vocabulary, so other embeddings; and one layer's products, which would have fit."""
     patterns = ["ends/embed", "ends/head", "layers/2/mlp/*"]
     how = [f"checkpoint.resume={run}", "checkpoint.parameters_only=true",
            f"checkpoint.exclude={json.dumps(patterns)}"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sums over tokens are made in float32, whatever dtype a step computes in."""
+"""Sums over tokens are computed in float32, whatever dtype a step computes in."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ ENTRIES, WIDTH, LENGTH = 8, 16, 4096
 
 
 def looked_up(schedule, dtype, tokens, weights, dtype_of_total=jnp.float32):
-    """Gradients of a table, gains and biases where the loss is a weighted sum, on two ranks."""
+    """Return gradients of a table, gains and biases of a weighted sum as loss, on two ranks."""
 
     def layer(params, x, context):
         def turn(x, _):
@@ -43,13 +43,13 @@ def looked_up(schedule, dtype, tokens, weights, dtype_of_total=jnp.float32):
     }
     layout = StageLayout((1, 1))
     table = jnp.ones((ENTRIES, WIDTH))
-    params = {"shared": {"table": table}, "layers": layout.stack([ones, ones])}
+    params = {"embed_head": {"table": table}, "layers": layout.stack([ones, ones])}
     batch = {"inputs": jnp.asarray(tokens), "weights": jnp.asarray(weights, dtype)}
     built = build(schedule, pp=2, microbatches=len(tokens))
     mesh = make_mesh(2, devices=jax.devices()[:2])
     how = Execution(compute_dtype=dtype)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        pipeline = Pipeline(functions, built, mesh, layout.counts, how)
+        pipeline = Pipeline(functions, built, mesh, layout.layers_per_stage, how)
         _, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
     return jax.tree.map(np.asarray, gradients)
 
@@ -58,12 +58,12 @@ def looked_up(schedule, dtype, tokens, weights, dtype_of_total=jnp.float32):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_sums_are_those_of_float64(schedule, dtype, microbatches):
-    """To float32's rounding, though one token in two is the same and every term is positive."""
+    """To float32's rounding, though half of the tokens are equal and every term is positive."""
     random = np.random.default_rng(0)
     shape = (microbatches, 16 // microbatches, LENGTH)
     tokens = random.integers(0, ENTRIES, shape)
     tokens[random.random(shape) < 0.5] = 3
-    # All terms have few bits, so that the products are exact, and one row's sum is above 65,504.
+    # All terms have few bits, so that products are exact; one row's sum is above 65,504.
     weights = random.integers(1, 8, (*shape, WIDTH)) / 2
     got = looked_up(schedule, dtype, tokens, weights)
     want = np.zeros((ENTRIES, WIDTH))
@@ -71,20 +71,20 @@ def test_sums_are_those_of_float64(schedule, dtype, microbatches):
     total = weights.sum((0, 1, 2))
     scale = shape[0]  # of the mean: every microbatch counts one term
     assert want.max() > np.finfo(np.float16).max
-    np.testing.assert_allclose(got["shared"]["table"] * scale, want, rtol=1e-6)
+    np.testing.assert_allclose(got["embed_head"]["table"] * scale, want, rtol=1e-6)
     for layer in got["layers"]:
         for name in ("gain", "bias"):
             np.testing.assert_allclose(
                 layer[name] * scale, np.broadcast_to(total, (2, WIDTH)), rtol=1e-6
             )
-        # What a loop of a layer's own sums leaves it in the compute dtype, rounded once.
+        # A sum in a layer's own loop comes out in the compute dtype, rounded once.
         if dtype == jnp.bfloat16:
             inner = layer["inner"] * scale
             np.testing.assert_allclose(inner, np.broadcast_to(total, (2, WIDTH)), rtol=2**-8)
 
 
 def equations(jaxpr):
-    """Those of a jaxpr and of all that is inside it."""
+    """Yield the equations of a jaxpr and of all jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
@@ -110,7 +110,7 @@ def is_jaxpr(param):
     ],
 )
 def test_no_sum_of_a_step_is_made_in_the_compute_dtype(model, mesh, how):
-    """But of two values, one device's or stage's and another's."""
+    """Except sums of two values, from two devices or two stages."""
     pipeline, _, params, batch = pipeline_of(
         model, "1f1b", *mesh, compute_dtype=jnp.bfloat16, **how
     )
@@ -129,7 +129,7 @@ def test_no_sum_of_experts_is_made_in_the_compute_dtype(model):
     pipeline = mixtures.pipeline_of(model, "1f1b", *MIXTURES[model], compute_dtype=jnp.bfloat16)
     _, shared, layers, batch, variables = mixtures.problem(model, False, False)
     layout = pipeline.layout(len(layers))
-    params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+    params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
     jaxpr = jax.make_jaxpr(pipeline.step)(params, batch, variables).jaxpr
     sums = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in SUMS]
     assert not [eqn for eqn in sums if eqn.outvars[0].aval.dtype == jnp.bfloat16]
@@ -170,8 +170,8 @@ def adversarial(kind, vocabulary=256):
 def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
     """Twice the median parameter's error at most.
 
-    But for what is no sum over tokens alone: gradients of queries and keys, which are differences
-    of what attention mixes, and are nothing but rounding where all tokens are the same.
+    Except where a gradient is not a sum over tokens alone: those of queries and keys are
+    differences of attention's outputs, and only rounding where all tokens are the same.
     """
     batch, path = adversarial(kind), tmp_path / "config.toml"
     wide, narrow = (gradients_of(run, dtype, batch, path) for dtype in ("float32", "bfloat16"))

@@ -14,7 +14,7 @@ from commands import SMALL, complete, metrics, start, train_command
 from jaxpipe import train
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
-from jaxpipe.pipeline import Side
+from jaxpipe.pipeline import Aux
 from jaxpipe.training.trainer import Trainer
 
 OTHER = {  # layouts of the same global batch
@@ -41,7 +41,7 @@ def devices_of(overrides):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """With all replicas that 8 devices hold beside pp=4: two, as in the file."""
+    """With dp=-1, which gives two replicas on 8 devices with pp=4, as in the file."""
     directory = tmp_path_factory.mktemp("run")
     assert train.main([str(SMALL), f"run.dir={directory}", "parallel.dp=-1"]) == 0
     return directory
@@ -58,7 +58,7 @@ def test_loss_falls_and_every_step_is_logged(uninterrupted):
 
 @pytest.mark.slow
 def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
-    """kill -9 in the middle of a later save; the run goes on under another schedule."""
+    """kill -9 in the middle of a later save; the run resumes under another schedule."""
     process = spawn(tmp_path, "checkpoint.every=1", "train.steps=12")
     saves = tmp_path / "checkpoints"
     while not (saves / "4").exists() or not any("tmp" in path.name for path in saves.iterdir()):
@@ -79,7 +79,7 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
 
 
 def test_a_deterministic_run_is_bitwise_the_same_again(tmp_path, uninterrupted):
-    """On CPU every run is; tests/gpu/test_compiler.py has what GPUs are told."""
+    """On CPU every run is deterministic; tests/gpu/test_compiler.py has the options for GPUs."""
     assert train.main([str(SMALL), f"run.dir={tmp_path}", "train.deterministic=true"]) == 0
     runs = [metrics(directory) for directory in (tmp_path, uninterrupted)]
     for name in ("loss", "grad_norm", "eval_loss"):
@@ -94,7 +94,7 @@ def trainer_of(*overrides):
 
 
 def restored(directory, *overrides):
-    """`(state keyed by layer as numpy, meta)` of the newest checkpoint under some configuration."""
+    """Return `(state keyed by layer as numpy, meta)` of the newest checkpoint, on some layout."""
     trainer = trainer_of(*overrides)
     keying = Keying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
@@ -104,7 +104,7 @@ def restored(directory, *overrides):
 
 
 @pytest.mark.slow(unless=["slices"])
-@pytest.mark.parametrize("layout", ["slices", "zero0"])  # tests/test_reshard.py has the others
+@pytest.mark.parametrize("layout", ["slices", "zero0"])  # test_reshard.py has the others
 def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
     want, meta = restored(uninterrupted)
     got, _ = restored(uninterrupted, *OTHER[layout])
@@ -146,7 +146,7 @@ def test_an_update_overwrites_the_state_and_copies_none_of_it():
     trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
     state = trainer.init()
     update = jax.jit(lambda *given: trainer.update(*given)[0], donate_argnums=0)
-    program = update.lower(state, np.float32(0), state.params, Side()).compile().as_text()
+    program = update.lower(state, np.float32(0), state.params, Aux()).compile().as_text()
     copied = [line.split(" copy(")[0] for line in program.splitlines() if " copy(" in line]
     shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(state.params)}
     assert [line for line in copied if any(shape in line for shape in shapes)] == []
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, capsys):
 
 
 def refused(capsys, directory, *overrides):
-    """The sentence printed for bad input; nothing may be left behind."""
+    """Return the sentence printed for bad input; check that no file is left behind."""
     before = sorted(path for path in Path(directory).rglob("*"))
     assert train.main([str(SMALL), f"run.dir={directory}/run", *overrides]) == 2
     assert sorted(path for path in Path(directory).rglob("*")) == before
@@ -255,7 +255,7 @@ def test_print_config_is_a_configuration(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "schedule_free"])
 def test_other_optimizers_resume_elsewhere(tmp_path, optimizer, capsys):
-    """Cut back to the middle, it goes on alike on another mesh.
+    """Truncated to the middle, it resumes alike on another mesh.
 
     Within 1e-5: signs of vanishing gradients (Lion) and Muon's iteration magnify rounding.
     """

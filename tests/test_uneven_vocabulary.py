@@ -1,4 +1,4 @@
-"""A vocabulary that the devices which share it do not divide: padded, and nobody else can tell."""
+"""A vocabulary that its devices do not divide is padded, and nothing else changes."""
 
 from pathlib import Path
 
@@ -44,10 +44,10 @@ MESHES = {
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(model, schedule, mesh, how):
-    """In float64, and zero where there is padding, as `run` pads what is wanted."""
+    """In float64, and zero in the padding, as `run` pads the expected values."""
     with jax.enable_x64(True):
         got, want = run(model, schedule, *mesh, dtype=jnp.float64, **how)
-        if model == "uneven_gpt2":  # of biases of keys nothing but rounding is left
+        if model == "uneven_gpt2":  # key biases: only rounding
             got, want = (without_key_biases(made) for made in (got, want))
         assert_same(got, want)
 
@@ -62,7 +62,7 @@ def without_key_biases(made):
 
 
 class LastOf(OneDevice):
-    """The last of several devices, with what the others would add to its sums left out."""
+    """The last of several devices; the other devices' contributions to sums are omitted."""
 
     def index(self):
         return self.size - 1
@@ -70,7 +70,7 @@ class LastOf(OneDevice):
 
 @pytest.mark.parametrize("own", [7, 4])
 def test_padding_counts_as_if_it_were_not_there(own):
-    """Of a device with 4 entries at most, whatever logits its padding would have."""
+    """On a device with 4 entries at most, whatever logits its padding has."""
     random, vocabulary = np.random.default_rng(0), 3 * own + 4
     x, head = random.standard_normal((2, 3, 4, 5)), random.standard_normal((5, own)) * 100
     x, head = jnp.asarray(x[0], jnp.float32), jnp.asarray(head, jnp.float32)
@@ -130,7 +130,7 @@ def restored(trainer, directory):
 
 @pytest.mark.parametrize("mesh", ["tp=4", "shared"])
 def test_training_is_that_of_one_device(mesh, tmp_path):
-    """Initial values are the same bits, a run the same losses, and its checkpoint goes anywhere."""
+    """Initial values are bitwise equal, losses too, and its checkpoint restores on any mesh."""
     one, other = trainer_of("alone"), trainer_of(mesh)
     start = other.init()
     chex.assert_trees_all_equal(keyed(other, start), keyed(one, one.init()))

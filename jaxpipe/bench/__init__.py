@@ -1,1 +1,1 @@
-"""Measurements of the running system: what a schedule costs beside what the simulator says."""
+"""Measurements of the running system: measured cost of a schedule against the simulator's."""

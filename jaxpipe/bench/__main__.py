@@ -1,12 +1,12 @@
-"""`python -m jaxpipe.bench WHAT ...`: measure, beside what the simulator says and what others do.
+"""`python -m jaxpipe.bench WHAT ...`: measure, and compare with the simulator and with PyTorch.
 
   ops CONFIG     seconds, FLOPs and rates of every op on the present device
-  correct CONFIG F, B and W in bfloat16 and 8-bit floats beside float32
+  correct CONFIG errors of F, B and W in bfloat16 and fp8, relative to float32
   train CONFIG   training steps on the present devices
-  report         all that is worth measuring on one GPU, as launch/gpu_report.sh runs it
-  step CONFIG    training steps of every schedule on two CPU cores, beside PyTorch's
-  torch CONFIG   the same with the PyTorch of this Python (extra `bench`)
-  clockwork      the executor over layers that sleep, beside the simulator and PyTorch
+  report         every measurement for one GPU, as launch/gpu_report.sh runs it
+  step CONFIG    training steps of every schedule on two CPU cores, compared with PyTorch
+  torch CONFIG   `step` with the PyTorch of this Python (extra `bench`)
+  clockwork      the executor over layers that sleep, compared with the simulator and PyTorch
 
 Exit codes: 0 done; 1 a measurement failed; 2 bad input.
 """

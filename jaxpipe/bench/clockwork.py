@@ -1,16 +1,16 @@
-"""`bench clockwork`: the executor's clock, free of the noise of products.
+"""`bench clockwork`: timing of the executor alone, without the noise of matrix products.
 
-Every rank is a process of its own, and layers sleep instead of computing: F, B and W take a given
-time. What is left is the executor: its tables, its transfers, and who waits for whom. Neighbours
-exchange by turns where the simulator finds that shorter. Beside every step stand the simulator's
-seconds for it and, with --torch, PyTorch's schedule of that family over modules that sleep as long.
-A message takes what a tick of the same step takes if nobody sleeps.
+Every pipeline rank is a process, and layers sleep instead of computing: F, B and W take a given
+time. The rest of a step is the executor: its tables, its transfers, and ranks that wait for each
+other. Permutes are phased where the simulator predicts a shorter step. Every step is compared with
+the simulator's time and, with --torch, with PyTorch's schedule of the same family over modules that
+sleep as long. The simulator's time of a message is that of one tick of the same step without sleep.
 
-  idle = share of the time of all ranks in which a step leaves them without F, B or W.
+  idle = share of all ranks' time in a step without F, B or W.
 
-With --fused-steps N each measured step is N that overlap, with updates that take no time.
+With --fused-steps N each measured step is N steps that overlap, with updates that take no time.
 
-Processes take turns on the cores: on a machine with other work, give the command priority over it
+Several processes may share a core: on a machine with other work, give the command priority
 (`chrt -r 10`, as root).
 """
 
@@ -42,31 +42,43 @@ _PEERS = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-# Forwards that a rank may hold where they run ahead: of 1F1B more than in its own order.
+# Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs.
 _AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 
 
 class Steps(msgspec.Struct):
-    """Seconds of steps of one schedule, and of PyTorch's, beside those of the simulator."""
+    """Step times of one schedule: measured, predicted by the simulator, and PyTorch's.
+
+    Attributes:
+        schedule: label of the variant.
+        ranks: of the pipeline.
+        microbatches: of each step.
+        useful: seconds of F, B and W per rank, over all fused steps.
+        transfer: seconds of a message.
+        predicted: seconds by the simulator.
+        measured: seconds of each measured step.
+        torch: the same of PyTorch; empty if not measured.
+        fused: number of steps that overlap in each measured step.
+    """
 
     schedule: str
     ranks: int
     microbatches: int
-    useful: float  # of a rank, in a step
-    transfer: float  # of a message
+    useful: float
+    transfer: float
     predicted: float
     measured: list[float]
     torch: list[float] = []
-    fused: int = 1  # so many that overlap, of so many microbatches each
+    fused: int = 1
 
     def idle(self, seconds: float) -> float:
-        """The share of a step in which ranks have nothing to do."""
+        """Return the idle share of a step that takes `seconds`."""
         return 1 - self.useful / seconds
 
 
 class Result(msgspec.Struct):
-    """What a call leaves: when and where it ran, with what, the command, and its steps."""
+    """Content of the output file: date, machine, versions, command and measured steps."""
 
     date: str
     machine: str
@@ -76,7 +88,7 @@ class Result(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
     add("--schedules", nargs="+", default=list(_DEFAULT), metavar="NAME")
     add("--ranks", nargs="+", type=int, default=[4, 8], metavar="P", help="processes (4 8)")
@@ -140,13 +152,13 @@ def _measured(
 
 
 def work_of(variant: Variant, ranks: int, microbatches: int, seconds: Sequence[float]) -> Work:
-    """The step of a variant whose F, B and W take so many seconds of one microbatch on one rank."""
+    """Return the step of a variant; `seconds` are those of F, B and W per microbatch and rank."""
     options = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
     return Work(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
 
 
 def table(found: Result) -> str:
-    """In Markdown."""
+    """Return the results as a Markdown table."""
     header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
     rows = [
         (
@@ -171,7 +183,7 @@ def _line(steps: Steps) -> str:
 
 
 def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Variant]:
-    """One of each family, and some also with forwards that run ahead."""
+    """Yield one variant of each family, and for some families one that runs forwards ahead."""
     for name in arguments.schedules:
         family = family_of(name)
         in_chunks = family.in_rounds and family.placement == "loop"
@@ -190,7 +202,7 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise what says why the request cannot be met."""
+    """Raise `ConfigError` if the options are unsuitable."""
     several = arguments.fused_steps > 1
     at_least_one(rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps)
     check_out(arguments.out)

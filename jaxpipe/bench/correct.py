@@ -1,10 +1,11 @@
-"""`bench correct`: how far F, B and W in bfloat16 and in 8-bit floats are from float32.
+"""`bench correct`: relative errors of F, B and W in bfloat16 and in fp8 against float32.
 
-The executor's step, with B and W apart, beside one device in float32 at the highest precision of
-products, from the same values and tokens. An error is the norm of the difference over the norm of
-what float32 gives: `F` of the gradient of the head, which is made of what F hands on; `B` of the
-embedding's, made of what B hands on; `W` of the worst weight of a layer. The exit code is 1 where
-one is above its limit.
+Compares the executor's step, with separate B and W, with the reference implementation on one device
+in float32 at the highest matmul precision, from the same parameters and tokens. An error is the
+norm of the difference over the norm of the float32 gradient: `F` is measured on the gradient of the
+head, which depends on the output of F; `B` on that of the embedding, which depends on the output of
+B; `W` on the layer parameter with the largest error. The exit code is 1 if an error is above its
+limit.
 """
 
 import argparse
@@ -25,12 +26,12 @@ from jaxpipe.config import ParallelConfig as Parallel
 from jaxpipe.runtime.devices import DEVICES
 
 Tree = Any
-LIMITS = {"bfloat16": 0.05, "fp8": 0.25}  # a wrong sum is off by more than half
+LIMITS = {"bfloat16": 0.05, "fp8": 0.25}  # a wrong sum has an error above 0.5
 _WAYS = {"bfloat16": "none", "fp8": "current"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
     parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
     add_out(parser)
@@ -53,7 +54,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(config: Config, layers: int) -> dict[str, Any]:
-    """The errors of each op in each precision that the device multiplies, on one device."""
+    """Return the errors of F, B and W in each precision that the device supports.
+
+    Args:
+        config: of the model; it runs on one device.
+        layers: of the model.
+
+    Returns:
+        date, device, versions, and `errors` by precision and op.
+    """
     import jax
 
     replace = msgspec.structs.replace
@@ -82,7 +91,7 @@ def measure(config: Config, layers: int) -> dict[str, Any]:
 
 
 def _gradients(config: Config, fp8: str | None) -> Tree:
-    """Of all parameters, on the host; `fp8` None: of the plain step of one device, in float32."""
+    """Return all gradients on the host; `fp8` None: of the reference implementation in float32."""
     import jax
 
     from jaxpipe.pipeline import losses_and_gradients_ref
@@ -100,22 +109,22 @@ def _gradients(config: Config, fp8: str | None) -> Tree:
         layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]
         step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
         with jax.default_matmul_precision("highest"):
-            _, gradients = step(params["shared"], layers, batch)
+            _, gradients = step(params["embed_head"], layers, batch)
         return jax.device_get(gradients)
     variables = jax.tree.map(jax.numpy.asarray, trainer.model.functions.variables)
     _, gradients, *_ = jax.jit(trainer.pipeline.step)(params, batch, variables)
     layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in gradients["layers"]]
-    return jax.device_get({"shared": gradients["shared"], "layers": layers})
+    return jax.device_get({"embed_head": gradients["embed_head"], "layers": layers})
 
 
 def _errors(got: Tree, want: Tree) -> dict[str, float]:
-    """Of each op, from the gradients that it makes."""
+    """Return the error of each op, from the gradients that depend on it."""
     import jax
 
     off = jax.tree.map(_error, got, want)
     return {
-        "F": _worst(off["shared"]["head"]),
-        "B": _worst(off["shared"]["embed"]),
+        "F": _worst(off["embed_head"]["head"]),
+        "B": _worst(off["embed_head"]["embed"]),
         "W": _worst(off["layers"]),
     }
 
@@ -125,7 +134,7 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _worst(errors: Tree) -> float:
-    """The largest of them; NaN if one is, wherever it stands."""
+    """Return the largest error, or NaN if any is NaN (Python's `max` would depend on the order)."""
     import jax
 
     return float(np.max(jax.tree.leaves(errors)))

@@ -1,11 +1,11 @@
 """`bench ops`: seconds of every op of a configuration on the present devices, each in a loop.
 
-F, B, W and BW are of one layer and one microbatch or slice, in the compute dtype and with the remat
-of `[train]`; `head` is the loss with its gradients. They run on all devices that share a sequence
-(`parallel.tp` x `parallel.cp`) at once, with their collectives; with fewer devices than tp on one,
-at the sizes of its part and without them. Beside each stand its matrix products' FLOPs by the
-planner's account, the rate they ran at, and that rate as a share of the device's peak. The file is
-what `plan --costs` and `parallel.costs` read.
+F, B, W and BW are those of one layer and one microbatch or sequence slice, in the compute dtype and
+with the remat of `[train]`; `head` is the loss with its gradients. They run with their collectives
+on all devices that share a sequence (`parallel.tp` x `parallel.cp`); with fewer devices than tp,
+on one device at the sizes of a tp shard and without collectives. Each op is printed with the FLOPs
+of its matrix products as the planner counts them, their rate, and that rate as a share of the
+device's peak. `plan --costs` and `parallel.costs` read the file.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
     add_config(parser, "configs/llama3_8b_pp4.toml")
     add("--layers", type=int, default=2, help="layers in a loop's turn (2)")
@@ -52,7 +52,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
-    """Seconds and FLOPs by op, with the device and versions."""
+    """Time every op.
+
+    Args:
+        config: of the model and the mesh.
+        layers: applied in one iteration of a timing loop.
+        repeats: loops, whose median is returned.
+        link: bytes/s between pipeline ranks, used if there are too few devices to measure it.
+
+    Returns:
+        the content of the file: date, device, its peak FLOP/s, versions, seconds by op, seconds of
+        the update of a layer, FLOPs by op, and whether the transfer was measured.
+    """
     import jax
 
     from jaxpipe.runtime.devices import peak_flops
@@ -93,9 +104,12 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
 
 
 def of_one_rank(config: Config, devices: int) -> Config:
-    """The configuration on the devices that share a sequence; on one if there are too few for tp.
+    """Return the configuration for one pipeline rank: the devices that share a sequence.
 
-    Raises `ConfigError` where there are too few for `parallel.cp`.
+    With fewer devices than `parallel.tp` it is that of one device (`of_one_device`).
+
+    Raises:
+        ConfigError: there are too few devices for `parallel.cp`.
     """
     given = config.parallel
     if given.tp * given.cp > devices:
@@ -115,7 +129,7 @@ def of_one_rank(config: Config, devices: int) -> Config:
 
 
 def of_one_device(config: Config) -> Config:
-    """The model that one device of the tp group computes, on a mesh of one device."""
+    """Return the configuration of a tp shard of the model, on a mesh of one device."""
     model = config.model.part(config.parallel.tp)
     parallel = configs.ParallelConfig(schedule="1f1b")
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)
@@ -123,7 +137,7 @@ def of_one_device(config: Config) -> Config:
 
 
 def _named(device: "jax.Device") -> str:
-    """The device; of processors which, and how many cores may be used."""
+    """Return the device's name; for a CPU, its model and the number of usable cores."""
     if device.platform != "cpu":
         return device.device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -134,7 +148,7 @@ COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """The cells of every op that was measured."""
+    """Return the table cells of every op that was measured, in the order of `COLUMNS`."""
     seconds, peak = found["seconds"], found["peak"]
     every = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
     if not found["transfer_measured"]:

@@ -1,4 +1,4 @@
-"""What `bench report` runs on one GPU: commands in order of value, at Llama-3 8B's layer sizes."""
+"""Commands of `bench report` on one GPU, most valuable first, at Llama-3 8B's layer sizes."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,14 @@ _TINY = (
 
 
 class Item(NamedTuple):
-    """A command, the words after `python -m`; its limit in seconds; what it is for.
+    """A command of the report.
 
-    `writes`: it takes `--out FILE.json`.
+    Attributes:
+        name: key of its result.
+        why: its purpose, for the log.
+        words: of the command line, after `python -m`.
+        limit: seconds after which the command is killed.
+        writes: the command takes `--out FILE.json`.
     """
 
     name: str
@@ -27,7 +32,7 @@ class Item(NamedTuple):
 
 
 def items(*, cpu: bool) -> tuple[Item, ...]:
-    """All, for one GPU; with `cpu` the same of tiny sizes on the processor."""
+    """Return all items for one GPU; with `cpu`, the same items at tiny sizes on the CPU."""
     tiny = _TINY if cpu else ()
     repeats = ("--repeats", "1") if cpu else ()
     steps = ("--steps", "2") if cpu else ()

@@ -1,4 +1,4 @@
-"""Memory of this process while something runs, by Linux's own count. Imports nothing but Python."""
+"""Memory of this process during a call, as Linux counts it. Imports only the standard library."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,16 +9,19 @@ _PROCESS = Path("/proc/self")
 
 
 def peak(run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes of memory (RSS): `peak` while it runs, `before` it, freed blocks given back first."""
+    """Return resident memory (RSS) in bytes, as `peak` during the call and as `before` it.
+
+    Freed blocks are returned to the system first.
+    """
     give_back()
-    (_PROCESS / "clear_refs").write_text("5")  # the peak counts from here
+    (_PROCESS / "clear_refs").write_text("5")  # resets the peak, VmHWM
     before = _bytes("VmRSS")
     run()
     return {"before": before, "peak": _bytes("VmHWM")}
 
 
 def give_back() -> None:
-    """Give freed blocks back to the system, where the C library can."""
+    """Return freed blocks to the system if the C library has `malloc_trim`."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 

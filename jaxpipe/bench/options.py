@@ -1,4 +1,4 @@
-"""What the commands of the bench share: their arguments, what is checked first, their output."""
+"""Arguments, early checks and output that the bench commands share."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
-    """The configuration and its overrides."""
+    """Add the arguments for a configuration and its overrides; `example` is shown in the help."""
     parser.add_argument("config", help=f"a TOML file, such as {example}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """The file that is written."""
+    """Add `--out`, the JSON file of the results."""
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the results")
 
 
 def check_out(path: Path | None) -> None:
-    """Raise `ConfigError` where the results could not be written in the end."""
+    """Raise `ConfigError` if the folder of the results is missing, before anything is measured."""
     if path and not path.parent.is_dir():
         raise ConfigError(f"--out {path} cannot be written: its folder is missing.")
 
@@ -39,7 +39,7 @@ def at_least_one(**counts: int) -> None:
 
 
 def load_for_devices(arguments: argparse.Namespace) -> Config:
-    """The checked configuration, with jax told which devices to use; before its first use."""
+    """Return the validated configuration and select jax's devices; call before jax's first use."""
     config = filled(configs.load(arguments.config, arguments.overrides), None)
     validate(config)
     check_out(arguments.out)
@@ -51,13 +51,13 @@ def load_for_devices(arguments: argparse.Namespace) -> Config:
 
 
 def write(found: dict[str, Any], path: Path | None) -> None:
-    """As JSON, if a file was asked for."""
+    """Write the results as JSON if `path` is given."""
     if path:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; what has no value in any row has no column."""
+    """Return a Markdown table; a column without a value in any row is left out."""
     known = [i for i in range(len(header)) if any(row[i] for row in rows)]
     lines = ([line[i] for i in known] for line in (header, ["---"] * len(header), *rows))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

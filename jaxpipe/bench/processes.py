@@ -1,4 +1,4 @@
-"""Competitors as groups of processes, each pinned to one core, that take commands as JSON lines."""
+"""Groups of processes, each pinned to one core, that take commands as JSON lines."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Self
 
-_TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc counts in these
-# Freed memory stays with its process: a virtual machine may give it to others between two steps,
-# and to get it back takes up to a fifth of a step. Steps that follow each other do not pay that. It
-# is in huge pages, of which a virtual machine has fewer to look up.
+_TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc's ticks per second
+# A process keeps its freed memory: a virtual machine may give freed pages to others between two
+# steps, and faulting them in again takes up to a fifth of a step, which consecutive steps of a
+# training run do not pay. Huge pages make address translation cheaper in a virtual machine.
 _MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1", "hugetlb=1")
 _ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 _TUNED = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MEMORY)}
@@ -25,11 +25,15 @@ class BenchError(RuntimeError):
 
 
 class Group:
-    """The ranks of one program, each on a core, in turn; leaving the context ends them.
+    """The processes of one program, pinned to cores round-robin; leaving the context kills them.
 
-    `program` is the command line; each process gets one more argument, a JSON object with `rank`,
-    `size` and `port`. They keep freed memory until they `rest`, unless it is the memory that is
-    measured.
+    Args:
+        name: for errors.
+        program: command line; each process gets one more argument, a JSON object with `rank`,
+            `size` and `port`.
+        size: number of processes.
+        measures_memory: let the processes return freed memory as usual; by default they keep it
+            until `rest`.
     """
 
     def __init__(
@@ -50,12 +54,16 @@ class Group:
             )
             for rank in range(size)
         ]
-        for rank, process in enumerate(self._processes):  # which has no threads yet
+        for rank, process in enumerate(self._processes):  # before threads start
             os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
         self.versions = self._answers()
 
     def ask(self, do: str, **command: Any) -> list[dict[str, Any]]:
-        """Send all ranks one command and wait for their answers."""
+        """Send one command to all processes and return their answers by rank.
+
+        Raises:
+            BenchError: a process has ended.
+        """
         self._rests = False
         for process in self._processes:
             try:
@@ -65,21 +73,21 @@ class Group:
         return self._answers()
 
     def rest(self) -> None:
-        """Have them give freed memory back, if they have done anything since they last did."""
+        """Return freed memory to the system if a command was sent since the last `rest`."""
         if not self._rests:
             self.ask("rest")
         self._rests = True
 
     def cpu_seconds(self) -> float:
-        """Processor time that the processes have used so far."""
+        """Return the CPU seconds that the processes have used so far."""
         return sum(user + system for _, user, system in self._counts()) / _TICK
 
     def fresh_bytes(self) -> int:
-        """Memory that the processes have touched for the first time so far."""
+        """Return the bytes of memory that the processes have faulted in so far."""
         return sum(faults for faults, _, _ in self._counts()) * PAGESIZE
 
     def _counts(self) -> list[tuple[int, int, int]]:
-        """Of each process: pages it was first to touch, ticks of its own and of the kernel's."""
+        """Return minor page faults, user ticks and system ticks of each process."""
         found = []
         for process in self._processes:
             with open(f"/proc/{process.pid}/stat") as file:
@@ -106,17 +114,17 @@ class Group:
 
 
 def seconds_of(answers: list[dict[str, Any]]) -> float:
-    """Of one step, from the first rank's begin to the last rank's end."""
+    """Return the seconds of a step, from the first rank's begin to the last rank's end."""
     return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
 
 
 def loss_of(answers: list[dict[str, Any]], name: str) -> list[float]:
-    """Losses of some steps, from the rank that knows them: of others they are 0."""
+    """Return the losses from the rank that computes them; on other ranks they are 0."""
     return max(a[name] for a in answers)
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -130,7 +138,7 @@ def _free_port() -> int:
 
 
 def machine_busy_seconds() -> float:
-    """Processor time of all processes on all cores since boot, and what a hypervisor took."""
+    """Return CPU seconds of all cores since boot, time stolen by a hypervisor included."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])
     return (user + nice + system + steal) / _TICK

@@ -1,13 +1,20 @@
-"""Figures of others that a report is put beside, with where they were published."""
+"""Published figures of other trainers, with their sources, for comparison in a report."""
 
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Training of one model: of one GPU tokens/s, TFLOP/s and GiB, and the share of its bf16 peak.
+    """Training speed of one model; None or "" where the source does not report a value.
 
-    None, or "", is what was not said. The FLOPs are those of the model: what is computed again does
-    not count.
+    Attributes:
+        what: trainer, model and GPUs.
+        precision: of the matrix products.
+        remat: recomputation.
+        tokens: per second and GPU.
+        tflops: model TFLOP/s per GPU; recomputation does not count.
+        mfu: model FLOP/s as a share of the GPU's bf16 peak.
+        memory: peak per GPU, GiB.
+        source: of the figures.
     """
 
     what: str
@@ -20,7 +27,7 @@ class Row(NamedTuple):
     source: str
 
     def cells(self) -> list[str]:
-        """As a table shows them."""
+        """Return the cells of a table row."""
 
         def shown(value: float | None, how: str) -> str:
             return "" if value is None else format(value, how)
@@ -33,7 +40,7 @@ class Row(NamedTuple):
 
 
 def published() -> tuple[Row, ...]:
-    """Of dense models of 7 to 8 billion parameters on Hopper GPUs."""
+    """Return figures of dense models with 7 to 8 billion parameters on Hopper GPUs."""
     eight = "Llama-3 8B on 8 H100s"
     return (
         Row(f"torchtitan, {eight}", "bf16", "", 6667, None, 0.33, None,

@@ -1,9 +1,9 @@
-"""`bench report`: everything that is worth measuring on one machine, in order of value.
+"""`bench report`: every measurement for one machine, most valuable first.
 
-Each item is a command in a process of its own with a limit of seconds, after which it is ended.
-Whatever ends the report, a signal or the time that `--minutes` gives it, the JSON file is whole and
-has what was found so far, and so has the table beside it (`.md`); the same command goes on from
-there. An item that fails is told in the table, and the next one begins.
+Each item is a command in a separate process, which is killed after a limit of seconds. The JSON
+file and its table (`.md`) are complete at every moment and contain all results so far, also when a
+signal or the limit of `--minutes` ends the report; the same command continues it. The table shows
+the error of an item that fails, and the report goes on with the next item.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jaxpipe.bench.published import Row, published
 from jaxpipe.config import ConfigError
 
 _KEPT = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
-_NVIDIA = "nvidia-"  # of these all
+_NVIDIA = "nvidia-"  # prefix: all such packages are listed
 _COLUMNS = (
     "what", "precision", "remat", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "source",
 )  # fmt: skip
@@ -38,9 +38,13 @@ _OF_ITEMS = ("item", "seconds", "result")
 
 
 class Outcome(msgspec.Struct):
-    """What an item left: its command, the seconds it took, what it found, or why it found nothing.
+    """Outcome of an item.
 
-    `error` is its last line, or which limit ended it.
+    Attributes:
+        command: that was run.
+        seconds: it took.
+        found: content of its JSON file, or its last line of output.
+        error: last line of a failed command, or the limit that ended it; "" if it succeeded.
     """
 
     command: str
@@ -50,7 +54,7 @@ class Outcome(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """One report. `items` has those that ended, by name; `running` is the one that was begun."""
+    """One report; `items` has the outcomes by name, `running` the item in progress ("": none)."""
 
     date: str
     command: str
@@ -60,7 +64,7 @@ class Result(msgspec.Struct):
     running: str = ""
 
     def write(self, path: Path) -> None:
-        """The JSON file and the table beside it, each whole at every moment."""
+        """Write the JSON file and its Markdown table, each replaced atomically."""
         encoded = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
         for name, text in ((path.with_suffix(".md"), table(self)), (path, f"{encoded}\n")):
             fresh = name.with_name(f"{name.name}.new")
@@ -69,7 +73,7 @@ class Result(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.json", help="where to write the results")
     add("--minutes", type=float, default=30, help="after which no item begins (30)")
@@ -78,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run every item, and print the table."""
+    """Run every item without a successful outcome, and print the table."""
     out = arguments.out
     check_out(out)
     if out.suffix != ".json":
@@ -88,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     if unknown:
         names = ", ".join(item.name for item in every)
         raise ConfigError(f"--items {', '.join(sorted(unknown))}: use some of {names}.")
-    result = _begun(out, arguments)
+    result = _started(out, arguments)
     signal.signal(signal.SIGTERM, _interrupted)
     last = time.monotonic() + 60 * arguments.minutes
     try:
@@ -105,8 +109,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(table(result))
 
 
-def _begun(out: Path, arguments: argparse.Namespace) -> Result:
-    """A new report, or the one that was cut off on this machine with these versions."""
+def _started(out: Path, arguments: argparse.Namespace) -> Result:
+    """Return the report in `out` if it has this machine and these versions, or else a new one."""
     words = ["python -m jaxpipe.bench report --out", str(out), *["--cpu"] * arguments.cpu]
     machine, versions = _machine(cpu=arguments.cpu), _versions()
     if out.is_file():
@@ -121,7 +125,7 @@ def _interrupted(*_: object) -> None:
 
 
 def _measure(item: Item, result: Result, write: Callable[[], None]) -> None:
-    """Run an item, and keep what it found or why it did not."""
+    """Run an item, and store its results or its error in the report."""
     result.running = item.name
     write()
     print(f"{item.name}: {item.why} (at most {item.limit} s)", flush=True)
@@ -156,7 +160,7 @@ def _measure(item: Item, result: Result, write: Callable[[], None]) -> None:
 
 
 def _last_line(said: Any) -> str:
-    """The last that a process said; of its errors, where it named one."""
+    """Return the last error line of a process's output, or else its last line."""
     said.seek(0)
     every = [line.strip() for line in said if line.strip()] or ["it said nothing"]
     errors = [line for line in every if _ERROR.match(line)]
@@ -164,7 +168,7 @@ def _last_line(said: Any) -> str:
 
 
 def _machine(*, cpu: bool) -> str:
-    """The GPU with its driver; without one the processor."""
+    """Return the GPUs with driver and memory; with `cpu`, the processor's name."""
     if cpu:
         return processor()
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -185,7 +189,7 @@ def _versions() -> dict[str, str]:
 
 
 def table(result: Result) -> str:
-    """In markdown: steps beside published figures, then every item with what came of it."""
+    """Return Markdown: steps together with published figures, then the outcome of every item."""
     steps = [
         _step(name, outcome.found)
         for name, outcome in result.items.items()
@@ -220,7 +224,7 @@ def _step(name: str, found: dict[str, Any]) -> Row:
 
 
 def _in_words(found: dict[str, Any]) -> str:
-    """What an item found, in one cell."""
+    """Return a summary of an item's results for a table cell."""
     if "step_seconds" in found:
         return f"{found['step_seconds']:.3g} s a step, compiled in {found['compile_seconds']:.0f} s"
     if "errors" in found:

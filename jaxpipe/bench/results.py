@@ -1,4 +1,4 @@
-"""What a measurement of steps leaves: a JSON file, from which every table is made."""
+"""Results of `bench step`: the JSON file, and the tables that follow from it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,39 +11,53 @@ from jaxpipe.bench.variants import PP, VARIANTS
 
 
 class Peak(msgspec.Struct):
-    """Bytes of memory of the rank that has most: during a step, and before it."""
+    """Memory of the rank with the largest peak, in bytes: peak in a step, and before the step."""
 
     peak: int
     before: int
 
 
 class Steps(msgspec.Struct):
-    """Steps of so many microbatches. Names are "jaxpipe single", "torch Schedule1F1B" and so on.
+    """Measurements at one number of microbatches.
 
-    A round has the seconds of each step in it, `busy` the processor time that its processes used,
-    and `predicted` the simulator's seconds, from ops before and after that step. Steps that others
-    disturbed are missing, and `tried` counts all.
+    Names of steps are "jaxpipe single", "torch Schedule1F1B" and so on; `predicted` has the name of
+    the schedule alone. Disturbed steps are missing.
+
+    Attributes:
+        microbatches: in a step.
+        rounds: for each round, seconds of a step by name.
+        predicted: for each round, the simulator's seconds, from ops timed before and after a step.
+        tried: attempts, disturbed ones included.
+        losses: of the first two steps.
+        compile: seconds of the compiler.
+        memory: of the rank with the largest peak.
+        busy: for each round, CPU seconds of all processes of a step.
     """
 
     microbatches: int
     rounds: list[dict[str, float]]
     predicted: list[dict[str, float]]
     tried: dict[str, int]
-    losses: dict[str, list[float]]  # of the first two steps
-    compile: dict[str, float]  # seconds
+    losses: dict[str, list[float]]
+    compile: dict[str, float]
     memory: dict[str, Peak]
     busy: list[dict[str, float]] = []
 
     def variants(self) -> list[str]:
-        """Names of our schedules, in the order they were measured."""
+        """Return the names of jaxpipe's schedules, in the order of measurement."""
         return [v for name in self.tried if (v := name.removeprefix("jaxpipe ")) in VARIANTS]
 
     def seconds(self, name: str) -> list[float]:
-        """All clean steps of that name."""
+        """Return the seconds of all undisturbed steps of that name."""
         return [found[name] for found in self.rounds if name in found]
 
     def efficiency(self, of: str, name: str) -> list[float]:
-        """Of each round: half of the single device's step over that step."""
+        """Return, for each round, half of the single-device step time over that step's time.
+
+        Args:
+            of: framework, "jaxpipe" or "torch".
+            name: of the step, without the framework.
+        """
         single = f"{of} single"
         return [
             found[single] / PP / found[f"{of} {name}"]
@@ -52,7 +66,7 @@ class Steps(msgspec.Struct):
         ]
 
     def bubble(self, name: str) -> list[float]:
-        """Of each round: the share of both cores' time in which the ranks used none."""
+        """Return, for each round, the share of both cores' time in which the ranks were idle."""
         return [
             1 - used[name] / PP / found[name]
             for found, used in zip(self.rounds, self.busy)
@@ -60,7 +74,7 @@ class Steps(msgspec.Struct):
         ]
 
     def predicted_efficiency(self, variant: str) -> list[float]:
-        """The same with the simulator's seconds of the pipeline."""
+        """Return, for each round, `efficiency` with the simulator's step time."""
         return [
             found["jaxpipe single"] / PP / said[variant]
             for found, said in zip(self.rounds, self.predicted)
@@ -68,7 +82,7 @@ class Steps(msgspec.Struct):
         ]
 
     def promise_kept(self, variant: str) -> list[float]:
-        """Of each round: the simulator's seconds over the measured."""
+        """Return, for each round, the simulator's step time over the measured step time."""
         return [
             said[variant] / found[f"jaxpipe {variant}"]
             for found, said in zip(self.rounds, self.predicted)
@@ -77,19 +91,29 @@ class Steps(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """One run of the bench."""
+    """One run of `bench step`.
+
+    Attributes:
+        date: of the run, ISO format.
+        command: that repeats the run.
+        versions: of Python and the frameworks.
+        machine: processor and cores.
+        tokens: in a microbatch.
+        ops: every measurement of the ops: the fields of `OpSeconds`, and `update`.
+        steps: by number of microbatches.
+    """
 
     date: str
     command: str
     versions: dict[str, str]
     machine: str
-    tokens: int  # of a microbatch
-    ops: list[dict[str, object]]  # `OpSeconds` and `update`, of every time that they were timed
+    tokens: int
+    ops: list[dict[str, object]]
     steps: list[Steps]
 
     @classmethod
     def read(cls, path: Path) -> "Result":
-        """From a file that `write` made."""
+        """Read a file that `write` wrote."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
     def write(self, path: Path) -> None:
@@ -97,7 +121,7 @@ class Result(msgspec.Struct):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     def variants(self) -> list[str]:
-        """Names of our schedules, in the order they were measured."""
+        """Return the names of jaxpipe's schedules, in the order of measurement."""
         return list(dict.fromkeys(name for steps in self.steps for name in steps.variants()))
 
 
@@ -109,7 +133,7 @@ _COLUMNS = (
 
 
 def table(result: Result, *, spread: bool = True) -> str:
-    """All in markdown: medians over the rounds, with the least and the largest if wanted."""
+    """Return a Markdown table of medians over rounds; `spread` adds minimum and maximum."""
     rows = []
     for steps in result.steps:
         for name in ("single", "data parallel", *result.variants()):

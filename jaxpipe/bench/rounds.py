@@ -1,8 +1,8 @@
-"""Steps of several competitors in turn, kept only where nothing else was using the machine.
+"""Run steps of several competitors in turn, and keep those that nothing else disturbed.
 
-A process that ran other steps meanwhile may have its memory in pieces, and take new memory for a
-step that needs much; a training run, which makes the same step again and again, does not. So a step
-that touched much new memory is not kept either.
+A step is also discarded if it touched much new memory: a process that ran other steps in between
+may have fragmented memory, and page faults then slow down a large step. A training run repeats one
+step and has no such cost.
 """
 
 import logging
@@ -15,29 +15,35 @@ from typing import Any
 from jaxpipe.bench.processes import Group, machine_busy_seconds
 
 logger = logging.getLogger(__name__)
-CLEAN = 0.06  # of a core that others may use during a step that is kept
-FRESH = 2**28  # bytes of new memory that it may touch, all processes together
+CLEAN = 0.06  # share of a core that other processes may use during a step that is kept
+FRESH = 2**28  # bytes of new memory that such a step may touch, summed over its processes
 
 
 @dataclass
 class Rounds:
-    """What every clean turn answered, round by round, and how often each was tried."""
+    """Results of the undisturbed turns.
+
+    Attributes:
+        rounds: for each round, the result of every turn by name.
+        tried: number of attempts by name.
+    """
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
     tried: Counter[str] = field(default_factory=Counter)
 
     def kept(self, name: str) -> list[Any]:
-        """The answers of one turn."""
+        """Return the results of one turn, in the order of rounds."""
         return [found[name] for found in self.rounds if name in found]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Takes turns between competitors; a turn that others disturbed is tried again.
+    """Runs competitors in turn, and repeats a turn that other processes disturbed.
 
-    `groups` are all processes of the measurement, whose processor time is not others'. `tries` is
-    how often a turn is made until one is clean, `patience` the longest wait for a quiet machine
-    before each, in seconds.
+    Attributes:
+        groups: all processes of the measurement; CPU time of any other process is a disturbance.
+        tries: most attempts at a turn in one round.
+        patience: longest wait for a quiet machine before each attempt, in seconds.
     """
 
     groups: Sequence[Group]
@@ -45,7 +51,7 @@ class Runner:
     patience: float = 30.0
 
     def round(self, turns: Mapping[str, Callable[[], Any]], into: Rounds) -> None:
-        """One more round through all turns; those that were never clean are missing in it."""
+        """Run all turns once and append the results; a turn disturbed in every try is left out."""
         found = {}
         for name, turn in turns.items():
             for _ in range(self.tries):
@@ -61,7 +67,10 @@ class Runner:
         into.rounds.append(found)
 
     def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float, float, int]:
-        """A turn's answer; its processor seconds, others' use of a core (1: all), new memory."""
+        """Return a turn's result, its CPU seconds, other processes' CPU share, new bytes touched.
+
+        A share of 1 is one core.
+        """
         self._wait()
         begin, own, others, fresh = time.monotonic(), self._own(), self._others(), self._fresh()
         answer = turn()
@@ -70,7 +79,7 @@ class Runner:
         return answer, self._own() - own, others / seconds, fresh
 
     def _wait(self) -> None:
-        """Until others use little for half a second, or patience ends."""
+        """Wait until other processes use little CPU for half a second, or patience ends."""
         limit = time.monotonic() + self.patience
         while time.monotonic() < limit:
             others = self._others()

@@ -1,7 +1,7 @@
-"""One rank of `bench clockwork`, a process of its own: a pipeline whose layers sleep.
+"""The process of one pipeline rank of `bench clockwork`: a pipeline whose layers sleep.
 
 `{"do": "build", "name": key, "work": ...}` with the fields of a `Work` compiles a step and runs it
-once, `"step"` runs it, with `"asleep": false` without any sleep.
+once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
 """
 
 import time
@@ -26,10 +26,17 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Work:
-    """A step: a schedule, and seconds of F, B and W of one microbatch on one rank.
+    """A step to measure: a schedule, and the seconds that its ops sleep.
 
-    A rank with several stages has a part of them in each. Of several `steps` each begins while the
-    one before it ends, as `fused` says, with updates that take no time.
+    Attributes:
+        family: of the schedule.
+        ranks: of the pipeline.
+        microbatches: of each step.
+        F, B, W: seconds per microbatch and rank, divided equally among the rank's stages.
+        in_flight: limit on live microbatches per rank; None: that of the schedule.
+        options: further arguments of `build`.
+        steps: number of fused steps (see `fused`): each starts while the one before it ends, and
+            updates take no time.
     """
 
     family: str
@@ -44,21 +51,21 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """What a rank does in all steps."""
+        """Seconds of F, B and W on one rank, over all steps."""
         return self.steps * self.microbatches * (self.F + self.B + self.W)
 
     @property
     def _in_every_tick(self) -> Lockstep:
-        """As on CPUs, where a message takes no tick of its own.
+        """Lockstep on CPUs, where a message takes no tick of its own.
 
-        A permute waits there for this rank's neighbours, and the two of a tick follow each other:
-        that takes as long as if all ranks met, to a few percent.
+        A permute on CPUs waits for the rank's neighbours, and a tick's two permutes run one after
+        the other. Within a few percent that takes as long as a barrier of all ranks.
         """
         return Lockstep(in_flight=self.in_flight, pairs=False, meets=True)
 
     @cached_property
     def lockstep(self) -> Lockstep:
-        """By turns, where that is possible and shorter: then a rank waits for one neighbour."""
+        """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
         if self.steps > 1:
             return self._in_every_tick
         found = paced(
@@ -68,7 +75,7 @@ class Work:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The orders; those that are searched are so for these costs."""
+        """The schedule; a searched family is searched for these costs."""
         sizes = {"pp": self.ranks, "microbatches": self.microbatches}
         ops = Costs(F=self.F, B=self.B, W=self.W)
         how: dict[str, Any] = {}
@@ -84,19 +91,19 @@ class Work:
         return Costs(F=self.F * part, B=self.B * part, W=self.W * part)
 
     def as_words(self) -> dict[str, Any]:
-        """For a process that is told of it."""
+        """Return the fields as plain values, for the command to a process."""
         return asdict(self)
 
 
 class Worker:
-    """What one process knows: its compiled steps by name, each with what it is given."""
+    """The process's compiled steps by name, each with its parameters and batch."""
 
     def __init__(self) -> None:
         self.steps: dict[str, tuple[Any, Tree, Tree]] = {}
         self.asleep = True
 
     def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
-        """Compile a step and run it once."""
+        """Compile a step of the given `Work` fields and run it once."""
         todo = Work(**work)
         mesh = make_mesh(pp=todo.ranks)
         pipeline = Pipeline(
@@ -105,16 +112,16 @@ class Worker:
         )  # fmt: skip
         layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
         stacked = pipeline.layout(0).stack(layers)
-        params = {"shared": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
+        params = {"embed_head": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
         batch = {"inputs": np.ones((todo.schedule.microbatches, 1, 1), np.float32)}
-        params = jax.tree.map(_placed, params, pipeline.sharding.shardings(params))
+        params = jax.tree.map(_placed, params, pipeline.sharding.named_shardings(params))
         batch = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, batch_spec())), batch)
         step = pipeline.step if todo.steps == 1 else partial(_updated, pipeline)
         self.steps[name] = jax.jit(step).lower(params, batch).compile(), params, batch
         return self.step(name)
 
     def step(self, name: str, *, asleep: bool = True) -> dict[str, Any]:
-        """Run a step: begin and end."""
+        """Run a step and return its begin and end, seconds of the monotonic clock."""
         compiled, params, batch = self.steps[name]
         self.asleep = asleep
         begin = time.monotonic()
@@ -122,7 +129,7 @@ class Worker:
         return {"begin": begin, "end": time.monotonic()}
 
     def functions(self, costs: Costs) -> StageFunctions:
-        """A model of one kind of layer, whose F, B and W take these seconds."""
+        """Return a model of one layer kind whose F, B and W sleep for the given seconds."""
         slept_f, slept_b, slept_w = (partial(self._slept, of) for of in (costs.F, costs.B, costs.W))
 
         @jax.custom_vjp
@@ -145,7 +152,7 @@ class Worker:
         )
 
     def _slept(self, seconds: float, x: jax.Array) -> jax.Array:
-        """x, so many seconds after it is there."""
+        """Return x after a sleep of `seconds` that starts when x is available."""
 
         def sleep(x: jax.Array) -> np.ndarray:
             if self.asleep:
@@ -156,12 +163,12 @@ class Worker:
 
 
 def _updated(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
-    """Steps that overlap, each of which changes what the next one reads."""
+    """Run overlapping steps with an update that the next step depends on."""
 
     def update(gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
         return jax.tree.map(lambda leaf, by: leaf - 1e-6 * by, params, gradients), moments
 
-    return pipeline.updated(params, (), batch, update)
+    return pipeline.run_updates(params, (), batch, update)
 
 
 def _placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -1,16 +1,16 @@
-"""`bench step`: whole training steps of every schedule, beside predictions, one device and PyTorch.
+"""`bench step`: training steps of every schedule, against predictions, one device and PyTorch.
 
-Two processes of one thread, each pinned to its own core, train as any run does: forward, backward
-and AdamW. Beside every schedule stand the simulator's step, from op times measured just before and
-after it with both cores busy; the step of one device, gradients summed over a scan; data
-parallelism on the same two; and PyTorch's schedule of that family, with the same initial values and
-tokens, whose losses must agree.
+Two processes of one thread, each pinned to its own core, run full training steps: forward, backward
+and AdamW. Every schedule is compared with the simulator's step time, from ops timed just before and
+after the step with both cores busy; with one device, which sums gradients over a scan; with data
+parallelism on the same two cores; and with PyTorch's schedule of the same family, which starts from
+the same values and tokens and must reach the same losses.
 
-  efficiency = (single-device step / 2) / step, of steps of one round; then the median over rounds.
+  efficiency = (single-device step / 2) / step, within a round; then the median over rounds.
 
-  bubble = share of both cores' time during a step in which the ranks' processes used none.
+  bubble = share of both cores' time during a step in which the ranks used no CPU.
 
-All take turns in rounds, and a step in which other processes used over 6 % of a core is made again.
+All steps take turns in rounds. A step is repeated if other processes used over 6 % of a core in it.
 Memory is measured last, every schedule in fresh processes.
 """
 
@@ -56,7 +56,7 @@ _AGREE = 1e-4  # losses of both frameworks, relative
 
 @dataclass(frozen=True)
 class Entry:
-    """A step that takes part: by which processes, and what they are to build."""
+    """A step to measure: its name, the group of processes that runs it, and its `build` command."""
 
     name: str
     group: str
@@ -64,14 +64,14 @@ class Entry:
 
 
 class Taken(NamedTuple):
-    """Seconds of a step, and those of processor time that its processes used."""
+    """Seconds of a step, and CPU seconds (`busy`) of its processes together."""
 
     seconds: float
     busy: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
     add_config(parser, "configs/bench_s.toml")
     add("--schedules", nargs="+", default=list(DEFAULT), metavar="NAME", help=", ".join(VARIANTS))
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Bench:
-    """One run of the command, in a directory for what the processes share."""
+    """One run of the command; `directory` is for files that the processes exchange."""
 
     def __init__(self, arguments: argparse.Namespace, config: Config, directory: Path):
         self.arguments, self.config, self.directory = arguments, config, directory
@@ -106,7 +106,7 @@ class _Bench:
         self.ops: list[dict[str, Any]] = []
 
     def results(self) -> Iterator[Result]:
-        """What has been measured so far, after each number of microbatches and at the end."""
+        """Yield the results so far, after each number of microbatches and at the end."""
         steps: list[Steps] = []
         with ExitStack() as stack:
             groups = {}
@@ -133,7 +133,7 @@ class _Bench:
         )
 
     def _steps(self, groups: Mapping[str, Group], microbatches: int) -> Steps:
-        """Build every step, then take turns in rounds."""
+        """Build every step, check its losses, then measure all steps in rounds."""
         seconds, _ = _without_update(self._op_seconds(groups))
         costs = self.directory / "costs.json"
         costs.write_bytes(msgspec.json.encode({"seconds": seconds}))
@@ -175,7 +175,7 @@ class _Bench:
         )
 
     def _entries(self, microbatches: int, costs: Path) -> list[Entry]:
-        """All that take turns, our single device first: its losses are what others' must be."""
+        """Return all steps; jaxpipe on one device comes first, since all losses must equal its."""
         single = _builtins(single_config(self.config, microbatches))
         double = _builtins(data_parallel_config(self.config, microbatches))
         entries = [
@@ -201,9 +201,9 @@ class _Bench:
     def _predicted(
         self, entries: Sequence[Entry], found: Mapping[str, Any], microbatches: int, costs: Path
     ) -> dict[str, float]:
-        """The simulator's seconds of every schedule's step, with the update.
+        """Return the simulator's seconds of a step of every schedule, with the update.
 
-        They come from the ops on both sides of that step, since the machine changes its pace.
+        It is given ops timed just before and just after the step, since the machine's speed varies.
         """
         seconds = {}
         for before, entry in pairwise(entries):
@@ -216,12 +216,12 @@ class _Bench:
         return seconds
 
     def _op_seconds(self, groups: Mapping[str, Group]) -> dict[str, Any]:
-        """Of the ops, the mean over the ranks, which run them at the same time."""
+        """Return the seconds of ops, averaged over the ranks, which run them at the same time."""
         config = VARIANTS["1f1b"].config(self.config, self.arguments.microbatches[0])
         return _mean(_rested(groups, "jaxpipe").ask("ops", config=_builtins(config)))
 
     def _measure_memory(self, steps: Sequence[Steps]) -> None:
-        """Of every step in processes that have done nothing else."""
+        """Measure the memory of every step, in fresh processes."""
         for one in steps:
             if one.microbatches not in self.arguments.memory:
                 continue
@@ -259,7 +259,7 @@ def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], Taken]:
 
 
 def _rested(groups: Mapping[str, Group], which: str) -> Group:
-    """One group, once the others keep no free memory: all of it is too much for some machines."""
+    """Return a group after all others returned their freed memory, so that all fit in memory."""
     for name, group in groups.items():
         if name != which:
             group.rest()
@@ -286,7 +286,7 @@ def _builtins(config: Config) -> dict[str, Any]:
 
 
 def _without_update(ops: dict[str, Any]) -> tuple[OpSeconds, float]:
-    """Seconds of the ops, and those of a rank's update."""
+    """Return the seconds of ops, and those of a rank's update."""
     rest = {name: value for name, value in ops.items() if name != "update"}
     return msgspec.convert(rest, OpSeconds), ops["update"]
 
@@ -298,12 +298,12 @@ def _named(versions: dict[str, str]) -> dict[str, str]:
 def _has_torch() -> bool:
     try:
         return find_spec("torch") is not None
-    except ValueError:  # it was made impossible to import
+    except ValueError:  # sys.modules blocks its import
         return False
 
 
 def _check(arguments: argparse.Namespace, config: Config) -> None:
-    """Raise what says why the request cannot be met."""
+    """Raise `ConfigError` if the options, the machine or a configuration are unsuitable."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
         raise ConfigError(f"this needs Linux and {PP} processor cores.")
     at_least_one(rounds=arguments.rounds)

@@ -1,8 +1,8 @@
 """`bench train`: training steps of a configuration on the present devices, on random tokens.
 
-Prints and writes the seconds of a step (median, least and most), tokens/s, MFU by the matrix
-products that training needs (recomputation not counted), the compiler's seconds and, where the
-device says, its peak memory.
+Prints and writes the seconds of a step (median, minimum and maximum), tokens/s, MFU from the FLOPs
+of matrix products without recomputation, seconds of the compiler and, where the device reports it,
+peak memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from jaxpipe.planning.checks import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
     parser.add_argument("--steps", type=int, default=10, help="measured, after two others (10)")
     add_out(parser)
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """The figures of so many steps."""
+    """Train `steps` steps after two of warm-up; return the figures that are printed, by name."""
     import jax
 
     from jaxpipe.bench.processes import seconds_of

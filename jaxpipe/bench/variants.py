@@ -1,4 +1,4 @@
-"""What competes: schedules of ours as they are run on CPUs, beside PyTorch's of the same family."""
+"""Competitors of `bench step`: jaxpipe's schedules and PyTorch's of the same family."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,19 +9,30 @@ import msgspec
 from jaxpipe.config import Config
 from jaxpipe.planning import OpSeconds, configured, estimate
 
-PP = 2  # ranks of a pipeline
-_ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # nothing else divides the work
+PP = 2  # pipeline ranks
+_ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # pipeline parallelism only
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Keys of `[parallel]`, and PyTorch's class that does the same ("": it has none)."""
+    """A schedule to measure.
+
+    Attributes:
+        peer: PyTorch's schedule class of the same family.
+        parallel: keys of `[parallel]`.
+    """
 
     peer: str
     parallel: dict[str, Any] = field(default_factory=dict)
 
     def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
-        """The configuration with this schedule on two ranks, searched for the scan that it runs."""
+        """Return the configuration with this schedule on two ranks.
+
+        Args:
+            config: of the run.
+            microbatches: of a step.
+            costs: file of measured op seconds, for searched schedules.
+        """
         parallel = msgspec.structs.replace(
             config.parallel, pp=PP, **_ALONE, objective="scan", transfer_ticks=1,
             costs=str(costs or ""), **self.parallel,
@@ -61,13 +72,13 @@ DEFAULT = (
 
 
 def single_config(config: Config, microbatches: int) -> Config:
-    """The configuration on one device."""
+    """Return the configuration on one device."""
     parallel = msgspec.structs.replace(config.parallel, pp=1, **_ALONE, schedule="1f1b")
     return _with(config, microbatches, parallel)
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
-    """The same global batch on two replicas, each with half of the microbatches."""
+    """Return the configuration on two data-parallel replicas with half the microbatches each."""
     parallel = msgspec.structs.replace(
         config.parallel, pp=1, **_ALONE | {"dp": PP}, schedule="1f1b"
     )
@@ -75,7 +86,7 @@ def data_parallel_config(config: Config, microbatches: int) -> Config:
 
 
 def predicted(config: Config, seconds: OpSeconds) -> float:
-    """The planner's seconds of a step of a configuration, without the update."""
+    """Return the planner's seconds of a step, without the optimizer update."""
     return estimate(config, configured(config, platform="cpu"), seconds).seconds
 
 

@@ -1,8 +1,8 @@
-"""One rank of a measurement, a process of its own: reads commands as JSON lines, answers in kind.
+"""The process of one rank of a measurement: it reads commands and writes answers as JSON lines.
 
 `{"do": "build", "name": key, "kind": ..., "config": ...}` compiles a step and runs it twice,
-`"step"` runs it, `"ops"` times the ops, `"peak"` gives the memory of a step, `"rest"` gives back
-free memory. Times are of the machine's monotonic clock, which processes share.
+`"step"` runs it, `"ops"` times the ops, `"peak"` measures the memory of a step, `"rest"` returns
+freed memory to the system. Times are of the machine's monotonic clock, which all processes share.
 """
 
 import json
@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxpipe.bench import memory
 from jaxpipe.config import from_builtins
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.runtime.environment import use_cpu_devices
 from jaxpipe.training.feed import random_batch
 from jaxpipe.training.op_timers import OpTimer, TransferTimer, UpdateTimer
@@ -31,17 +31,23 @@ Tree = Any
 
 
 class Worker:
-    """What one process knows: its compiled steps by name, each with its state and its batch."""
+    """The process's compiled steps by name, each with its state and batch, and its op timers."""
 
     def __init__(self) -> None:
         self.steps: dict[str, tuple[Any, State, Tree]] = {}
         self.timers: Any = None
 
     def build(self, name: str, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Compile a step and run it twice; the answer has both losses and the compiler's seconds.
+        """Compile a step and run it twice.
 
-        The `kind` is "trained", as every run of this configuration does it, or "accumulated": no
-        pipeline, gradients summed over a scan.
+        Args:
+            name: key of the step.
+            kind: "trained", the step of a training run, or "accumulated", without a pipeline and
+                with gradients summed over a scan.
+            config: in plain values.
+
+        Returns:
+            both losses, seconds of the compiler, and begin and end of the second step.
         """
         trainer = trainer_of(config)
         step = {"trained": trainer.train_step, "accumulated": accumulated(trainer)}[kind]
@@ -54,7 +60,7 @@ class Worker:
         return second | {"losses": [first["loss"], second["loss"]], "compile": seconds}
 
     def step(self, name: str) -> dict[str, Any]:
-        """Run a step: loss, begin and end."""
+        """Run a step; return its loss and its begin and end, in seconds."""
         compiled, state, batch = self.steps.pop(name)
         begin = time.monotonic()
         state, metrics = compiled(state, batch)
@@ -65,21 +71,21 @@ class Worker:
         return {"begin": begin, "end": end, "loss": loss}
 
     def drop(self, name: str) -> dict[str, Any]:
-        """Forget a step and its state."""
+        """Delete a step and its state."""
         self.steps.pop(name, None)
         return {}
 
     def rest(self) -> dict[str, Any]:
-        """Give back memory that the steps do not need between them."""
+        """Return freed memory to the system."""
         memory.give_back()
         return {}
 
     def peak(self, name: str) -> dict[str, Any]:
-        """Most bytes that this process has during a step, and what of them it has between steps."""
+        """Return the process's resident bytes: peak during a step, and before the step."""
         return memory.peak(lambda: self.step(name))
 
     def ops(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of every op, of a tick's exchange and of a rank's update."""
+        """Return seconds of every op, of a tick's transfer and of a rank's update."""
         if self.timers is None:
             trainer = trainer_of(config)
             layers = trainer.config.model.n_layers // trainer.mesh.size
@@ -92,7 +98,7 @@ class Worker:
         return {**ops.seconds(), "transfer": transfer.seconds(), "update": update.seconds()}
 
     def export(self, path: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Write the initial values and the batch of a configuration on one device, for PyTorch."""
+        """Write the initial parameters and the batch on one device to an npz file, for PyTorch."""
         trainer = trainer_of(config)
         state, batch = trainer.init(), random_batch(trainer.config)
         named = {
@@ -104,18 +110,18 @@ class Worker:
 
 
 def accumulated(trainer: Trainer) -> Any:
-    """The same step on one device without a pipeline: `jax.grad`, summed over a scan."""
+    """Return the jitted step without a pipeline: gradients by `jax.grad`, summed over a scan."""
     functions = trainer.pipeline.functions
 
     def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         count = functions.count(batch)
 
         def share(params: Tree, microbatch: Tree) -> jax.Array:
-            x = functions.embed(params["shared"], microbatch)
+            x = functions.embed(params["embed_head"], microbatch)
             for slot in params["layers"]:
                 layer = jax.tree.map(lambda leaf: leaf[0], slot)
                 x = trainer.model.layer(layer, x, Context(microbatch)).y
-            return functions.head(params["shared"], x, microbatch).sum() / count
+            return functions.head(params["embed_head"], x, microbatch).sum() / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:
             loss, gradients = jax.value_and_grad(share)(state.params, microbatch)
@@ -123,20 +129,20 @@ def accumulated(trainer: Trainer) -> Any:
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradients, losses = lax.scan(one, zeros, batch)
-        return trainer.update(state, losses.sum(), gradients, Side())
+        return trainer.update(state, losses.sum(), gradients, Aux())
 
     return jax.jit(step, donate_argnums=0)
 
 
 def trainer_of(config: dict[str, Any]) -> Trainer:
-    """The trainer of a configuration in plain values, on the first devices it needs."""
+    """Return the trainer of a configuration in plain values, on the first devices it needs."""
     converted = from_builtins(config)
     parallel = converted.parallel
     return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
 
 
 def serve(kind: Callable[[], Any]) -> None:
-    """Have such a worker do commands until the input ends; its methods are their names."""
+    """Construct a worker and execute commands from stdin until it ends; `do` names a method."""
     how = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout

@@ -1,4 +1,4 @@
-"""Checkpoints that know nothing of the layout they were saved under."""
+"""Checkpoints whose form on disk does not depend on the layout of a run."""
 
 from jaxpipe.checkpoint.exclusion import Exclusion
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError

@@ -5,8 +5,8 @@
   export STEP_DIR OUT_DIR [--config CONFIG]                  parameters transformers can load
   inspect DIR                                                what a checkpoint holds
 
-Exit codes: 0 done; 2 bad input; 130 Ctrl-C. What is not complete never has its final name, and
-nothing is overwritten.
+Exit codes: 0 success; 2 bad input; 130 Ctrl-C. Output gets its final name only when it is complete,
+and nothing is overwritten.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.runtime.directory import locked
 
-DTYPES = ("float32", "bfloat16", "float16")  # of exported weights
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     looking.add_argument("checkpoint", type=local_path, metavar="DIR", help="of a step, or of all")
     looking.set_defaults(run=_inspect)
 
-    # argparse gives a starred positional nothing once an option stands before it.
+    # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
     arguments, left = parser.parse_known_args(argv)
     if left and (arguments.command != "import" or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
@@ -122,7 +122,7 @@ def _import(arguments: argparse.Namespace) -> None:
     try:
         _import_for(arguments, str(arguments.write_config), arguments.words)
     except BaseException:
-        arguments.write_config.unlink()  # so that the same command can be given again
+        arguments.write_config.unlink()  # so that the same command can be run again
         raise
 
 
@@ -192,5 +192,5 @@ def _stored_config(checkpoint: StoredCheckpoint) -> Config:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed: leave accelerators alone
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed: do not claim accelerators
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is of the model that a configuration describes: its settings, its arrays.
+"""Checks that a checkpoint belongs to the configured model, by its settings and its arrays.
 
-Of `[model]` every field is compared but those below, so a field that is added later is compared
-unless somebody decides otherwise.
+Every field of `[model]` is compared except the ones listed below, so a new field is compared unless
+it is added to a list.
 """
 
 import json
@@ -20,7 +20,7 @@ from jaxpipe.model import ModelConfig
 Tree = Any
 _UNKNOWN = "unknown to this version"
 
-# Fields of [model] that may differ from those that a checkpoint was trained with, and why.
+# Fields of [model] that may differ from the checkpoint's, and why.
 MAY_DIFFER = {
     "preset": "a name for values of other fields",
     "attention": "another implementation of the same function",
@@ -33,7 +33,7 @@ MAY_DIFFER = {
     "router_bias_rate": "in training only, but a bias that was trained may not be left out",
     "capacity_factor": "a limit of memory and time, which a run may raise or lower",
 }
-# Fields that the shapes of arrays show; those that are taken are compared.
+# Fields that the array shapes show; the shapes of the arrays that are read are compared instead.
 SHOWN_BY_ARRAYS = frozenset(
     {"n_layers", "d_model", "vocab_size", "d_ff", "qk_norm", "tie_embeddings"}
     | {"n_experts", "d_expert", "shared_experts", "first_dense_layers", "moe_every"}
@@ -43,11 +43,11 @@ SHOWN_BY_ARRAYS = frozenset(
 def check_same_settings(
     checkpoint: Path, meta: Mapping[str, Any], config: Config, *, with_moments: bool
 ) -> None:
-    """Raise `ConfigError` where a checkpoint was trained with other settings than these.
+    """Raise `ConfigError` where a checkpoint was trained with other settings than `config`.
 
-    Compared are `[model]`, but for what may differ and for what `checkpoint.allow_changed` names,
-    and where its moments are taken the optimizer's name. Checkpoints of other programs, without a
-    configuration, are not compared.
+    Compares `[model]` without the fields that may differ and those in `checkpoint.allow_changed`,
+    and `optimizer.name` if moments are read (`with_moments`). A checkpoint of another program,
+    without a configuration, is not compared.
     """
     if "config" not in meta:
         return
@@ -82,9 +82,9 @@ def check_same_settings(
 
 
 def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields by which a saved `[model]` is another model than this one: `{"model.x": (old, new)}`.
+    """Fields in which a saved `[model]` differs from `model`, as `{"model.x": (old, new)}`.
 
-    Sizes that follow from others are filled in first: `head_dim=0` is d_model / n_heads.
+    Derived sizes are resolved first: `head_dim=0` becomes d_model / n_heads.
     """
     family = saved.get("family", ModelConfig.DEFAULT)
     if family != model.family:
@@ -106,7 +106,7 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
 
 
 def with_variables_of(stored: Tree, like: Tree) -> Tree:
-    """`like` with those of its variables that are stored alike."""
+    """`like` with only those variables that the checkpoint stores with the same shapes."""
     if not isinstance(like.get("variables"), dict):
         return like
 
@@ -123,7 +123,10 @@ def with_variables_of(stored: Tree, like: Tree) -> Tree:
 
 
 def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
-    """Raise `ConfigError` for the first array that is not stored as a keyed state expects it."""
+    """Raise `ConfigError` for the first array whose stored shape or dtype kind differs.
+
+    `expected` and `stored` are shapes in keyed form; arrays named in `left_out` are not compared.
+    """
     wanted, held = (
         {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
         for tree in (expected, stored)

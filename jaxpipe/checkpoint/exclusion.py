@@ -1,7 +1,7 @@
-"""Parameters that a run does not take from a checkpoint: leaves of a keyed state, by their names.
+"""Parameters that a run initialises anew instead of reading them from a checkpoint, by name.
 
-A keyed state is a tree of dicts and of an optimizer's records; `params/layers/17/attn/wq` names a
-leaf of its parameters, and its moments' names end alike.
+A state in keyed form is a pytree of dicts and optimizer named tuples. A leaf's name is its path,
+such as `params/layers/17/attn/wq`; the names of a parameter's moments end with the same path.
 """
 
 import fnmatch
@@ -18,19 +18,22 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Parameters, and moments of theirs, with other values than a checkpoint's.
+    """Parameters that a run does not read from a checkpoint, together with their moments.
 
     Attributes:
-      patterns: of the parameters' names, `ends/head` or `layers/*/mlp/*`, where `*` stands for
-        anything.
-      fresh: makes a state in stage form that has their values.
+      patterns: fnmatch patterns of parameter names, such as `ends/head` or `layers/*/mlp/*`, in
+        which `*` also matches `/`.
+      fresh: returns a stage-stacked state that holds the values to use instead.
     """
 
     patterns: tuple[str, ...]
     fresh: Callable[[], Tree]
 
     def names(self, keyed: Tree) -> frozenset[str]:
-        """Those of the leaves; `ConfigError` where a pattern matches no parameter."""
+        """Names of the excluded leaves of a state in keyed form.
+
+        Raises `ConfigError` where a pattern matches no parameter.
+        """
         every = list(leaves_by_name(keyed["params"]))
         ends: set[str] = set()
         for pattern in self.patterns:
@@ -45,13 +48,13 @@ class Exclusion:
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
-    """The leaves of a keyed state, of arrays or of what describes them."""
+    """The leaves of a state in keyed form by name; a leaf is an array or has its `shape`."""
     leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=_is_leaf)
     return {_name(path): leaf for path, leaf in leaves}
 
 
 def replaced(tree: Tree, names: Set[str], other: Callable[[Any], Any]) -> Tree:
-    """A keyed state, or its shapes, with `other` of the leaves of these names.
+    """A state in keyed form, or its shapes, with `other(name)` in place of each leaf in `names`.
 
     >>> params = {"ends": {"embed": 1, "head": 2}}
     >>> replaced(params, {"ends/head"}, lambda name: name)

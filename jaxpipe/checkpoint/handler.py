@@ -1,8 +1,8 @@
-"""How Orbax writes and reads arrays of which a process may hold all, a part or nothing.
+"""Orbax handlers for arrays of which a process may hold all, some or no shards.
 
-A layer lives on the devices of its rank, so in a run of several processes most hold no part of it.
-Orbax writes arrays that span all processes and takes one that a single process holds for a mistake;
-here that is the rule, and each process writes and reads what it holds.
+A layer lives on the devices of its pipeline rank, so in a multi-process run most processes hold no
+shard of it. Orbax expects arrays that span all processes and rejects an array of a single process;
+these handlers accept it, and each process writes and reads the shards on its own devices.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxpipe.checkpoint.integrity import write_checksums
 
 
 class _Held:
-    """An array as Orbax writes it, without being one that it refuses."""
+    """A proxy of an array that is no `jax.Array`, so that Orbax does not reject it."""
 
     def __init__(self, array: jax.Array):
         self._array = array
@@ -31,10 +31,11 @@ class _Held:
 
 
 class Unpadded(_Held):
-    """An array as it is on disk: of this shape, less the zeros at the end of one axis.
+    """A padded array as it is written: with its unpadded `shape`.
 
-    Orbax writes pieces of one size. So the parts of devices are split into as long ones as they
-    consist of on every device, and those of zeros are left out.
+    The padding is zeros at the end of one dim. Orbax writes chunks of equal size. Every shard is
+    therefore split into chunks whose length divides both the shard's and the unpadded length, and
+    chunks of padding are not written.
     """
 
     def __init__(self, array: jax.Array, shape: tuple[int, ...]):
@@ -43,12 +44,15 @@ class Unpadded(_Held):
 
     @property
     def sharding(self) -> NamedSharding:
-        """The one that its own shape can have: the devices do not divide it."""
+        """Replicated: the number of devices need not divide the unpadded shape."""
         return NamedSharding(self._array.sharding.mesh, PartitionSpec())
 
     @property
     def addressable_shards(self) -> list[Any]:
-        """The pieces of this process, after one that is not written: it says how large they are."""
+        """This process's chunks, after a dummy entry that tells Orbax the chunk shape.
+
+        The dummy entry is not written, because its `replica_id` is None.
+        """
         shards = self._array.addressable_shards
         (axis,) = (i for i, size in enumerate(self.shape) if size != self._array.shape[i])
         part = shards[0].data.shape
@@ -68,16 +72,16 @@ class Unpadded(_Held):
         return np.array(self._array[tuple(map(slice, self.shape))], dtype, copy=copy)
 
 
-_split = jax.jit(jnp.split, static_argnums=(1, 2))  # in one program
+_split = jax.jit(jnp.split, static_argnums=(1, 2))  # one dispatch for all chunks of a shard
 
 
 class _HeldArrays(ocp.type_handlers.ArrayHandler):
-    """Writes and reads the arrays of which this process holds a part, and skips the others."""
+    """Writes and reads the arrays of which this process holds shards, and skips the others."""
 
     def __init__(self):
-        # Any process may be the only one that has an array, so each writes its description too.
-        # Without a file of shardings plain Orbax reads arrays onto whatever devices it finds; with
-        # one it asks for the devices that saved them.
+        # Any process may be the only one that holds an array, so each writes array metadata too.
+        # Without a sharding file plain Orbax restores onto the devices that it finds; with one it
+        # asks for the devices that saved the checkpoint.
         super().__init__(
             primary_host=None, use_replica_parallel=False, enable_write_sharding_file=False
         )
@@ -88,7 +92,7 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
         infos: Sequence[Any],
         args: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
-        """Start writing what this process holds."""
+        """Start writing the shards that this process holds."""
         args = args or [ocp.SaveArgs()] * len(values)
         held = [
             (value if isinstance(value, Unpadded) else _Held(value), info, arg)
@@ -100,7 +104,7 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[jax.Array]:
-        """The arrays, with what this process is to hold of them."""
+        """Read this process's shards; arrays without shards here are returned empty."""
         assert args is not None  # `restore_args` gives every array's sharding
         held = [bool(arg.sharding.addressable_devices) for arg in args]
         read = []
@@ -119,10 +123,10 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler of trees, which also writes a checksum of every file."""
+    """Orbax's pytree handler, which also writes a checksum of every file."""
 
     async def async_save(self, directory: Any, *_: Any, args: "StateSave") -> Any:
-        """Start writing; checksums of what this process writes follow in the background."""
+        """Start writing; checksums of this process's files follow in the background."""
         futures = await super().async_save(directory, args=args)
         process = jax.process_index()
         written = ocp.future.ChainedFuture(
@@ -131,25 +135,28 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         return [written]
 
     def finalize(self, directory: Any) -> None:
-        """On the first process, after all have written: the files of all, and their checksums."""
+        """Merge the files of all processes and write checksums of the files that belong to none.
+
+        Orbax calls it on the first process after all processes have written.
+        """
         super().finalize(directory)
         write_checksums(Path(directory))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 class StateSave(ocp.args.PyTreeSave):
-    """What Orbax is to save with a `StateHandler`."""
+    """Arguments of a save with `StateHandler`."""
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 class StateRestore(ocp.args.PyTreeRestore):
-    """What Orbax is to restore with a `StateHandler`."""
+    """Arguments of a restore with `StateHandler`."""
 
 
 def state_handler() -> StateHandler:
-    """A handler of trees of arrays held as they may be.
+    """A `StateHandler` for arrays that any subset of the processes may hold.
 
-    Nothing is compressed: of float32 that saves a twelfth of the disk, and what waits to be written
+    It does not compress: compression saves a twelfth of the disk for float32, and pending writes
     would take a third more memory.
     """
     arrays = _HeldArrays()

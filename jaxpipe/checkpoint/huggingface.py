@@ -1,12 +1,12 @@
-"""Parameters as Hugging Face names and lays them out, in and out.
+"""Import and export of parameters in Hugging Face's names and layout.
 
-Ours multiply from the right, `x @ w` with w `[in, out]`; torch's `Linear` holds `[out, in]`. Heads
-and their rotary halves have the same order in both. Queries, keys and values may be one tensor
-there. A tied head is the embedding in both, but some checkpoints hold it twice. Experts' matrices
-are tensors of their own there, and one leaf `[E, in, out]` here.
+jaxpipe computes `x @ w` with w `[in, out]`; torch's `Linear` holds `[out, in]`. Attention heads and
+their rotary halves have the same order in both. Hugging Face may fuse queries, keys and values
+into one tensor. A tied head is the embedding in both, but some checkpoints store it twice. Each
+expert's matrix is a tensor in Hugging Face; jaxpipe stacks them into one parameter `[E, in, out]`.
 
-Tensors are read, converted and written one by one, whichever way: of a model, memory has one leaf
-on the way in, and on the way out one layer without its experts, or one leaf of these.
+Tensors are read, converted and written one by one. Memory holds one parameter during an import;
+during an export it holds one layer without its experts, or one stacked expert parameter.
 """
 
 import json
@@ -32,7 +32,7 @@ from jaxpipe.model.published import architecture
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint; `ConfigError` where there is none."""
+    """Read config.json in `directory`; `ConfigError` where it is missing or unreadable."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(
@@ -45,9 +45,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def model_settings(theirs: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The fields of `[model]` for the model that config.json in `place` describes.
+    """The fields of `[model]` that differ from their defaults, for `theirs`, a config.json.
 
-    Raises `ConfigError` where no family here has it.
+    Raises `ConfigError` where no family supports the model. `place` is used in messages.
     """
     known = {name: family for family in FAMILIES.values() for name in _architectures(family)}
     try:
@@ -68,7 +68,7 @@ def _architectures(family: Family) -> tuple[str, ...]:
 
 
 def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) -> None:
-    """Raise `ConfigError` unless config.json in `place` describes the model of `[model]`."""
+    """Raise `ConfigError` unless `theirs`, the config.json in `place`, describes `model`."""
     try:
         expected = huggingface_of(model).expected(theirs)
     except ValueError as error:
@@ -85,7 +85,7 @@ def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) ->
 
 
 def trained_with(source: Path, model: ModelConfig) -> dict[str, Any]:
-    """Fields of `[model]` that only training reads and config.json in `source` has otherwise."""
+    """Training-only fields of `[model]` whose value in `source`/config.json differs, by name."""
     theirs = huggingface_of(model).trained(read_config(source), model)
     return {name: value for name, value in theirs.items() if getattr(model, name) != value}
 
@@ -93,12 +93,12 @@ def trained_with(source: Path, model: ModelConfig) -> dict[str, Any]:
 def import_huggingface(
     source: Path, model: ModelConfig, checkpoints: Path, meta: dict[str, Any]
 ) -> Path:
-    """Write the parameters in `source` as step 0 in `checkpoints`; return the step's directory.
+    """Write the parameters in `source` as a checkpoint of step 0; return the step's directory.
 
-    They keep the dtypes that they have, but float64 becomes float32; a restore casts them to those
-    of the run. The metadata keeps what is not weights (`ServingFiles`). Raises
-    `ConfigError`, with nothing written, where config.json does not describe `model`, or tensors
-    are missing, unknown or of another shape, or `checkpoints` holds some already.
+    Parameters keep their dtypes, except that float64 becomes float32; a restore casts them to the
+    run's dtype. The metadata is `meta` with the tokenizer and other `ServingFiles` added. Raises
+    `ConfigError`, with nothing written, where config.json does not describe `model`, tensors are
+    missing, unknown or of another shape, or `checkpoints` already holds checkpoints.
     """
     theirs, form = read_config(source), huggingface_of(model)
     check_same_model(theirs, model, source)
@@ -125,12 +125,12 @@ def export_huggingface(
     max_shard_bytes: int,
     serving: ServingFiles,
 ) -> None:
-    """Write the parameters of a checkpoint as config.json and safetensors of `dtype`.
+    """Write a checkpoint's parameters as config.json and safetensors of `dtype`.
 
-    The ids of `serving` stand in config.json, and its files beside it.
-    They are those that a held-out loss is taken of (`StoredCheckpoint.parameters`).
-    `target` must not exist, or be empty; it has its name only once it is complete. Raises
-    `ConfigError` where it is neither, or the checkpoint is of another model.
+    The parameters are the ones that a held-out loss evaluates (`StoredCheckpoint.parameters`). The
+    token ids of `serving` go into config.json, and its files into the same directory. `target` must
+    not exist or be empty, and appears only when it is complete. Raises `ConfigError` where `target`
+    is not empty or cannot be written, or the checkpoint is of another model.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
@@ -227,24 +227,24 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None
 def _converted(
     checkpoint: StoredCheckpoint, wanted: list[Parameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor of all parameters, a layer or less at a time."""
+    """Yield name and tensor of all parameters; at most one layer is in memory at a time."""
     for _, group in groupby(wanted, key=_unit):
         together = list(group)
         paths = [own.path for own in together]
         arrays = dict(zip(paths, checkpoint.parameters(paths)))
-        for parts in _by_name(together).values():  # let go of an array once it is written
+        for parts in _by_name(together).values():  # pop frees an array once it is written
             first, whole = parts[0], _whole([arrays.pop(own.path) for own in parts])
             for name, tensor in zip(first.names, whole if first.stacked else [whole]):
                 yield name, tensor.T if first.theirs.transposed else tensor
 
 
 def _whole(parts: list[np.ndarray]) -> np.ndarray:
-    """What has our parameters side by side: one alone itself."""
+    """Concatenate parameters that Hugging Face fuses, such as queries, keys and values."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
-    """The parameters of every tensor, or stack of them, in the order of its parts."""
+    """Parameters grouped by Hugging Face tensor name, in the order of the fused parts."""
     found: dict[str, list[Parameter]] = {}
     for own in wanted:
         found.setdefault(own.theirs.name, []).append(own)
@@ -252,5 +252,5 @@ def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
 
 
 def _unit(own: Parameter) -> tuple[str, ...]:
-    """What is read together: a layer, but its experts, and the ends, leaf by leaf."""
+    """Key of parameters read together: a layer without experts; all others are read singly."""
     return own.path[:2] if own.path[0] == "layers" and not own.stacked else own.path

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as tables made from its metadata, and whether it is as it was saved."""
+"""Tables that describe a checkpoint, and whether its files are undamaged."""
 
 import math
 from collections import defaultdict
@@ -16,12 +16,16 @@ from jaxpipe.config.units import readable_bytes
 
 
 def inspected(directory: Path) -> RenderableType:
-    """A checkpoint's step, parameters by name over the layers, sizes and configuration.
+    """Describe a checkpoint: step, parameters grouped over layers, sizes and configuration.
 
-    All files of its state are read once, to compare them with their checksums.
+    Reads every file of the state once to compare it with its checksum.
 
-    `directory` is that of a step, or of a run's checkpoints, of which the newest is taken. Raises
-    `ConfigError` where there is no checkpoint that this version reads, or a damaged one.
+    Args:
+      directory: the directory of a step, or a run's directory of checkpoints; then the newest is
+        described.
+
+    Raises:
+      ConfigError: there is no checkpoint, it is damaged, or its format is newer.
     """
     steps = steps_in(directory)
     checkpoint = StoredCheckpoint(directory / str(steps[-1]) if steps else directory)
@@ -33,7 +37,7 @@ def inspected(directory: Path) -> RenderableType:
 
 
 def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
-    """A line for each fact, however long: a table would cut paths short."""
+    """One line for each fact, as text: a table would truncate long paths."""
     meta, leaves = checkpoint.meta, checkpoint.leaves
     params = [leaf for path, leaf in leaves.items() if path[0] == "params"]
     rest = [leaf for path, leaf in leaves.items() if path[0] != "params"]
@@ -62,7 +66,7 @@ def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
 
 
 def _parameters(checkpoint: StoredCheckpoint) -> Table:
-    """A row for each name, shape and dtype of a parameter; `*` stands for the layer's index."""
+    """One row for each (name, shape, dtype) of parameters, with `*` for the layer index."""
     groups: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
     for path, leaf in checkpoint.leaves.items():
         if path[0] == "params":

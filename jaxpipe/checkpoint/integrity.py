@@ -1,9 +1,10 @@
-"""Checksums: what proves that a checkpoint on disk is the one that was saved.
+"""Checksums that prove that a checkpoint on disk is the one that was saved.
 
-Every file below `state/` has a checksum in `state/checksums*.xxh128`, and the metadata one of its
-own contents. They are written before the checkpoint gets its name, each process reading back its
-own files, which are still in its host's memory. A reader compares them before it reads any array,
-so whatever fails afterwards is no damage. `xxhsum -c checksums.xxh128` compares them by hand.
+`state/checksums*.xxh128` lists a checksum of every file below `state/`, and the metadata contains a
+checksum of itself. They are written before the checkpoint gets its final name: each process reads
+its own files back, which are still in its host's page cache. A reader compares the checksums before
+it reads any array, so a failure after that is no damage. `xxhsum -c checksums*.xxh128` does the
+same by hand.
 """
 
 import contextlib
@@ -22,18 +23,18 @@ from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 
 Meta = dict[str, Any]
-FORMAT = 1  # raised when the keys on disk change
-_KEY = "xxh3_128"  # in the metadata: the checksum of all its other entries
-_ADDED_LATER = "commit_success.txt"  # by Orbax, once all else is there; nobody reads it
+FORMAT = 1  # incremented when the keys on disk change
+_KEY = "xxh3_128"  # metadata entry: the checksum of all other entries
+_ADDED_LATER = "commit_success.txt"  # Orbax adds it after the checksums; nothing reads it
 _THREADS = 8
 
 
 class DamagedError(Exception):
-    """Proof that a checkpoint is not as it was saved; the message says what is wrong with it."""
+    """A checkpoint is proved to differ from what was saved; the message names the difference."""
 
 
 def sealed(meta: Meta) -> Meta:
-    """The metadata with its own checksum, which also says that its arrays have checksums.
+    """The metadata with its checksum added, which also marks that the arrays have checksums.
 
     >>> sorted(sealed({"step": 7, "config": "lr = 0.1"}))
     ['config', 'step', 'xxh3_128']
@@ -43,15 +44,15 @@ def sealed(meta: Meta) -> Meta:
 
 
 def has_checksums(meta: Meta) -> bool:
-    """Whether checksums prove what the checkpoint holds; earlier versions wrote none."""
+    """Whether the checkpoint has checksums; earlier versions wrote none."""
     return _KEY in meta
 
 
 def read_meta(checkpoint: Path) -> Meta:
-    """The metadata of a checkpoint, compared with its checksum if it has one.
+    """Read a checkpoint's metadata and compare it with its checksum, if it has one.
 
-    Raises `DamagedError` where it is missing, no JSON object, or another than was saved, and
-    `ConfigError` for a later format.
+    Raises `DamagedError` where it is missing, not a JSON object or changed, and `ConfigError` for a
+    newer format.
     """
     try:
         meta = json.loads((checkpoint / "meta" / "metadata").read_text("utf-8"))
@@ -79,23 +80,36 @@ def read_meta(checkpoint: Path) -> Meta:
 
 
 def write_checksums(directory: Path, process: int | None = None) -> None:
-    """Write the checksums of what one process wrote below `state/`, or of all other files."""
+    """Write the checksums of the files below `state/` that one process wrote.
+
+    `process` None selects the files that belong to no process.
+    """
     own = [name for name in _files(directory) if not _is_list(name) and _writer(name) == process]
     lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(directory, own)]
     of = "" if process is None else f".process_{process}"
     with (directory / f"checksums{of}.xxh128").open("w") as file:
         file.writelines(lines)
         file.flush()
-        os.fsync(file.fileno())  # as the arrays are: it must not be lost where they are not
+        os.fsync(file.fileno())  # Orbax syncs the arrays: a power loss must not lose only this file
 
 
 def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
-    """Compare one of `count` processes' share of the files below `state/`; return how many exist.
+    """Compare this process's share of the files below `state/` with their checksums.
 
-    With as many processes as saved, one compares the files that it wrote: those that it
-    reads next, unless its layout is another, so that its host has them in memory. Raises
-    `DamagedError` for a file that is missing, changed, or has no checksum, and `OSError` for one
-    that cannot be read.
+    If the number of processes is the same as at the save, each process compares the files that it
+    wrote. Under the same layout it reads these files next and then finds them in the page cache.
+
+    Args:
+      directory: the `state/` directory.
+      process: the index of this process.
+      count: the number of processes.
+
+    Returns:
+      The number of files below `state/`, of all processes, without the checksum lists.
+
+    Raises:
+      DamagedError: a file is missing, changed, or has no checksum.
+      OSError: a file cannot be read.
     """
     try:
         found = _files(directory)
@@ -122,16 +136,16 @@ def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
 
 @contextlib.contextmanager
 def all_processes_read(checkpoint: Path, checked: bool = True) -> Iterator[None]:
-    """The body, on all processes of the run alike, succeeds on all of them or on none.
+    """Make the body, which all processes execute, succeed on all processes or on none.
 
-    Raises `DamagedError` on all where one process has proof of damage, and `ConfigError` for any
-    other reason not to read: memory, permissions, another format, a fault of the program. Of a
-    checkpoint whose checksums were not `checked`, files that cannot be decoded are proof too.
+    Raises `DamagedError` on all processes if one of them has proof of damage, and `ConfigError` for
+    any other failure to read: memory, permissions, another format, a bug. If the checksums of the
+    checkpoint were not `checked`, a file that cannot be decoded also is proof of damage.
     """
     problem: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the other processes must not wait for this one
+    except Exception as error:  # of any kind: this process must still meet the others below
         problem = error
         if not checked and not isinstance(error, ConfigError) and _shows_damage(error):
             problem = DamagedError(first_line(error))
@@ -157,9 +171,9 @@ def _checksum_of(meta: Meta) -> str:
 
 
 def _files(directory: Path) -> list[str]:
-    """The paths below `state/` of all files that have a checksum, or should have, and of lists."""
+    """Relative paths below `state/` of the files that need a checksum and of the checksum lists."""
 
-    def fail(error: OSError) -> None:  # a folder that may not be read is not an empty one
+    def fail(error: OSError) -> None:  # os.walk would treat an unreadable folder as empty
         raise error
 
     return sorted(
@@ -175,7 +189,7 @@ def _is_list(name: str) -> bool:
 
 
 def _writer(name: str) -> int | None:
-    """The process into whose folder Orbax had a file written; None: what the first adds for all."""
+    """The process that wrote a file, by Orbax's folder name; None: a file for all processes."""
     match = re.match(r"ocdbt\.process_(\d+)/", name)
     return int(match[1]) if match else None
 
@@ -191,7 +205,7 @@ def _checksum(path: Path) -> str:
 
 
 def _shows_damage(error: BaseException | None) -> bool:
-    """Whether an error of Orbax or TensorStore says that files are missing or not decodable."""
+    """Whether an error of Orbax or TensorStore shows that files are missing or not decodable."""
     if error is None:
         return False
     kinds = (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError)

@@ -1,9 +1,10 @@
-"""The form in which a state is on disk: keyed by what a thing is, not where it sat.
+"""Conversion of a state between stage-stacked form and keyed form, the form on disk.
 
-It is `{"params": tree, "optimizer": tree, "step": n}` in which every tree of parameters reads
-`layers/<index>/<name>` and `ends/<name>`, whatever the mesh, the split or the schedule. A save
-takes each layer from the devices of its rank; a restore puts it on those of its new one. Padding
-for one number of replicas is not on disk.
+Keyed form is `{"params": tree, "optimizer": tree, "step": n}`. Every tree of parameters in it has
+the keys `layers/<index>/<name>` and `ends/<name>` (embed_head), whatever the mesh, split or
+schedule. A save takes each layer from the devices of its pipeline rank, and a restore puts it on
+the devices of its new pipeline rank. Padding, which depends on the number of shards, is not on
+disk.
 """
 
 from collections.abc import Callable
@@ -18,29 +19,31 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.handler import Unpadded
-from jaxpipe.parallel import Sharding, StageLayout, Stored, is_stage_form
+from jaxpipe.parallel import ParamSharding, Sharding, StageLayout, is_stage_stacked
 from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
-Part = Callable[[Any, Stored, int | None], Any]  # of a leaf, how it is stored, its layer's rank
+Part = Callable[
+    [Any, ParamSharding, int | None], Any
+]  # maps (leaf, its ParamSharding, pp_rank of its layer or None) to the keyed leaf
 
 
 @dataclass(frozen=True)
 class Keying:
-    """Turns stage form into layer-keyed form and back, without leaving the devices.
+    """Converts stage-stacked form to keyed form and back, without copies to the host.
+
+    The methods take a state: a pytree that contains stage-stacked trees, such as parameters and
+    moments, and other arrays, such as the step.
 
     Attributes:
-      layout: which rank has which layer.
-      sharding: how leaves are stored.
-
-    The methods take a state: any tree in which trees in stage form stand, as parameters and moments
-    do, and arrays beside them, such as the step.
+      layout: which pipeline rank holds which layer.
+      sharding: how parameters are stored on the mesh.
 
     >>> import jax.numpy as jnp
     >>> from jaxpipe.parallel import make_mesh
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
-    >>> params = {"shared": {"norm": jnp.ones(4)}, "layers": layers}
+    >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}
     >>> keyed = Keying(layout, Sharding(mesh)).keyed_shapes({"params": params})["params"]
     >>> sorted(keyed), keyed["layers"]["1"]["up"].shape
     (['ends', 'layers'], (8,))
@@ -50,25 +53,28 @@ class Keying:
     sharding: Sharding
 
     def keyed(self, state: Tree) -> Tree:
-        """The state with every stage-form tree inside it layer-keyed, and without padding."""
+        """The state in keyed form, without padding, ready to be saved."""
         return self._map(state, self._written, lambda leaf: leaf)
 
     def rows(self, state: Tree) -> Tree:
-        """The same with this layout's padding, as `restore_args` would have it read."""
+        """The state in keyed form with this layout's padding, as a restore returns it."""
         return self._map(state, self._take, lambda leaf: leaf)
 
     def keyed_shapes(self, state: Tree) -> Tree:
-        """Shapes and dtypes that `keyed` would give; takes arrays or their shapes."""
+        """Shapes and dtypes of `keyed(state)`; `state` may hold arrays or shapes."""
         return self._map(
             state,
             lambda leaf, stored, rank: jax.ShapeDtypeStruct(
-                stored.true_shape(_of_rank(leaf.shape, rank)), leaf.dtype
+                stored.unpadded_shape(_of_rank(leaf.shape, rank)), leaf.dtype
             ),
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         )
 
     def restore_args(self, state: Tree) -> Tree:
-        """How Orbax is to read what `keyed` wrote: with this layout's padding, where it belongs."""
+        """Orbax restore arguments that read the keyed form with this layout's padding and devices.
+
+        `state` may hold arrays or shapes, in stage-stacked form.
+        """
         return self._map(
             state,
             lambda leaf, stored, rank: _read_as(
@@ -80,52 +86,53 @@ class Keying:
         )
 
     def staged(self, keyed: Tree, like: Tree) -> Tree:
-        """The inverse of `keyed`; `like` is the state (or its shapes) in stage form.
+        """Convert `keyed` to stage-stacked form; `like` is the state or its shapes in that form.
 
-        Layers of `keyed` are given up leaf by leaf: it and the result never exist as wholes.
+        The layers of `keyed` are deleted leaf by leaf, so that the two forms never exist in full at
+        the same time.
         """
-        spots, structure = jax.tree.flatten(like, is_leaf=is_stage_form)
+        spots, structure = jax.tree.flatten(like, is_leaf=is_stage_stacked)
         parts = structure.flatten_up_to(keyed)
         staged = [
-            self._stage(part, spot) if is_stage_form(spot) else part
+            self._stage(part, spot) if is_stage_stacked(spot) else part
             for part, spot in zip(parts, spots)
         ]
         return jax.tree.unflatten(structure, staged)
 
     def _map(self, state: Tree, part: Part, rest: Callable[[Any], Any]) -> Tree:
-        """Trees layer-keyed, `part` of each leaf (rank None: of no layer), and `rest` of others."""
+        """Convert stage-stacked trees to keyed form by `part`, and map other leaves by `rest`."""
         return jax.tree.map(
-            lambda node: self._key(node, part) if is_stage_form(node) else rest(node),
+            lambda node: self._key(node, part) if is_stage_stacked(node) else rest(node),
             state,
-            is_leaf=is_stage_form,
+            is_leaf=is_stage_stacked,
         )
 
     def _key(self, tree: Tree, part: Part) -> Tree:
-        stored = self.sharding.stored(tree)
+        stored = self.sharding.param_shardings(tree)
 
         def layer(index: int) -> Tree:
-            rank, slot = self.layout.place_of(index)
+            rank, slot = self.layout.slot_of(index)
             return jax.tree.map(
-                lambda leaf, how: part(leaf, how.of_rank, rank),
+                lambda leaf, how: part(leaf, how.without_stage_axis, rank),
                 tree["layers"][slot],
                 stored["layers"][slot],
             )
 
         return {
             "ends": jax.tree.map(
-                lambda leaf, how: part(leaf, how, None), tree["shared"], stored["shared"]
+                lambda leaf, how: part(leaf, how, None), tree["embed_head"], stored["embed_head"]
             ),
             "layers": {str(i): layer(i) for i in self._indices},
         }
 
     def _stage(self, keyed: Tree, like: Tree) -> Tree:
-        specs = self.sharding.specs(like)
+        specs = self.sharding.partition_specs(like)
         layers = [keyed["layers"][str(i)] for i in self._indices]
         slots = []
         for slot, (leaves, slot_specs) in enumerate(zip(like["layers"], specs["layers"])):
             held = {
                 rank: layers[row[slot]]
-                for rank, row in enumerate(self.layout.table)
+                for rank, row in enumerate(self.layout.layer_table)
                 if row[slot] is not None
             }
             slots.append(
@@ -138,30 +145,30 @@ class Keying:
                     *held.values(),
                 )
             )
-        return {"shared": keyed["ends"], "layers": tuple(slots)}
+        return {"embed_head": keyed["ends"], "layers": tuple(slots)}
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the stage form."""
+        """The mesh on which the stage-stacked state is stored."""
         return self.sharding.mesh
 
     @property
     def _indices(self) -> range:
         return range(self.layout.layers)
 
-    def _place(self, stored: Stored, rank: int | None) -> NamedSharding:
-        """A leaf's on the devices of a rank, or on all."""
+    def _place(self, stored: ParamSharding, rank: int | None) -> NamedSharding:
+        """The sharding of a leaf over the devices of a pipeline rank, or over all (None)."""
         devices = self.mesh.devices if rank is None else self.mesh.devices[rank : rank + 1]
-        return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.spec)
+        return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.partition_spec)
 
-    def _take(self, leaf: jax.Array, stored: Stored, rank: int | None) -> jax.Array:
-        """A leaf, or of a layer's its row `rank`: an array of that rank's devices."""
+    def _take(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> jax.Array:
+        """Row `rank` of a layer's leaf, as an array on that rank's devices; None: the leaf."""
         if rank is None:
             return leaf
         sharding = self._place(stored, rank)
         devices = sharding.device_set
         rows = [
-            to_device(shard.data)[0]  # moments may wait in its host's memory
+            to_device(shard.data)[0]  # moments may be in host memory (`train.offload_moments`)
             for shard in leaf.addressable_shards
             if shard.device in devices
         ]
@@ -169,23 +176,23 @@ class Keying:
             leaf.shape[1:], sharding, rows, dtype=leaf.dtype
         )
 
-    def _written(self, leaf: jax.Array, stored: Stored, rank: int | None) -> Any:
-        """A leaf, or a layer's row of it, as it is written: without padding.
+    def _written(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> Any:
+        """A leaf, or a layer's row of it, in the form to write: without padding.
 
-        An uneven vocabulary has no pieces of one size, as Orbax wants them, but rows; it is divided
-        along its other dim first.
+        Orbax needs chunks of equal size. The shards of an uneven vocabulary may have no common
+        chunk longer than one row, so the array is first resharded over its other dim.
         """
         leaf = self._take(leaf, stored, rank)
         if not any(stored.padding):
             return leaf
-        shape = stored.true_shape(leaf.shape)
-        if stored.leaf.uneven and any(stored.padding[dim] for _, dim in stored.leaf.cuts):
+        shape = stored.unpadded_shape(leaf.shape)
+        if stored.param.uneven and any(stored.padding[dim] for _, dim in stored.param.sharded):
             return _resharded(shape, self._by_other_dims(shape, stored))(to_device(leaf))
         return Unpadded(leaf, shape)
 
-    def _by_other_dims(self, shape: tuple[int, ...], stored: Stored) -> NamedSharding:
-        """Parts of a leaf of this shape along the dims that have no padding, on all devices."""
-        axes, entries = [axis for entry in stored.names for axis in entry], []
+    def _by_other_dims(self, shape: tuple[int, ...], stored: ParamSharding) -> NamedSharding:
+        """A sharding of an array of this shape over its dims without padding, on all devices."""
+        axes, entries = [axis for entry in stored.dim_axes for axis in entry], []
         for size, padding in zip(shape, stored.padding):
             own: list[str] = []
             for axis in () if padding else tuple(axes):
@@ -197,7 +204,7 @@ class Keying:
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
-        """A stage leaf from its rows on their ranks, given up; ranks without a row hold zeros."""
+        """Stack rows into a stage-stacked leaf and delete them; ranks without a row hold zeros."""
         sharding = NamedSharding(self.mesh, spec)
         rows = {
             shard.device: shard.data[None]
@@ -216,15 +223,15 @@ class Keying:
 
 @cache
 def _resharded(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Takes the first values of an array along every dim, and puts them where `sharding` says."""
+    """A compiled function that slices an array to `shape` from the start and reshards it."""
     return jax.jit(lambda leaf: lax.slice(leaf, (0,) * len(shape), shape), out_shardings=sharding)
 
 
 def _of_rank(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
-    """Of a leaf's row, if it is a layer's."""
+    """The shape without the leading stage axis if the leaf belongs to a layer."""
     return shape if rank is None else shape[1:]
 
 
 def _read_as(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:
-    """`strict=False`: what is longer than on disk has zeros at its end."""
+    """Restore arguments with `strict=False`: Orbax fills the padding beyond the file with zeros."""
     return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape, strict=False)

@@ -1,20 +1,20 @@
-"""Memory that was freed and is still counted as used."""
+"""Return of freed host memory to the operating system."""
 
 import contextlib
 import ctypes
 from collections.abc import Iterator
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
-_SMALLEST, _LARGEST = 64 * 2**10, 32 * 2**20  # bytes; glibc's own threshold ends at the latter
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+_SMALLEST, _LARGEST = 64 * 2**10, 32 * 2**20  # bytes; _LARGEST is the maximum of glibc's own
 
 
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[None]:
-    """In the body what is freed goes back to the system, in blocks of 64 KiB and more.
+    """Within the context, return freed blocks of at least 64 KiB to the system at once.
 
-    By default glibc keeps freed blocks of up to 32 MiB for later. Restoring reads many such blocks
-    in many threads and needs each once, so those that are kept add up to as much as is restored.
-    Does nothing under another C library.
+    By default glibc keeps freed blocks of up to 32 MiB for reuse. A restore reads many such blocks
+    in many threads and needs each block once, so the kept blocks would add up to the size of the
+    restored state. Under another C library this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Every parameter of a model under both names: ours, and that of Hugging Face's tensor."""
+"""The mapping between jaxpipe's parameter names and Hugging Face's tensor names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,32 +18,32 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter under both names: `("layers", "3", "attn", "wq")` and theirs."""
+    """A jaxpipe parameter, such as `("layers", "3", "attn", "wq")`, and Hugging Face's tensor."""
 
     path: tuple[str, ...]
-    shape: Shape  # ours
-    theirs: Theirs  # with its whole name
+    shape: Shape  # jaxpipe's
+    theirs: Theirs  # with its full name
 
     @property
     def stacked(self) -> bool:
-        """Whether it is many tensors, one for every index of its first dim."""
+        """Whether Hugging Face has one tensor per index of the first dim (experts)."""
         return "{}" in self.theirs.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that have it, in order."""
+        """Names of the Hugging Face tensors, in order."""
         name = self.theirs.name
         return tuple(map(name.format, range(self.shape[0]))) if self.stacked else (name,)
 
     @property
     def their_shape(self) -> Shape:
-        """The shape of each of the tensors."""
+        """Shape of each Hugging Face tensor."""
         *others, last = self.shape[1:] if self.stacked else self.shape
         last *= self.theirs.parts
         return (*others[:-1], last, others[-1]) if self.theirs.transposed else (*others, last)
 
     def ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """This parameter of the tensors that `read` reads: a view of one, or many put together."""
+        """The parameter from `read(name)`: a view of one tensor, or several tensors stacked."""
         if not self.stacked:
             return self._part(read(self.names[0]))
         first, *others = self.names
@@ -61,7 +61,7 @@ class Parameter:
 
 
 def huggingface_of(model: ModelConfig) -> HuggingFace:
-    """How Hugging Face writes the family of a model; `ConfigError` where that is not known."""
+    """Hugging Face's names of a model's family; `ConfigError` where they are not known."""
     try:
         return FAMILIES[model.family].published
     except LookupError as error:
@@ -69,11 +69,11 @@ def huggingface_of(model: ModelConfig) -> HuggingFace:
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """All parameters of a model: the ends, then layer by layer."""
+    """All parameters of a model: embedding, final norm and head first, then layer by layer."""
     theirs = huggingface_of(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
     ends = _paths(jax.eval_shape(built.init_ends, key))
-    order = built.functions.kinds_of(model.n_layers)
+    order = built.functions.layer_kinds(model.n_layers)
     layers = {
         kind: _paths(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
         for kind in set(order)
@@ -91,9 +91,10 @@ def parameters(model: ModelConfig) -> list[Parameter]:
 
 
 def located(model: ModelConfig, files: TensorFiles) -> list[Parameter]:
-    """The parameters of a model by the names that they have in these files.
+    """The parameters of a model with the tensor names that `files` use.
 
-    Files of a model without its head lack the first part of all names; experts may be one tensor.
+    Names lack their first part (`BASE`) where the files are of the model without its head. Experts
+    may be fused into one tensor (`FUSED`).
     """
     form, names = huggingface_of(model), set(files.names)
     bare = not any(name.startswith(form.BASE) for name in names)
@@ -113,7 +114,7 @@ def located(model: ModelConfig, files: TensorFiles) -> list[Parameter]:
 
 
 def _without(base: str, own: Parameter) -> Parameter:
-    """A parameter as files of the model without its head name it."""
+    """The parameter with the prefix `base` removed from its tensor name."""
     return replace(own, theirs=own.theirs._replace(name=own.theirs.name.removeprefix(base)))
 
 

@@ -1,4 +1,4 @@
-"""Orbax's threads print what they raise as well; whoever waits for them reports it once."""
+"""Suppression of errors that Orbax's threads print and also raise; the caller reports them once."""
 
 import contextlib
 import gc
@@ -10,11 +10,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_threads() -> Iterator[None]:
-    """In the body nothing is printed of why Orbax's threads failed, which they raise as well.
+    """Within the context, do not print errors of Orbax's threads; they are raised as well.
 
-    Orbax logs it in every thread. Once one array has failed it no longer waits for the others and
-    closes their event loop: asyncio logs their errors when their tasks are collected as garbage,
-    and TensorStore prints that it finds the loop closed.
+    Orbax logs an error in every thread. Once one array has failed, it stops waiting for the others
+    and closes their event loop: asyncio then logs their errors when their tasks are garbage
+    collected, and TensorStore prints that the loop is closed.
     """
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -32,7 +32,7 @@ def quiet_threads() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # while the filters are there
+        gc.collect()  # asyncio logs on collection, so collect while the filters are installed
         for logger in loggers:
             logger.removeFilter(is_kept)
         sys.unraisablehook = before

@@ -1,7 +1,7 @@
-"""A directory of safetensors as Hugging Face lays it out: one file, or shards and their index.
+"""Reading and writing of a Hugging Face safetensors directory: one file, or shards and an index.
 
-Tensors are read one by one, each from a file opened for it alone, so that no more than one is in
-memory; they are written likewise, straight into the shard that they belong to.
+Memory holds one tensor at a time: each tensor is read from a file that is opened for it alone, and
+written directly to its shard.
 """
 
 import json
@@ -24,10 +24,10 @@ DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Kinds that are read as another: parameters of a run are float32.
+# float64 is read as float32, the dtype of a run's parameters.
 _READ_AS = DTYPES | {"F64": DTYPES["F32"]}
-# What torch.compile, DistributedDataParallel and FSDP put into the names of the modules they wrap,
-# and peft before all names.
+# Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft and
+# DistributedDataParallel put before all names.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _PREFIXES = ("base_model.model.", "module.")
 _ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.", ".modules_to_save.")
@@ -36,16 +36,20 @@ Shape = tuple[int, ...]
 
 
 class TensorFiles:
-    """The tensors of such a directory, by name, but those that end with one of `without`.
+    """The tensors of a safetensors directory by name, without wrapper names of torch modules.
 
-    Names lack what wrappers of torch modules put into them. Raises `ConfigError` where shards or
-    tensors of the index are missing, files are damaged, a tensor is of a dtype other than float64,
-    float32, float16 and bfloat16, or tensors are adapters to others.
+    Args:
+      directory: holds model.safetensors, or shards and their index.
+      without: suffixes of names to ignore.
+
+    Raises:
+      ConfigError: shards or tensors of the index are missing, files are damaged, a tensor is not
+        float64, float32, float16 or bfloat16, or tensors belong to an adapter that is not merged.
     """
 
     def __init__(self, directory: Path, without: tuple[str, ...] = ()):
         self.directory = directory
-        self._stored: dict[str, tuple[Path, str]] = {}  # where, and under which name
+        self._stored: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
         for path in self._files():
             with _opened(path) as file:
@@ -82,7 +86,7 @@ class TensorFiles:
 
     @property
     def names(self) -> list[str]:
-        """All tensors, file by file."""
+        """Names of all tensors, file by file."""
         return list(self._kinds)
 
     def shape(self, name: str) -> Shape:
@@ -94,14 +98,14 @@ class TensorFiles:
         return self._kinds[name][1]
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in memory of its own; its file's pages are let go."""
+        """Read one tensor into new memory; its file is unmapped afterwards."""
         path, stored = self._stored[name]
         with _opened(path) as file:
             return file.get_tensor(stored).astype(self.dtype(name), copy=False)
 
     @cached_property
     def _index(self) -> dict[str, str]:
-        """File names by tensor; empty without an index."""
+        """File name by tensor name; empty without an index."""
         path = self.directory / INDEX
         if (self.directory / ONE_FILE).exists() or not path.exists():
             return {}
@@ -143,7 +147,7 @@ class TensorFiles:
 
 
 def _plain(name: str) -> str:
-    """A tensor's name without what wrappers put into it.
+    """A tensor's name without the insertions and prefixes of wrappers.
 
     >>> _plain("base_model.model.model.layers.0._orig_mod.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -172,9 +176,14 @@ def write_tensors(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write `tensors`, which come in the order of `shapes`, cast to `dtype`.
+    """Write tensors, cast to `dtype`, as one file or as shards and an index.
 
-    A shard has at most `max_shard_bytes` of tensors, or one tensor; one shard alone needs no index.
+    Args:
+      directory: existing directory to write to.
+      shapes: shape by name; the shards are planned from it before a tensor is read.
+      tensors: (name, tensor) in the order of `shapes`.
+      dtype: a dtype of `DTYPES`.
+      max_shard_bytes: limit on the tensors of a shard [bytes]; a larger tensor has its own shard.
     """
     size_of = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
     shards = list(_shards(size_of, max_shard_bytes))
@@ -213,8 +222,8 @@ def _shards(size_of: dict[str, int], most: int) -> Iterator[list[str]]:
 
 
 def _header(shapes: dict[str, Shape], dtype: np.dtype) -> bytes:
-    """Length and JSON as the format wants them: https://huggingface.co/docs/safetensors."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    """Length and JSON of a file's header. Source: https://huggingface.co/docs/safetensors."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + int(np.prod(shape)) * dtype.itemsize

@@ -1,8 +1,8 @@
-"""What programs that generate text read of a model's directory besides its weights.
+"""Files and settings that text generation needs besides the weights.
 
-Those are the ids that begin, end and pad a text, the longest context, the dtype, sampling defaults
-and the tokenizer's files. None of it is a parameter, so a checkpoint keeps it in its metadata, and
-every checkpoint of a run that begins with such a one repeats it.
+They are the BOS, EOS and padding token ids, the longest context, the dtype, sampling defaults and
+the tokenizer's files. A checkpoint keeps them in its metadata, and a run that starts from such a
+checkpoint copies them into each of its own checkpoints.
 """
 
 import base64
@@ -35,14 +35,14 @@ TokenId = int | list[int]
 
 @dataclass(frozen=True)
 class ServingFiles:
-    """The part of a Hugging Face directory that is not weights, as far as it is known.
+    """The content of a Hugging Face directory other than weights, as far as it is known.
 
     Attributes:
-      token_ids: fields of config.json, such as `{"eos_token_id": 2}`; the id may be a list.
-      max_positions: longest context; 0: not known.
-      dtype: dtype of the weights by torch's name; "": not known.
-      generation: generation_config.json; empty: there is none.
-      files: the tokenizer's files by their path in the directory.
+      token_ids: fields of config.json, such as `{"eos_token_id": 2}`; an id may be a list.
+      max_positions: longest context [tokens]; 0: not known.
+      dtype: torch's name of the dtype of the weights; "": not known.
+      generation: content of generation_config.json; empty if there is none.
+      files: the tokenizer's files by path within the directory.
     """
 
     token_ids: dict[str, TokenId] = field(default_factory=dict)
@@ -53,7 +53,10 @@ class ServingFiles:
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
-        """Those of a Hugging Face directory with this config.json, whose defaults are filled in."""
+        """Read them from a Hugging Face directory.
+
+        `config` is its config.json with defaults filled in.
+        """
         names = (f"{role}_token_id" for role in _ROLES)
         return cls(
             token_ids={name: config[name] for name in names if config.get(name) is not None},
@@ -65,14 +68,14 @@ class ServingFiles:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Those that a checkpoint's metadata keeps; all unknown where it keeps none."""
+        """Unpack them from a checkpoint's metadata; all fields are unknown if it has none."""
         kept = dict(meta.get("huggingface") or {})
         files = kept.pop("files", {})
         unpacked = {name: zlib.decompress(base64.b64decode(text)) for name, text in files.items()}
         return cls(**kept, files=unpacked)
 
     def as_meta(self) -> dict[str, Any]:
-        """The entry of a checkpoint's metadata that `from_meta` reads; none where none is known."""
+        """The metadata entry that `from_meta` reads; empty if nothing is known."""
         if self == type(self)():
             return {}
         packed = {
@@ -82,9 +85,10 @@ class ServingFiles:
         return {"huggingface": asdict(self) | {"files": packed}}
 
     def with_tokenizer(self, directory: Path, vocab_size: int) -> Self:
-        """The same with the tokenizer, its ids and the sampling defaults of another directory.
+        """A copy with the tokenizer, token ids and sampling defaults of another directory.
 
-        Raises `ConfigError` where it holds no tokenizer, or an id is not in the vocabulary.
+        Raises `ConfigError` where the directory holds no tokenizer, or an id is not below
+        `vocab_size`.
         """
         files = _tokenizer_files(directory)
         if not {*_VOCABULARIES} & files.keys():
@@ -105,9 +109,12 @@ class ServingFiles:
         return replace(self, token_ids=ids, generation=generation, files=files)
 
     def with_end(self, token: int | None, tokenizer: Path | None) -> Self:
-        """The same where `token` ends a text too, as in the documents that a run trains on.
+        """A copy in which `token` is an EOS token too.
 
-        `tokenizer` is the tokenizer.json of these documents, taken where no other is known.
+        Args:
+          token: the end-of-document token of the training data; None: not known.
+          tokenizer: path of the training data's tokenizer.json, which is used if no other tokenizer
+            is known.
         """
         found = self
         if not self.files and tokenizer is not None and tokenizer.is_file():
@@ -125,7 +132,7 @@ class ServingFiles:
         return replace(found, token_ids=ids, generation=generation)
 
     def write(self, directory: Path) -> None:
-        """Write all but config.json."""
+        """Write the tokenizer's files and generation_config.json to a directory."""
         files = dict(self.files)
         if self.generation:
             files[GENERATION] = (json.dumps(self.generation, indent=2) + "\n").encode()
@@ -140,7 +147,7 @@ def _listed(token: TokenId | None) -> list[int]:
 
 
 def _also(fields: Mapping[str, Any], token: int) -> dict[str, TokenId]:
-    """`eos_token_id` with one more token, as one number where it is the only one."""
+    """`eos_token_id` with `token` added: a list, or a number if it is the only id."""
     ids = list(dict.fromkeys([*_listed(fields.get("eos_token_id")), token]))
     return {"eos_token_id": ids if len(ids) > 1 else token}
 
@@ -151,7 +158,7 @@ def _tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def _ids_by_name(files: Mapping[str, bytes]) -> dict[str, TokenId]:
-    """The ids of the tokens that tokenizer_config.json names."""
+    """The ids of the BOS, EOS and padding tokens that tokenizer_config.json names."""
     described, known = _parsed(files, TOKENIZER_CONFIG), dict(_tokens(files))
     found: dict[str, TokenId] = {}
     for role in _ROLES:
@@ -163,10 +170,10 @@ def _ids_by_name(files: Mapping[str, bytes]) -> dict[str, TokenId]:
 
 
 def _tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
-    """Name and id of every token of a tokenizer, added ones last."""
+    """Yield (name, id) of every token of a tokenizer, added tokens last."""
     whole = _parsed(files, TOKENIZER)
     vocabulary = whole.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # of SentencePiece's unigrams: [name, score] in order
+    if isinstance(vocabulary, list):  # a SentencePiece unigram model: [name, score] by id
         vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
     yield from (vocabulary or _parsed(files, "vocab.json")).items()
     yield from _parsed(files, "added_tokens.json").items()
@@ -180,7 +187,7 @@ def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file does not exist."""
+    """Read a JSON object; empty where the file does not exist."""
     return _decoded(path.read_bytes(), str(path)) if path.is_file() else {}
 
 

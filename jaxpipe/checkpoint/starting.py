@@ -1,4 +1,4 @@
-"""The TOML file of a run that starts from a Hugging Face checkpoint, written from config.json."""
+"""Writes a run's TOML file for a Hugging Face checkpoint from its config.json."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import tomli_w
 from jaxpipe.checkpoint.huggingface import model_settings, read_config
 from jaxpipe.config import ConfigError
 
-_SEQ_LEN = 2048  # tokens; or as many as the model is made for
+_SEQ_LEN = 2048  # tokens; less where the model's max_seq_len is smaller
 
 _HEAD = """\
 # A run that goes on training the model of {source}.
@@ -18,9 +18,9 @@ _HEAD = """\
 
 
 def write_config(source: Path, target: Path) -> None:
-    """Write the TOML file of a run whose model config.json in `source` describes.
+    """Write a run's TOML file to `target` for the model that `source`/config.json describes.
 
-    Raises `ConfigError` where no family here has that model, or `target` exists.
+    Raises `ConfigError` where no family has that model, or `target` exists or cannot be written.
     """
     model = model_settings(read_config(source), source)
     seq_len = min(model.get("max_seq_len", _SEQ_LEN), _SEQ_LEN)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: directories of Orbax, which plain Orbax reads on any devices."""
+"""The checkpoints of a run: Orbax directories, which plain Orbax reads on any devices."""
 
 import contextlib
 import itertools
@@ -36,12 +36,11 @@ Check = Callable[[Path, Meta], None]  # raises `ConfigError` for metadata of ano
 
 
 class Checkpoints:
-    """The checkpoints of one run: a context manager that waits for pending saves on leaving.
+    """The checkpoints of one run: a context manager that waits for pending saves on exit.
 
-    Every save repeats what is in `carried`, entries of the metadata that outlive a step.
-
-    All processes of a run call its methods alike. The newest `keep` stay on disk, and those whose
-    step `keep_every` divides (0: no more). Raises `ConfigError` where the directory cannot be
+    All processes of a run must call its methods in the same order. Every save adds the entries of
+    `carried` to its metadata. The newest `keep` checkpoints stay on disk, and those whose step is a
+    multiple of `keep_every` (0: no others). Raises `ConfigError` where the directory cannot be
     written.
 
     >>> import jax, tempfile
@@ -49,9 +48,9 @@ class Checkpoints:
     >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
-    >>> params = {"shared": {"norm": jnp.ones(4)}, "layers": layers}
+    >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}
     >>> sharding = Sharding(mesh)
-    >>> params = jax.device_put(params, sharding.shardings(params))
+    >>> params = jax.device_put(params, sharding.named_shardings(params))
     >>> how = {"keep": 2, "asynchronous": False, "keying": Keying(layout, sharding)}
     >>> with (
     ...     tempfile.TemporaryDirectory() as directory,
@@ -80,7 +79,7 @@ class Checkpoints:
         self._quiet = contextlib.ExitStack()
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
-            self._remove_unfinished()  # of a process that was killed: no other run writes here
+            self._remove_unfinished()  # left by a killed process: no other run writes here
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
@@ -101,14 +100,14 @@ class Checkpoints:
     def __exit__(self, kind: Any, *_: object) -> None:
         with self._quiet:
             if kind is not None and processes.started() > 1:
-                return  # another process may be gone, and to finish a save with it would not end
+                return  # another process may be gone, and finishing a save would wait forever
             self.wait()
             with self._unwritten_is_said():
                 self._manager.close()
-            self._remove_unfinished()  # TensorStore may have gone on for a while
+            self._remove_unfinished()  # TensorStore may have written on after a failure
 
     def wait(self) -> None:
-        """Until what is being saved is on disk, or has failed and what there is of it is gone."""
+        """Wait until a pending save is on disk, or has failed and its files are removed."""
         with self._unwritten_is_said():
             self._manager.wait_until_finished()
         self._remove_unfinished()
@@ -120,25 +119,24 @@ class Checkpoints:
 
     @property
     def damaged(self) -> list[Path]:
-        """The checkpoints that were set aside."""
+        """Directories of damaged checkpoints that were renamed."""
         return sorted(self.directory.glob("damaged-*"))
 
     def written(self, step: int) -> bool:
-        """Whether that step is on disk, once nothing is being saved any more."""
+        """Wait for a pending save, then return whether the step is on disk."""
         self.wait()
         return step in steps_in(self.directory)
 
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
-        """Start saving; returns once the state is copied from the devices, if asynchronous.
+        """Save a step; if asynchronous, return once the state is copied from the devices.
 
-        `state` has trees in stage form; `meta` is anything that JSON can write. A step that is
-        there already is left as it is.
-
-        What cannot be written is said, and training goes on: the checkpoints before it stay.
+        `state` is in stage-stacked form; `meta` must be JSON-serialisable. A step that is on disk
+        already is not written again. A failure to write is reported and not raised, so training
+        continues; earlier checkpoints stay.
         """
         if step in self.steps:
             return
-        self.wait()  # says what went wrong with the one before
+        self.wait()  # reports a failure of the previous save
         keyed = self.keying.keyed(state)
         with self._unwritten_is_said():
             self._check_all_can_write()
@@ -155,15 +153,15 @@ class Checkpoints:
     def restore(
         self, like: Tree, say: Callable[[str], None], check: Check | None = None
     ) -> tuple[Tree, Meta] | None:
-        """The newest undamaged `(state, meta)` in the form of `like`, or None if there is none.
+        """Restore the newest undamaged checkpoint.
 
-        `like` is a state in stage form, or only its shapes; `check` gets the path and the metadata
-        before any array is read.
+        Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form
+        or its shapes; None if there is no checkpoint. `check` gets the path and the metadata before
+        any array is read.
 
-        A checkpoint that is proved to be damaged is renamed out of the way, reported, and the one
-        before it is taken. Raises `ConfigError`, and leaves everything as it is, for a checkpoint
-        of another model, naming the first differing leaf, or that cannot be read for any other
-        reason.
+        A checkpoint that is proved to be damaged is renamed and reported, and the previous one is
+        tried. Raises `ConfigError`, and changes nothing on disk, where a checkpoint is of another
+        model (the message names the first array that differs) or cannot be read for another reason.
         """
         for step in reversed(self.steps):
             try:
@@ -181,7 +179,7 @@ class Checkpoints:
     def _set_aside(self, step: int) -> Path:
         names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
         aside = next(path for name in names if not (path := self.directory / name).exists())
-        processes.largest(0)  # all have chosen before the first renames
+        processes.largest(0)  # barrier: all choose the same name before the first renames
         with processes.first_before_others(f"damaged {step}"):
             if processes.first():
                 try:
@@ -195,13 +193,13 @@ class Checkpoints:
         return aside
 
     def _remove_unfinished(self) -> None:
-        """Remove what a save that was killed or failed has left, which is up to a whole state."""
+        """Remove files of a killed or failed save, which can be as large as the full state."""
         if processes.first():
             for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _check_all_can_write(self) -> None:
-        """Raise `OSError` now: Orbax would wait for its own threads five minutes and more."""
+        """Raise `OSError` if a process cannot write: Orbax would block for over five minutes."""
         reason = ""
         try:
             _touch(self.directory)
@@ -215,7 +213,7 @@ class Checkpoints:
         try:
             yield
         except jax.errors.JaxRuntimeError:
-            raise  # of a device or of another process, not of the disk
+            raise  # a failure of a device or another process, not of the disk
         except (OSError, ValueError, RuntimeError) as error:
             self._say(
                 f"warning: a checkpoint could not be written ({_reason(error)}): training goes "
@@ -225,9 +223,10 @@ class Checkpoints:
 
 
 def newest(path: Path) -> Path:
-    """The newest checkpoint of a run, or of a directory of checkpoints; a checkpoint is itself.
+    """The directory of the newest checkpoint in `path`.
 
-    Raises `ConfigError` where there is none.
+    `path` is a run's directory, a directory of checkpoints, or a checkpoint, which is returned as
+    it is. Raises `ConfigError` where there is no checkpoint.
     """
     path = path.absolute()
     for directory in (path, path / "checkpoints"):
@@ -256,16 +255,17 @@ def read_state(
     say: Callable[[str], None] = print,
     check: Check | None = None,
 ) -> tuple[Tree, Meta]:
-    """The `(state, meta)` of one checkpoint in the form of `like`, a state or its shapes.
+    """Read one checkpoint. All processes call it; each reads the shards of its own devices.
 
-    Of a `like` that has only some of a state's parts, only these are read; some of the parameters
-    may be excluded. `check` gets the path and the metadata before any array is read. Variables that
-    the checkpoint has not, or has in other shapes, are left out of the state, and those that `like`
-    has not are not read. Each process reads what its own devices hold, and all call this alike.
+    Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form or
+    its shapes, of which some entries may be absent: they are not read. Parameters of `exclusion`
+    are initialised anew. Variables that the checkpoint does not have, or has with other shapes, are
+    omitted. `check` gets the path and the metadata before any array is read.
 
-    Raises `DamagedError` where checksums, or files that are missing or cannot be decoded, prove
-    damage, and `ConfigError` for a checkpoint of another model or of a newer format, or that cannot
-    be read for any other reason: on all processes, whichever of them has found it.
+    Raises:
+      DamagedError: checksums, or files that are missing or cannot be decoded, prove damage.
+      ConfigError: the checkpoint is of another model or a newer format, or cannot be read for
+        another reason. Either error is raised on all processes, whichever process found it.
     """
     with all_processes_read(path):
         meta = read_meta(path)
@@ -291,7 +291,7 @@ def _read_arrays(path: Path, keying: Keying, like: Tree, exclusion: Exclusion | 
     handler = state_handler()
     stored = handler.metadata(path / "state").tree
     like = with_variables_of(stored, like)
-    shapes = keying.keyed_shapes(like)  # those on disk
+    shapes = keying.keyed_shapes(like)  # as on disk, without padding
     left_out = exclusion.names(shapes) if exclusion else frozenset()
     check_same_arrays(shapes, stored, path, left_out)
     with freed_at_once():
@@ -310,15 +310,16 @@ def _read_arrays(path: Path, keying: Keying, like: Tree, exclusion: Exclusion | 
 
 
 def _reason(error: Exception) -> str:
-    """The words of the operating system, where TensorStore quotes them, or else the first line."""
+    """The operating system's message if TensorStore quotes it, otherwise the first line."""
     quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
     return quoted[1].strip() if quoted else first_line(error)
 
 
 def _without_devices() -> ocp.options.MultiprocessingOptions:
-    """How Orbax's processes wait for each other: as ours do, beside steps, and not by devices.
+    """Options that make Orbax synchronise processes by the coordination service.
 
-    By default they meet in a collective. That they are named makes them meet at the service.
+    By default Orbax uses a device collective, which would run among the collectives of the steps.
+    Orbax uses the coordination service if `active_processes` is given.
     """
     every = set(range(jax.process_count())) if jax.process_count() > 1 else None
     return ocp.options.MultiprocessingOptions(active_processes=every)
@@ -335,7 +336,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _touch(directory: Path) -> None:
-    """Make the directory if it is not there, and a file in it, and remove that again."""
+    """Create the directory if needed, and create and remove a file in it."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass

@@ -1,7 +1,7 @@
-"""Checkpoints without a mesh: written and read a few arrays at a time, on one host.
+"""Checkpoints without a mesh, written and read a few arrays at a time on one host.
 
-`Checkpoints` saves what devices hold. Here parameters come from files, or go there, and need not
-fit into memory: a `LazyArray` stands for one that is read when its turn comes to be written.
+`Checkpoints` saves arrays on devices. This module moves parameters between a checkpoint and other
+files, and they need not fit into memory: a `LazyArray` is read only when it is written.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from jaxpipe.checkpoint.integrity import (
 from jaxpipe.config import ConfigError
 
 Tree = Any
-# What a reader must decompress to have any element, and a writer holds compressed besides an array.
+# A reader decompresses a full chunk for any element of it, and a writer holds one compressed chunk
+# in addition to the array.
 _CHUNK_BYTES = 16 * 2**20
-_WEIGHT = ("optimizer", "b1")  # of schedule-free AdamW's average in what is trained
+_WEIGHT = ("optimizer", "b1")  # schedule-free AdamW: weight of the average in the trained params
 
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array of known shape and dtype that `read` makes anew each time it is called."""
+    """An array of known shape and dtype that every call of `read` loads."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -45,13 +46,13 @@ class LazyArray:
 
 
 class _LazyHandler(type_handlers.NumpyHandler):
-    """Writes lazy arrays one after the other, so that they are read like those of a run."""
+    """Writes lazy arrays one by one, in the form in which a run saves its arrays."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
 
     def typestr(self) -> str:
-        """What Orbax notes that the arrays were."""
+        """The type that Orbax records for the arrays: that of `jax.Array`."""
         return type_handlers.ArrayHandler().typestr()
 
     async def serialize(
@@ -60,7 +61,7 @@ class _LazyHandler(type_handlers.NumpyHandler):
         infos: Sequence[type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[Any]:
-        """Read and write each array before the next is read; nothing is left to wait for."""
+        """Read and write each array before the next is read; return no futures."""
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values)):
             for written in await super().serialize([value.read()], [info], [arg]):
                 written.result()
@@ -68,12 +69,12 @@ class _LazyHandler(type_handlers.NumpyHandler):
 
 
 def save_parameters(directory: Path, params: Tree, meta: dict[str, Any]) -> Path:
-    """Write a tree of `LazyArray`s as step 0 of a run's checkpoints and return its directory.
+    """Write a keyed tree of `LazyArray`s as a checkpoint of step 0; return the step's directory.
 
-    The checkpoint is of kind "params": its state is `{"params": params}`, with neither moments nor
-    a step, and its data position 0. It has its name only once it is complete.
+    The checkpoint has kind "params": its state is `{"params": params}`, without moments and step,
+    and its data position is 0. It gets its name only when it is complete.
 
-    Raises `ConfigError` where the directory holds checkpoints already or cannot be written.
+    Raises `ConfigError` where the directory already holds checkpoints or cannot be written.
     """
     directory = directory.absolute()
     state = {"params": params}
@@ -122,9 +123,13 @@ def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A complete checkpoint, whole or of parameters alone, in the directory of its step.
+    """A complete checkpoint on disk, of a full state or of parameters only.
 
-    Raises `ConfigError` where there is none, or one that is damaged or of a later format.
+    Args:
+      directory: the directory of the step.
+
+    Raises:
+      ConfigError: there is no checkpoint, it is damaged, or its format is newer.
     """
 
     directory: Path
@@ -134,7 +139,7 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
-        """What was saved beside the state: step, data position, configuration."""
+        """The checkpoint's metadata: step, data position, configuration."""
         if not self._complete():
             raise self._is_not("it is not a complete checkpoint of Orbax")
         with self._reading():
@@ -142,9 +147,9 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def compared(self) -> int:
-        """How many files of the state are as they were saved; 0: none has a checksum.
+        """The number of files of the state that match their checksums; 0: there are no checksums.
 
-        Raises `ConfigError` where one is not.
+        Raises `ConfigError` where a file does not match.
         """
         if not has_checksums(self.meta):
             return 0
@@ -153,14 +158,14 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def leaves(self) -> dict[tuple[str, ...], Any]:
-        """What has a shape and a dtype, by path: `("params", "layers", "17", "attn", "wq")`."""
+        """Shape and dtype of every array by path, as `("params", "layers", "17", "attn", "wq")`."""
         with self._reading(checked=self.compared > 0):
             stored = ocp.PyTreeCheckpointHandler().metadata(self._item("state"))
         paths, _ = jax.tree.flatten_with_path(stored.tree, is_leaf=lambda n: hasattr(n, "shape"))
         return {tuple(_key(part) for part in path): leaf for path, leaf in paths}
 
     def read(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
-        """The leaves at these paths, of nested dicts, with all else left on disk.
+        """Read the arrays at these paths only.
 
         Raises `ConfigError` where a file of the state is damaged.
         """
@@ -176,10 +181,11 @@ class StoredCheckpoint:
         return [functools.reduce(operator.getitem, path, found) for path in paths]
 
     def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
-        """The parameters at these paths, such as `("layers", "17", "attn", "wq")`, for evaluation.
+        """Read the parameters to evaluate at these paths: `("layers", "17", "attn", "wq")`.
 
-        They are those that are trained, y; but of a run of schedule-free AdamW, whose moments have
-        z and b1, the average `(y - (1 - b1) z) / b1` (`optax.contrib.schedule_free_eval_params`).
+        They are the trained parameters y, except for schedule-free AdamW, whose moments contain z
+        and b1: then they are the average `(y - (1 - b1) z) / b1`, as in
+        `optax.contrib.schedule_free_eval_params`.
         """
         trained = self.read([("params", *path) for path in paths])
         moments = [("optimizer", "z", *path) for path in paths]
@@ -192,7 +198,7 @@ class StoredCheckpoint:
         return self.directory.absolute() / name
 
     def _complete(self) -> bool:
-        # Orbax writes into a directory of such a name and renames it last.
+        # Orbax writes to a directory with this suffix and renames it when it is complete.
         unfinished = ".orbax-checkpoint-tmp" in self.directory.absolute().name
         return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
 
@@ -214,7 +220,7 @@ class StoredCheckpoint:
 
 
 def nested(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
-    """A tree of dicts from its leaves by path."""
+    """A pytree of nested dicts from its leaves by path."""
     tree: Tree = {}
     for path, leaf in leaves.items():
         node = tree

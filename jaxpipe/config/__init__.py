@@ -1,4 +1,4 @@
-"""The settings of a run: what they are, and how they are read. Nothing here needs jax."""
+"""The settings of a run and how they are read. Imports no jax."""
 
 from jaxpipe.config.errors import ConfigError, first_line
 from jaxpipe.config.reading import from_builtins, load, to_toml

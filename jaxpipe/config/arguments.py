@@ -1,4 +1,4 @@
-"""The command line of what takes a configuration and settings: its parser, and its faults."""
+"""The command line shared by commands that take a configuration: its parser and its errors."""
 
 import argparse
 import sys
@@ -22,8 +22,10 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """A parser with the arguments CONFIG and section.key=value.
 
-    `doc` is the docstring of the command's module: what it does, and in a last paragraph its exit
-    codes, which stand at the end of the help.
+    Args:
+      command: name of the module below `jaxpipe`.
+      doc: docstring of the command's module; its last paragraph, the exit codes, ends the help.
+      example: a configuration to name in the help.
     """
     about, _, codes = doc.strip().rpartition("\n\n")
     parser = argparse.ArgumentParser(
@@ -36,7 +38,11 @@ def parser_of(
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; `ConfigError` for an unknown option, with the setting that may be meant."""
+    """Parse `argv` (None: `sys.argv`).
+
+    Raises:
+      ConfigError: an option is unknown; the message names the setting that may be meant.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -46,7 +52,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def _meant(word: str, argv: Sequence[str]) -> str:
-    """How a setting that was given as an option is given; --help where there is none."""
+    """Advice on an unknown option: how to write the setting of that name, or --help."""
     name, _, value = word.lstrip("-").partition("=")
     after = argv[argv.index(word) + 1 :] if word in argv else []
     value = value or next(iter(after), "VALUE")

@@ -1,10 +1,10 @@
-"""Bad input, in one sentence."""
+"""Errors in the user's input."""
 
 
 class ConfigError(ValueError):
-    """Something the user gave cannot be used; the message says what, where and what to do."""
+    """The user's input cannot be used; the message says what is wrong, where, and what to do."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough to stand in a sentence of ours."""
+    """First line of an error's message, at most 200 characters, to quote in a message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

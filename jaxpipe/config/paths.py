@@ -1,4 +1,4 @@
-"""Paths that a user gives: on this machine, since no object store can be read or written."""
+"""Paths given by the user. They must be local: object stores are not supported."""
 
 import re
 from argparse import ArgumentTypeError
@@ -8,7 +8,7 @@ from jaxpipe.config.errors import ConfigError
 
 
 def check_local(name: str, text: str) -> None:
-    """Raise `ConfigError` where the path of a setting is a URL, such as gs://bucket/run.
+    """Raise `ConfigError` if the path of a setting is a URL such as gs://bucket/run.
 
     >>> check_local("run.dir", "runs/a")
     """
@@ -17,7 +17,11 @@ def check_local(name: str, text: str) -> None:
 
 
 def local_path(text: str) -> Path:
-    """A path of the command line; `argparse.ArgumentTypeError` where it is a URL."""
+    """A path from the command line, for argparse.
+
+    Raises:
+      argparse.ArgumentTypeError: it is a URL.
+    """
     if sentence := _fault(text):
         raise ArgumentTypeError(f"{text!r} {sentence}")
     return Path(text)

@@ -1,7 +1,7 @@
-"""A configuration read from TOML and overrides, and written back.
+"""Read a configuration from TOML and overrides, check it, and write it back.
 
-Every error is a `ConfigError` whose message is one sentence: the rule, the values, the place and
-the remedy.
+Every error is a `ConfigError` whose message is one sentence: the rule, the values, where they were
+given, and a remedy.
 """
 
 import codecs
@@ -21,16 +21,17 @@ from jaxpipe.config.paths import check_local
 from jaxpipe.config.sections import Config, LocalPath
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
-_RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and what they are now
-_LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # without subnormals
+_RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and their present names
+_LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 _LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply overrides `section.key=value`, and check names, types and ranges.
 
-    An override is a line of TOML; a value that is no TOML value is taken as a string, so
-    `parallel.schedule=gpipe` needs no quotes. Checks across fields: `jaxpipe.planning.checks`.
+    An override is a line of TOML. A value that is not valid TOML is read as a string, so
+    `parallel.schedule=gpipe` needs no quotes. Rules across settings are checked by
+    `jaxpipe.planning.checks`.
     """
     check_local("CONFIG", str(path))
     path = Path(path)
@@ -51,9 +52,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_builtins(tree: Mapping[str, Any]) -> Config:
-    """A configuration from `msgspec.to_builtins` of one, with names and types checked.
+    """A configuration from the `msgspec.to_builtins` of one, with names and types checked.
 
-    One that was saved may have the names of its time. Raises `msgspec.ValidationError`.
+    Renamed keys of older saved configurations are accepted.
+
+    Raises:
+      msgspec.ValidationError: a name or type is wrong.
     """
     for name, renamed in _RENAMED.items():
         section = {renamed.get(key, key): value for key, value in tree.get(name, {}).items()}
@@ -62,7 +66,7 @@ def from_builtins(tree: Mapping[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration, defaults included, as TOML that `load` reads back to the same."""
+    """The full configuration, defaults included, as TOML that `load` reads back unchanged."""
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
@@ -82,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not in UTF-8 ({error}): save it as UTF-8.") from error
-    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
@@ -123,7 +127,7 @@ def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of every section, that of `[model]` by its family."""
+    """The record class of every section; that of `[model]` depends on the family."""
     model = tree.get("model")
     name = (model if isinstance(model, Mapping) else {}).get("family", ModelConfig.DEFAULT)
     if name not in FAMILIES:
@@ -131,7 +135,7 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     return get_type_hints(Config) | {"model": FAMILIES[name].config}
 
 
-_ELSEWHERE = {  # sections of other trainers, and where their settings are here
+_ELSEWHERE = {  # sections of other trainers, and the sections here with their settings
     "distributed": "parallel",
     "multi_stage": "parallel",
     "schedule": "parallel",
@@ -173,7 +177,7 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _nearest_key(name: str, key: str, sections: Mapping[str, Any]) -> str | None:
-    """The key of that name in another section, or the nearest one in its own."""
+    """The setting with this key in another section, or with the most similar key in this one."""
     for section, record in sections.items():
         if key in record.__struct_fields__:
             return f"{section}.{key}"
@@ -182,7 +186,7 @@ def _nearest_key(name: str, key: str, sections: Mapping[str, Any]) -> str | None
 
 
 def _check_floats(config: Config) -> None:
-    """Every float is a number of float32, in which devices compute."""
+    """Check that every float is 0 or a normal number of float32, in which devices compute."""
     for name, value in _values(config):
         if not isinstance(value, float):
             continue
@@ -201,7 +205,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _values(record: msgspec.Struct, of: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its name, also of tables in lists; `of` one type alone, if given."""
+    """Names and values of all settings, also of tables in lists; `of` selects one type."""
     hints = get_type_hints(type(record), include_extras=True)
     for field in record.__struct_fields__:
         value, name = getattr(record, field), f"{prefix}{field}"
@@ -216,7 +220,7 @@ def _values(record: msgspec.Struct, of: Any = None, prefix: str = "") -> Iterato
 
 
 def _check_values(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
-    """Every value is there where it must be, and of its field's type and range."""
+    """Check that required values are present, and that values have their field's type and range."""
     for name, section in sections.items():
         given, hints = tree.get(name, {}), get_type_hints(section, include_extras=True)
         for field in msgspec.structs.fields(section):

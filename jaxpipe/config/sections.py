@@ -11,7 +11,7 @@ from jaxpipe.model.family import INT32_MAX, Count, Positive
 from jaxpipe.partition.sequence import Method, padded_length
 
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-LocalPath = Annotated[str, Meta(extra={"path": True})]  # relative to where the command was given
+LocalPath = Annotated[str, Meta(extra={"path": True})]  # relative to the current directory
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -25,63 +25,80 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunConfig(_Section, kw_only=True):
-    """`[run]`: where the run lives."""
+    """`[run]`: the run directory."""
 
-    dir: LocalPath = ""  # holds data, checkpoints and metrics; empty: runs/<name of the file>
+    dir: LocalPath = ""  # folder of data, checkpoints and metrics; empty: runs/<config's name>
 
 
 class ParallelConfig(_Section, kw_only=True):
-    """`[parallel]`: the mesh, and how the layers and microbatches run on it."""
+    """`[parallel]`: the mesh, the sharding, and the pipeline schedule."""
 
     pp: Positive = 1  # pipeline ranks
-    # data-parallel replicas of every rank; -1: all that fit
+    # data-parallel replicas; -1: as many as the devices allow
     dp: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 1
-    dp_replicate: Positive = 1  # groups of replicas; ZeRO cuts over those of one (HSDP)
-    cp: Positive = 1  # of these so many share every sequence, each with a part of its tokens
-    # gather: keys and values of all; ring: they go round; ulysses: each has some heads of all
+    # groups of replicas that hold all shards each; ZeRO shards within a group (HSDP); 1: plain ZeRO
+    dp_replicate: Positive = 1
+    cp: Positive = 1  # replicas that share every sequence (context parallelism; a factor of dp)
+    # how attention reaches other sequence shards. gather: all-gather keys and values; ring: pass
+    # them around the devices; ulysses: exchange tokens for heads by all-to-all
     cp_method: Method = "gather"
-    # ring: so many neighbours are one place of it, and exchange heads there; cp: that is ulysses
+    # neighbouring devices that exchange heads within one ring position; 1: plain ring attention,
+    # cp: the same as ulysses
     cp_heads: Positive = 1
-    ep: Positive = 1  # so many of them have parts of every layer's experts
-    # rows that one can send to each of these, over the mean of what tokens choose; 0: all there are
+    ep: Positive = 1  # replicas that share the experts of every layer (a factor of dp)
+    # capacity of the expert all-to-all buffer, as a multiple of the mean load; 0: worst case,
+    # nothing overflows
     ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
-    slices: Positive = 1  # of every sequence in time, which pass the pipeline one by one
-    tp: Positive = 1  # devices that share every layer
-    pipeline_first: bool = False  # order of devices: ranks of a replica next to each other
-    sequence_parallel: bool = False  # cut the stream between sublayers over tp too
-    # every rank has a part of embedding and head; auto: on GPU, where the plan is not slower
+    slices: Positive = 1  # sequence slices, which pass the pipeline one after the other
+    tp: Positive = 1  # devices that share every layer (tensor parallelism)
+    pipeline_first: bool = False  # order devices so that a replica's pipeline ranks are neighbours
+    sequence_parallel: bool = False  # shard the stream between sublayers over tp along the sequence
+    # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is no slower
     vocab_parallel_pp: bool | Literal["auto"] = "auto"
-    zero_stage: Literal[0, 1, 2, 3] = 1  # what dp replicas hold parts of; see README
-    # dtype in which gradients are summed over dp replicas; bfloat16 halves the bytes sent, but
-    # rounds each replica's sum, and their total, to 8 bits
+    # what replicas shard. 0: nothing; 1: parameters and moments; 2: gradients too; 3: parameters
+    # also within a step
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    # dtype in which gradients are reduced over replicas; bfloat16 halves the bytes sent, but rounds
+    # each replica's sum, and their total, to 8 bits
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    # zero_stage=3: gather a layer for every action anew; auto: not under pp, else yes
+    # with zero_stage=3: all-gather a layer for every action instead of once a step; saves memory,
+    # costs M times as many gathers; auto: if pp is 1
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    schedule: str = "1f1b"  # one of jaxpipe.schedule.NAMES
-    schedule_file: LocalPath = ""  # custom: a .csv or .json of the orders, in PyTorch's notation
-    virtual_stages: Count = 0  # stages a rank, where the schedule leaves it open; 0: its default
-    breadth: Count = 0  # microbatches through one stage before a rank's next; 0: the schedule's own
-    # of what waits for B or W on a rank: "40GiB"; "auto": what the device has left; "1p", "2p": P
-    # or 2P microbatches, from F to B; a number of them in a stage; empty: as the schedule has it
+    schedule: str = "1f1b"  # pipeline schedule, one of jaxpipe.schedule.NAMES
+    # schedule=custom: .csv or .json with the actions of each pipeline rank, in PyTorch's notation
+    schedule_file: LocalPath = ""
+    # stages per pipeline rank, for schedules with a choice; 0: the schedule's default
+    virtual_stages: Count = 0
+    # microbatches that a pipeline rank runs through one stage before its next; 0: the schedule's
+    breadth: Count = 0
+    # limit on live activations per pipeline rank: bytes ("40GiB"); "auto": what the device has
+    # left; "1p", "2p": P or 2P microbatches on all of its stages; a number: microbatches on one
+    # stage; empty: the schedule's
     memory_limit: str | float = ""
-    objective: Literal["scan", "span", "makespan"] = "scan"  # what searches make least
-    # for searches and plans, a file of measured op seconds; "measure": the run times its own before
-    # its first step, and keeps them in run.dir; empty: of an H100
+    # what a schedule search minimises: time of the lockstep scan, or with freely running pipeline
+    # ranks the longest span of a rank or the makespan
+    objective: Literal["scan", "span", "makespan"] = "scan"
+    # op times [s] for searches and plans: a file of measured ones; "measure": the run measures them
+    # before its first step and stores them in run.dir; empty: estimates for an H100
     costs: LocalPath = ""
-    layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"  # or layers per stage
-    input_weight: Count = 1  # weighted: layers that the embedding counts for
-    output_weight: Count = 1  # weighted: layers that the head counts for
-    first_stage_layers: Count = 0  # pins the first stage's layers; 0: not pinned
-    last_stage_layers: Count = 0  # pins the last stage's layers; 0: not pinned
-    allow_underfilled: bool = False  # let 1f1b run with fewer microbatches than ranks
-    # ticks of a transfer; 0: 1 on CPU; on GPU 2, or 1 by turns where the scan is then shorter
+    # layers of each stage; even, weighted (embedding and head count as layers), or a list of counts
+    layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"
+    input_weight: Count = 1  # cost of the embedding [layers], for layer_split=weighted
+    output_weight: Count = 1  # cost of the head [layers], for layer_split=weighted
+    first_stage_layers: Count = 0  # layers of the first stage; 0: by layer_split
+    last_stage_layers: Count = 0  # layers of the last stage; 0: by layer_split
+    allow_underfilled: bool = False  # accept fewer microbatches than pipeline ranks
+    # ticks of a transfer; 0: 1 on CPU; on GPU 2, or 1 with phased permutes if the scan is shorter
     transfer_ticks: Literal[0, 1, 2] = 0
-    defer_ends: bool = False  # gradients of embedding and head wait for W of their stages
-    in_flight: Count = 0  # microbatches a rank may hold; 0: as the schedule has it
+    # defer weight gradients of embedding and head to W of their stages; keeps logit gradients live
+    defer_ends: bool = False
+    # limit on live microbatches per pipeline rank; 0: the schedule's; for 1f1b 2 pp - 1 hides the
+    # idle time of lockstep execution, but takes memory
+    in_flight: Count = 0
 
     @property
     def mesh(self) -> str:
-        """The sizes of the mesh in words."""
+        """The mesh as text, for logs."""
         shared = f" cp={self.cp} ({self.sharing})" if self.cp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
@@ -89,189 +106,198 @@ class ParallelConfig(_Section, kw_only=True):
 
     @property
     def sharing(self) -> str:
-        """How replicas that share a sequence reach all of it, in words."""
+        """The method of context parallelism as text, for logs."""
         groups = f" of {self.ring} groups" if self.cp_heads > 1 else ""
         return f"{self.cp_method}{groups}"
 
     @property
     def exchanging(self) -> int:
-        """Replicas that exchange heads of a sequence; 0: none do, and keys are gathered."""
+        """Replicas that exchange heads; 0: none, keys and values are all-gathered."""
         return {"gather": 0, "ring": self.cp_heads, "ulysses": self.cp}[self.cp_method]
 
     @property
     def ring(self) -> int:
-        """Groups of replicas round which keys and values of a sequence go; 1: they do not."""
+        """Groups of replicas in the ring of keys and values; 1: there is no ring."""
         return self.cp // self.exchanging if self.exchanging else 1
 
     @property
     def rings(self) -> bool:
-        """Whether keys and values go round the replicas that share a sequence."""
+        """Whether keys and values travel around a ring."""
         return self.ring > 1
 
     @property
-    def stretches(self) -> int:
-        """Equal parts that a sequence is cut into, in time and over devices, two a ring's place."""
+    def sequence_shards(self) -> int:
+        """Equal shards of a sequence, over slices and devices; two chunks per ring position."""
         over_devices = math.lcm(self.cp, 2 * self.ring if self.rings else 1)
         return self.slices * over_devices * (self.tp if self.sequence_parallel else 1)
 
     @property
     def least_devices(self) -> int:
-        """Devices of the fewest replicas that there can be."""
+        """Smallest number of devices: the fewest replicas that cp and ep allow."""
         return self.pp * self.tp * math.lcm(self.cp, self.ep)
 
     @property
     def reshards(self) -> bool:
-        """Whether every action gathers its layers anew; M microbatches then pay M times for it."""
+        """Whether every action all-gathers its layers, M times a step for M microbatches."""
         if self.reshard_after_forward == "auto":
             return self.zero_stage == 3 and self.pp == 1
         return self.reshard_after_forward
 
     @property
     def ends_shared_by(self) -> int:
-        """Pipeline ranks that share embedding and head; 0: they do not, or it is not decided."""
+        """Pipeline ranks that share embedding and head; 0: none, or not known yet ("auto")."""
         return self.pp if self.vocab_parallel_pp is True else 0
 
 
 class TrainConfig(_Section, kw_only=True):
-    """`[train]`: the size of a step and the number of steps."""
+    """`[train]`: the size of a step, the number of steps, precision and memory."""
 
     steps: Positive  # updates in the whole run
-    # in one program; a rank updates its stages and begins the next step while others drain
+    # steps in one program: a pipeline rank updates its stages and starts the next step while others
+    # still drain
     fused_steps: Positive = 1
-    grad_accum_steps: Count = 0  # microbatches of a step (M); 0: as batch_tokens says
-    batch_tokens: Count = 0  # of a step over all devices, instead of grad_accum_steps
-    microbatch_size: Positive  # sequences in a microbatch, on each dp rank; with cp, stretches
+    grad_accum_steps: Count = 0  # microbatches per step (M); 0: derived from batch_tokens
+    batch_tokens: Count = 0  # tokens per step over all devices; 0: derived from grad_accum_steps
+    microbatch_size: Positive  # sequences (with cp, sequence shards) per microbatch and replica
     seq_len: Annotated[int, Meta(ge=2, le=INT32_MAX)]  # tokens in a sequence
-    # a step is as long as the longest of its rows, which hold whole documents of up to seq_len
+    # rows hold whole documents of up to seq_len tokens, and a step pads to its longest row
     variable_length: bool = False
-    length_bucket: Count = 1024  # of variable lengths, rounded up to a multiple; 0: as below alone
-    pad_to_multiple_of: Positive = 128  # the stretch of a sequence that a device then computes
-    seed: Seed = 0  # of the initial values and the order of the data
-    # parameters and sums stay float32
+    # variable lengths [tokens] are rounded up to a multiple; every new length compiles again; 0:
+    # only pad_to_multiple_of
+    length_bucket: Count = 1024
+    pad_to_multiple_of: Positive = 128  # variable lengths: tokens per device are a multiple of it
+    seed: Seed = 0  # seed of initial values and data order
+    # dtype of matrix products and activations; parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # layers multiply in 8-bit floats, scaled by each operand as it is (current), or by the largest
-    # of the last steps (delayed); with compute_dtype=bfloat16
+    # layers multiply in 8-bit floats, scaled by the maximum of each operand (current) or of the
+    # last steps (delayed); needs compute_dtype=bfloat16
     fp8: Literal["none", "current", "delayed"] = "none"
-    fp8_history: Annotated[int, Meta(ge=1, le=2**16)] = 1024  # delayed: of so many steps
-    remat: Literal["none", "selective", "full"] = "none"  # what B repeats
-    offload_layers: Count = 0  # of every stage the first: their residuals wait on the host
-    offload_moments: bool = False  # the optimizer's moments wait on the host between updates
-    deterministic: bool = False  # the same bits again on the same devices; costs time on GPUs
-    # steps in a row that may be left out where loss or gradient is not finite; 0: the run stops.
-    # With float16 the loss is then scaled by what has not overflowed
+    fp8_history: Annotated[int, Meta(ge=1, le=2**16)] = 1024  # fp8=delayed: number of steps
+    # what B recomputes: nothing, all but matrix products and attention, or everything
+    remat: Literal["none", "selective", "full"] = "none"
+    offload_layers: Count = 0  # first layers of every stage whose residuals are kept on the host
+    offload_moments: bool = False  # keep the optimizer's moments on the host between updates
+    deterministic: bool = False  # bitwise equal results on the same devices; costs time on GPUs
+    # consecutive non-finite steps to skip before the run stops; 0: stop at the first. With float16
+    # a value above 0 turns on dynamic loss scaling
     skip_non_finite: Count = 0
-    loss_chunks: Positive = 1  # of the sequence: only one's logits are held
-    z_loss: Annotated[float, Meta(ge=0)] = 0.0  # times the mean of log(Z)^2, Z of the softmax
+    loss_chunks: Positive = 1  # sequence chunks of the loss; only one chunk's logits are live
+    z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never
-    eval_steps: Positive = 8  # batches of one held-out loss
+    eval_steps: Positive = 8  # batches per held-out loss
 
 
 class OptimizerConfig(_Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
-    # muon: on layers' matrices, else AdamW; schedule_free: AdamW that averages, for decay=constant
+    # muon: Muon on the layers' matrices, AdamW on the rest; schedule_free: schedule-free AdamW,
+    # needs decay=constant
     name: Literal["adamw", "lion", "muon", "schedule_free"] = "adamw"
-    lr: PositiveFloat = 3e-4  # peak
-    beta1: DecayRate = 0.9  # of the mean gradient
-    beta2: DecayRate = 0.95  # of the mean squared gradient
+    lr: PositiveFloat = 3e-4  # peak learning rate
+    beta1: DecayRate = 0.9  # decay rate of the first moment
+    beta2: DecayRate = 0.95  # decay rate of the second moment
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
-    muon_momentum: DecayRate = 0.95  # of muon's mean gradient
-    muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak, of muon's matrices; 0: lr
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # of the layers' matrices
-    decay_of_ends: Annotated[float, Meta(ge=0)] = 1.0  # times that: embedding and head
-    decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # times that: norm gains
-    clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # of the global gradient norm; 0: off
-    # wsd: linear at the end, wsd_sqrt: as 1 - sqrt; inverse_sqrt: of the update's number
+    muon_momentum: DecayRate = 0.95  # decay rate of Muon's momentum
+    muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak learning rate of Muon's matrices; 0: lr
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # weight decay of the layers' matrices
+    decay_of_ends: Annotated[float, Meta(ge=0)] = 1.0  # embedding, head: factor of weight_decay
+    decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # norm gains: factor of weight_decay
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # limit on the global gradient norm; 0: off
+    # learning rate after warm-up. wsd: constant, then linear; wsd_sqrt: constant, then as 1 - sqrt;
+    # inverse_sqrt: as one over the square root of the update's number
     decay: Literal["cosine", "wsd", "wsd_sqrt", "linear", "rex", "inverse_sqrt", "constant"] = (
         "cosine"
     )
-    warmup_steps: Count = 0  # linear, from 0
-    min_lr_ratio: Fraction = 0.1  # of lr, at the last step; of inverse_sqrt the least
-    wsd_decay_fraction: Fraction = 0.2  # share of the steps that wsd and wsd_sqrt decay in
+    warmup_steps: Count = 0  # steps of linear warm-up from lr / warmup_steps to lr
+    min_lr_ratio: Fraction = 0.1  # final lr over peak lr; for inverse_sqrt the lower limit
+    wsd_decay_fraction: Fraction = 0.2  # share of all steps in which wsd and wsd_sqrt decay
 
 
 class SourceConfig(_Section, kw_only=True):
-    """`[[data.sources]]`: one of several that are mixed."""
+    """`[[data.sources]]`: one source of a mixture."""
 
-    path: LocalPath  # a file of token ids, a folder of them, or a pattern such as "tokens/*.bin"
-    weight: Annotated[float, Meta(ge=0)] = 1.0  # of the samples, beside the others'
+    path: LocalPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
+    weight: Annotated[float, Meta(ge=0)] = 1.0  # share of the samples, relative to other sources
 
 
 class DataConfig(_Section, kw_only=True):
-    """`[data]`: where tokens come from."""
+    """`[data]`: the source of tokens."""
 
-    source: Literal["stdlib", "dummy", "file"] = "stdlib"  # stdlib: bytes of Python's own sources
-    # file: of token ids, or a folder of them, or a pattern such as "tokens/*.bin"
+    # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
+    source: Literal["stdlib", "dummy", "file"] = "stdlib"
+    # file of token ids, a folder of such files, or a pattern such as "tokens/*.bin"
     path: LocalPath = ""
-    sources: tuple[SourceConfig, ...] = ()  # several, mixed, in place of source and path
-    heldout_path: LocalPath = ""  # another for held-out losses; empty: the end of each source
-    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # held out, if no path is given
-    shuffle: bool = True  # a new order of samples every epoch
-    # documents in rows that they share without seeing each other: in their order, or where they
-    # fit best; none: rows are seq_len tokens on end, or with train.variable_length a document each
+    sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
+    heldout_path: LocalPath = ""  # tokens of held-out losses; empty: the end of each source
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # share held out without that path
+    shuffle: bool = True  # new order of samples every epoch
+    # several documents per row, which do not attend to each other: in their order (sequential) or
+    # with least padding (best_fit); none: rows are seq_len consecutive tokens, or with
+    # train.variable_length one document each
     packing: Literal["none", "sequential", "best_fit"] = "none"
-    max_documents: Positive = 64  # that a packed row may hold
-    # when a checkpoint was trained on other data, another mixture or seq_len: go on from position 0
-    # of this data, with the step and the moments; false: refuse. Once on it, resumes go on in it
+    max_documents: Positive = 64  # limit on the documents in a packed row
+    # on resuming a checkpoint of other data, mixture or seq_len: continue its step and moments at
+    # position 0 of the new data, and later resumes continue there; false: refuse
     restart: bool = False
 
     @property
     def documents(self) -> int:
-        """Documents that a row may hold; 0: rows are not packed."""
+        """Limit on the documents in a row; 0: rows are not packed."""
         return 0 if self.packing == "none" else self.max_documents
 
 
 class CheckpointConfig(_Section, kw_only=True):
-    """`[checkpoint]`: when the state is saved, in `<run.dir>/checkpoints`."""
+    """`[checkpoint]`: saves to `<run.dir>/checkpoints`, and what a run starts from."""
 
     every: Count = 0  # steps between saves; 0: only at the end
-    keep: Positive = 2  # the newest ones that stay on disk
-    keep_every: Count = 0  # those of every so many steps stay too; 0: no more
-    # auto: from the newest, if there is one; a path: else from there; none: there must be none
+    keep: Positive = 2  # number of newest checkpoints that stay on disk
+    keep_every: Count = 0  # checkpoints at multiples of this step also stay; 0: none
+    # auto: resume from the run's newest checkpoint, if any; a path: if there is none, start from
+    # that checkpoint; none: refuse to start if the run has any
     resume: LocalPath = "auto"
-    parameters_only: bool = False  # of a path take no more: step 0, fresh moments
-    # of a path not these parameters, by names such as "ends/head": new values, fresh moments
+    parameters_only: bool = False  # take only parameters from the path: step 0, new moments
+    # parameters not to take from the path, by names such as "ends/head": new values and moments
     exclude: tuple[str, ...] = ()
-    # fields of [model] that may differ from those a checkpoint was trained with, such as
-    # "model.rope_factor"; every other change that makes it another model is refused
+    # fields of [model] that may differ from the checkpoint's, such as "model.rope_factor"; every
+    # other change of the model is refused
     allow_changed: tuple[str, ...] = ()
-    asynchronous: bool = True  # write while training goes on
+    asynchronous: bool = True  # write in the background while training continues
 
 
 class LogConfig(_Section, kw_only=True):
-    """`[log]`: what is shown and written."""
+    """`[log]`: what is printed and written."""
 
     every: Positive = 1  # steps between printed lines when the output is not a terminal
-    tensorboard: bool = True  # event files beside metrics.jsonl
+    tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
     wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
-    wandb_project: str = "jaxpipe"  # its group is named as the last folder of run.dir
-    progress: bool = True  # a live line on terminals
+    wandb_project: str = "jaxpipe"  # W&B project; the group is the last folder of run.dir
+    progress: bool = True  # show a progress line on terminals
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
-    profile_steps: Positive = 3  # how many it records
-    bubble_every: Count = 0  # steps from one whose bubble is measured to the next; 0: never
+    profile_steps: Positive = 3  # number of steps that jax's profiler records
+    bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
 
 
 class RuntimeConfig(_Section, kw_only=True):
     """`[runtime]`: devices."""
 
-    # virtual CPU devices of a process; 0: the devices that jax finds
+    # virtual CPU devices per process; 0: use the devices that jax finds
     cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class DebugConfig(_Section, kw_only=True):
-    """`[debug]`: steps to look into, not to train with."""
+    """`[debug]`: settings to inspect steps, not to train with."""
 
-    skip_update: bool = False  # steps run; parameters, moments and model state stay as they are
-    # a line for every message between pipeline ranks with its norm, in every step; slow
+    skip_update: bool = False  # run steps without changing parameters, moments and variables
+    # print every message between pipeline ranks with its norm, in every step; slow
     print_messages: bool = False
     ticks: tuple[int, ...] = ()  # first and last tick printed; empty: all
     pp_ranks: tuple[int, ...] = ()  # pipeline ranks printed; empty: all
-    # idle messages and free buffer slots hold NaN, so that a result that depends on one is NaN
+    # fill idle messages and free buffer slots with NaN, so that any result that reads one is NaN
     poison_messages: bool = False
 
 
 class Config(_Section, Generic[Model], kw_only=True):
-    """A whole run."""
+    """A run's configuration."""
 
     run: RunConfig = RunConfig()
     model: Model
@@ -286,37 +312,37 @@ class Config(_Section, Generic[Model], kw_only=True):
 
     @property
     def batch_shape(self) -> dict[str, int]:
-        """M and B of a step over all devices, as the data's readers take them."""
+        """M and B of a step over all devices, as keyword arguments of the data readers."""
         parallel, train = self.parallel, self.train
         sequences = train.microbatch_size * parallel.dp // parallel.cp
         return {"microbatches": train.grad_accum_steps, "batch_size": sequences}
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step trains on, over all devices."""
+        """Tokens per step over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len
 
     @property
     def pads(self) -> bool:
-        """Whether rows have documents of their own lengths, so that they may end in padding."""
+        """Whether rows hold documents of varying length and may end in padding."""
         return self.train.variable_length or self.data.packing != "none"
 
     @property
     def marks_padding(self) -> bool:
-        """Whether a leaf of the batch tells rows from their padding, which experts must not take.
+        """Whether the batch has a leaf that marks padding, which experts must not process.
 
-        Documents of packed rows do so by themselves.
+        Packed rows need none, since their document leaf marks it.
         """
         return (
             self.train.variable_length and not self.data.documents and self.model.routed_experts > 0
         )
 
     def length_of(self, longest: int) -> int:
-        """Tokens of the rows of a step whose longest has so many."""
+        """Tokens per row of a step whose longest row has `longest` tokens."""
         train = self.train
         if not train.variable_length:
             return train.seq_len
         return padded_length(
             longest, bucket=train.length_bucket, multiple=train.pad_to_multiple_of,
-            stretches=self.parallel.stretches, most=train.seq_len,
+            shards=self.parallel.sequence_shards, most=train.seq_len,
         )  # fmt: skip

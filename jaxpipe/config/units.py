@@ -9,7 +9,8 @@ _POWERS = {unit: power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as `80GiB`, `50GB` or `1e9`.
 
-    Raises `argparse.ArgumentTypeError` for what is none.
+    Raises:
+      argparse.ArgumentTypeError: the text is not a size.
 
     >>> parse_bytes("80GiB"), parse_bytes("50 GB"), parse_bytes("1e9")
     (85899345920, 50000000000, 1000000000)
@@ -21,7 +22,7 @@ def parse_bytes(text: str) -> int:
 
 
 def readable_bytes(count: float) -> str:
-    """A size in binary units.
+    """A size in binary units, as text.
 
     >>> readable_bytes(1536), readable_bytes(80e9)
     ('1.5 KiB', '74.5 GiB')

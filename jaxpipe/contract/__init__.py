@@ -1,8 +1,23 @@
-"""What a model is to the rest: its layers, its ends and its parameters. Nothing here needs jax."""
+"""What a model is to the other packages: layers, embedding, head, parameters. Imports no jax."""
 
-from jaxpipe.contract.layer import Context, LayerKind, LayerOutput, Names, Rounds, Side, point
+from jaxpipe.contract.layer import (
+    Aux,
+    Context,
+    LayerKind,
+    LayerOutput,
+    Names,
+    Rounds,
+    pairing_point,
+)
 from jaxpipe.contract.stages import StageFunctions
 
 __all__ = [
-    "Context", "LayerKind", "LayerOutput", "Names", "Rounds", "Side", "StageFunctions", "point",
+    "Aux",
+    "Context",
+    "LayerKind",
+    "LayerOutput",
+    "Names",
+    "Rounds",
+    "StageFunctions",
+    "pairing_point",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""One contract for every layer: what it is given, and what it may give back.
+"""The interface of a layer: what it reads and what it returns.
 
-A layer is a pure function `layer(params, x, context) -> LayerOutput`. It is traced once and cut
-into F, B and W (`jaxpipe.pipeline.split`); it never sees ticks, ranks or rings.
+A layer is a pure function `layer(params, x, context) -> LayerOutput`. It is traced once and split
+into F, B and W (`jaxpipe.pipeline.split`); it never sees ticks, pipeline ranks or ring buffers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 Tree = Any
 Names = tuple[str, ...]
 Rounds = Iterable[tuple[str | None, str | None]]
-IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # before the names of points
-PRODUCT = "product"  # the name of what selective rematerialisation stores, as it does products
+IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # prefixes of the points' names
+PRODUCT = "product"  # selective rematerialisation stores values of this name, like matrix products
 
 
 class Context(NamedTuple):
-    """What a layer is given beside its parameters and x, in F, B and W alike.
+    """What a layer reads besides its parameters and x, in F, B and W alike.
 
-    Nothing of it is differentiated but the inexact leaves of `state`, and variables that the kind
-    observes (`LayerKind.observed`).
+    A context is not differentiated, except for the floating-point leaves of `state` and the
+    variables that the kind names in `LayerKind.statistics`.
 
     Attributes:
-      rows: the microbatch's row data: the batch's leaves without their leading axis M.
-      index: the layer's place in the whole model, an int32 scalar; None at the ends of the model.
-      state: what the slices of a sequence leave for each other; None where sequences are whole.
+      rows: the microbatch's data: the leaves of the batch without their leading axis M.
+      index: the layer's index in the model, an int32 scalar; None in the embedding and the head.
+      state: the state that the previous sequence slice returned; None without sequence slices.
       variables: the model's state that is no parameter, the same in all microbatches of a step.
     """
 
@@ -37,25 +37,25 @@ class Context(NamedTuple):
     variables: Tree = None
 
 
-class Side(NamedTuple):
-    """What a layer makes beside y; devices along tp must make it alike.
+class Aux(NamedTuple):
+    """Auxiliary outputs of a layer; devices along tp must compute the same values.
 
-    A layer may leave out any of it, and layers of a kind make the same names in the same shapes.
+    Every field is optional. All layers of a kind return the same names with the same shapes.
 
     Attributes:
-      loss: a scalar, a sum over the tokens that the layer saw. The step trains on its mean over the
-        tokens of the whole batch (`StageFunctions.tokens`), which is added to the mean loss of the
-        head. It is differentiated; None: none.
-      sums: small arrays by name, added up over layers, microbatches and replicas.
-      maxima: small arrays by name, of which the elementwise largest over all these is taken.
-      rows: arrays of numbers `[B, ...]` by name, of every example, which are added up over layers
-        and given back of every microbatch, `[M, B, ...]`.
+      loss: a differentiated scalar, summed over the tokens that the layer saw; None: no loss. The
+        step adds its mean over the tokens of the batch (`StageFunctions.tokens`) to the head's
+        loss.
+      sums: small arrays by name, summed over layers, microbatches and replicas.
+      maxima: small arrays by name, reduced by elementwise maximum over the same three.
+      per_example: numeric arrays `[B, ...]` by name, summed over layers; a step returns them for
+        every microbatch, `[M, B, ...]`.
     """
 
     loss: "jax.Array | None" = None
     sums: Mapping[str, "jax.Array"] = {}
     maxima: Mapping[str, "jax.Array"] = {}
-    rows: Mapping[str, "jax.Array"] = {}
+    per_example: Mapping[str, "jax.Array"] = {}
 
 
 class LayerOutput(NamedTuple):
@@ -63,15 +63,15 @@ class LayerOutput(NamedTuple):
 
     Attributes:
       y: of x's shape and dtype, `[B, L, D]` in a decoder.
-      state: what it leaves for the next slice, of the form of `context.state`; None: nothing.
-      side: what it makes beside.
+      state: the state for the next sequence slice, with the structure of `context.state`; or None.
+      aux: auxiliary outputs.
 
-    A layer without state or side outputs returns `LayerOutput(y)`.
+    A layer without state or auxiliary outputs returns `LayerOutput(y)`.
     """
 
     y: "jax.Array"
     state: Tree = None
-    side: Side = Side()
+    aux: Aux = Aux()
 
 
 @dataclass(frozen=True)
@@ -80,42 +80,45 @@ class LayerKind:
 
     Attributes:
       layer: `(params, x, context) -> LayerOutput`; y has x's shape and dtype.
-      leaves: a `Leaf` for every parameter, as a tree of the same form; None: nothing is cut.
-      state: `(x, rows) -> state` before the first slice, all zeros; None: sequences are whole. The
-        gradient of a layer may read the state that it returns, as later slices leave it, but not
-        the one that it is given.
-      keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores whatever is
-        rematerialised: what must not be computed twice, such as indices of a top-k.
-      observed: names of variables, if these are a dict, that the layer is differentiated by, though
-        they are not trained: what its gradient leaves at one is no gradient, but something seen in
-        backward. The elementwise largest of all layers, microbatches, replicas and devices along
-        tp, and no less than 0, is in `Side.maxima` of a step, under the variable's name.
-      pair: `(forward, gradient) -> rounds`: how F of such a layer runs beside the gradient of a
-        layer of another stage, where a schedule has both in one cell (DualPipe). It is given the
-        names of the points (`point`) that either comes to, in order. A round is a name of each, or
-        None: both run so far, neither waiting for the other, and the next round waits for both.
-        What is left after the last round runs together. It sees no value and can change none, and
-        is not asked where either has no point. None: nothing of one waits for the other.
+      param_specs: a `ParamSpec` for every parameter, as a tree of the same structure; None: no
+        parameter is sharded.
+      state: `(x, rows) -> state` before the first sequence slice, all zeros; None: the kind does
+        not support sequence slices. The backward of a layer may read the state that the layer
+        returned, as later slices leave it, but not the state that it received.
+      keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores under every
+        rematerialisation policy because they must not be recomputed, such as the indices of a
+        top-k.
+      statistics: names of variables (which must then be a dict) whose cotangent carries a statistic
+        of the backward pass instead of a gradient. A step returns in `Aux.maxima`, under the
+        variable's name, its elementwise maximum, at least 0, over layers, microbatches, replicas
+        and devices along tp.
+      pair: `(forward, gradient) -> rounds`: how F of such a layer interleaves with the gradient of
+        a layer of another stage, where a schedule has both in one cell (DualPipe). The arguments
+        are the names of the points (`pairing_point`) that each reaches, in order. A round is one
+        name or None for each: both run up to these points without waiting for each other, and the
+        next round waits for both. What is left after the last round runs without order between the
+        two. The hook sees no values, so it can change none, and is not called where either has no
+        point. None: neither waits for the other.
 
-    >>> from jaxpipe.partition.leaf import Leaf
+    >>> from jaxpipe.partition.leaf import ParamSpec
     >>> def layer(params, x, context):
     ...     return LayerOutput(x + x @ params["up"])
-    >>> LayerKind(layer, {"up": Leaf(matrix=(0, 1))}).keep
+    >>> LayerKind(layer, {"up": ParamSpec(matrix=(0, 1))}).keep
     ()
     """
 
     layer: Callable[[Tree, "jax.Array", Context], LayerOutput]
-    leaves: Tree = None
+    param_specs: Tree = None
     state: Callable[["jax.Array", Tree], Tree] | None = None
     keep: tuple[str, ...] = field(default=())
-    observed: tuple[str, ...] = field(default=())
+    statistics: tuple[str, ...] = field(default=())
     pair: Callable[[Names, Names], Rounds] | None = None
 
 
-def point(x: "jax.Array", name: str) -> "jax.Array":
-    """x itself; F may stop once it is made, and a gradient once that at it is (`LayerKind.pair`).
+def pairing_point(x: "jax.Array", name: str) -> "jax.Array":
+    """Return x and mark a point where F, or the gradient at x, may pause (`LayerKind.pair`).
 
-    A gradient comes to the points of its layer from the last to the first.
+    A gradient reaches the points of its layer from the last to the first.
     """
     import jax
     from jax.ad_checkpoint import checkpoint_name

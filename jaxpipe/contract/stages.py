@@ -1,10 +1,10 @@
-"""A model as pipeline stages see it."""
+"""A model as the pipeline sees it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxpipe.contract.layer import LayerKind, Side
+from jaxpipe.contract.layer import Aux, LayerKind
 
 if TYPE_CHECKING:
     import jax
@@ -14,45 +14,47 @@ Tree = Any
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """Three functions and a count; every function is pure.
+    """A model: embedding, layers in order, head and token counts; every function is pure.
 
-    `rows` is one microbatch of the batch's tree: its leaves lose the leading axis M and are known
-    to every stage, so targets, positions or segment ids need no transfer. The embedding runs before
-    the first layer, the head after the last; both may read any leaf of `shared`. Every `x` has the
-    same shape and dtype. Where devices along tp share the layers, the functions take one device's
-    parts and call collectives over tp.
+    `embed_head` is the tree of the parameters that belong to no layer; the embedding and the head
+    may both read any of them. `rows` is the data of one microbatch: the leaves of the batch without
+    their leading axis M. Every stage has it, so targets, positions or segment ids need no transfer.
+    Every `x` has the same shape and dtype. Under tensor parallelism the functions receive one
+    device's shards and call collectives over tp.
 
     Attributes:
-      embed: `(shared, rows) -> x`.
-      kinds: the kinds of layers by name; one kind may be given as it is.
-      head: `(shared, x, rows) -> summed loss`, or an array of several, which are all trained on.
-      count: `rows -> how many terms the summed loss has`.
-      tokens: `rows -> how many tokens the losses of layers are sums over`; those are divided by
-        this number, whatever the head counts. None: as many as `count`.
-      outputs: `(shared, x, rows) -> what a step gives back of a microbatch`, of the head's x: a
-        tree of arrays of numbers `[B, ...]`, which devices along tp make alike; None: nothing.
-      order: the kind of every layer; None: all are of the only kind.
+      embed: `(embed_head, rows) -> x`, before the first layer.
+      kinds: the layer kinds by name, or the only kind.
+      head: `(embed_head, x, rows) -> summed loss`, after the last layer; an array of several losses
+        is trained on their sum.
+      count: `rows -> number of terms in the summed loss`.
+      tokens: `rows -> number of tokens` by which the auxiliary losses of layers are divided; None:
+        `count`.
+      outputs: `(embed_head, x, rows) -> tree` of numeric arrays `[B, ...]` that a step returns for
+        every microbatch, computed from the head's x and equal on devices along tp; None: nothing.
+      order: the kind of every layer; None: all layers are of the only kind.
       losses: a name for each of the head's losses.
-      leaves: a `Leaf` for every leaf of `shared`; None: nothing is cut.
-      reads: names of the batch's leaves; others are refused. None: any.
-      variables: the first value of the model's state that is no parameter, a tree of arrays that
-        layers find in their context; None: it has none.
-      next_variables: `(variables, side) -> variables` after a step; None: they stay.
-      report: `side -> what is logged of it`, small arrays by name; None: its sums and maxima.
+      embed_head_specs: a `ParamSpec` for every parameter of `embed_head`; None: none is sharded.
+      batch_keys: names of the batch's leaves; others are refused. None: any.
+      variables: initial value of the model's state that is no parameter, a tree of arrays that
+        layers find in their context; None: there is none.
+      next_variables: `(variables, aux) -> variables` after a step; None: variables do not change.
+      report: `aux -> values to log`, small arrays by name; None: its sums and maxima.
 
-    Raises `ValueError` where the order names a kind that there is not, or several kinds have none.
+    Raises:
+      ValueError: `order` names an unknown kind, or is missing though there are several kinds.
 
     Two layers of one kind and a sum of squares, where a batch is `{"inputs": [M, B, D]}`:
 
     >>> from jaxpipe.contract import LayerKind, LayerOutput
     >>> model = StageFunctions(
-    ...     embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+    ...     embed=lambda embed_head, rows: rows["inputs"] * embed_head["scale"],
     ...     kinds={"double": LayerKind(lambda params, x, context: LayerOutput(x * params))},
-    ...     head=lambda shared, x, rows: (x**2).sum(),
+    ...     head=lambda embed_head, x, rows: (x**2).sum(),
     ...     count=lambda rows: rows["inputs"].shape[0],
     ...     order=("double", "double"),
     ... )
-    >>> model.kinds_of(2), model.sliced
+    >>> model.layer_kinds(2), model.has_slices
     (('double', 'double'), False)
     """
 
@@ -64,49 +66,53 @@ class StageFunctions:
     outputs: Callable[[Tree, "jax.Array", Tree], Tree] | None = None
     order: tuple[str, ...] | None = None
     losses: tuple[str, ...] = ("loss",)
-    leaves: Tree = None
-    reads: tuple[str, ...] | None = None
+    embed_head_specs: Tree = None
+    batch_keys: tuple[str, ...] | None = None
     variables: Tree = None
-    next_variables: Callable[[Tree, Side], Tree] | None = None
-    report: Callable[[Side], Mapping[str, "jax.Array"]] | None = None
+    next_variables: Callable[[Tree, Aux], Tree] | None = None
+    report: Callable[[Aux], Mapping[str, "jax.Array"]] | None = None
 
     def __post_init__(self):
-        if self.order is None and len(self.by_name) > 1:
+        if self.order is None and len(self.kinds_by_name) > 1:
             raise ValueError(
-                f"the model has layers of the kinds {', '.join(self.by_name)}: give `order`, the "
-                f"kind of every layer."
+                f"the model has layers of the kinds {', '.join(self.kinds_by_name)}: give `order`, "
+                f"the kind of every layer."
             )
         for name in self.order or ():
-            if name not in self.by_name:
+            if name not in self.kinds_by_name:
                 raise ValueError(
-                    f"order names the kind {name!r}, but there are {', '.join(self.by_name)}."
+                    f"order names the kind {name!r}, but there are {', '.join(self.kinds_by_name)}."
                 )
 
     @property
-    def by_name(self) -> Mapping[str, LayerKind]:
-        """The kinds by name, also where only one was given."""
+    def kinds_by_name(self) -> Mapping[str, LayerKind]:
+        """The layer kinds by name; a kind that was passed alone is named "layer"."""
         return {"layer": self.kinds} if isinstance(self.kinds, LayerKind) else self.kinds
 
     @property
-    def sliced(self) -> bool:
-        """Whether layers take a state from slice to slice."""
-        return any(kind.state is not None for kind in self.by_name.values())
+    def has_slices(self) -> bool:
+        """Whether layers pass a state from one sequence slice to the next."""
+        return any(kind.state is not None for kind in self.kinds_by_name.values())
 
     def with_variables(
-        self, variables: Mapping[str, Any], after: Callable[[Tree, Side], Tree]
+        self, variables: Mapping[str, Any], after: Callable[[Tree, Aux], Tree]
     ) -> Self:
-        """The same with more variables by name, of which a step makes what `after` says."""
+        """A copy with more variables by name, which `after` updates once a step."""
         before = self.next_variables or (lambda variables, side: variables)
 
-        def next_variables(variables: Tree, side: Side) -> Tree:
+        def next_variables(variables: Tree, side: Aux) -> Tree:
             return {**before(variables, side), **after(variables, side)}
 
         every = {**(self.variables or {}), **variables}
         return replace(self, variables=every, next_variables=next_variables)
 
-    def kinds_of(self, layers: int) -> tuple[str, ...]:
-        """The kind of each of so many layers; `ValueError` where the order has another number."""
-        order = self.order or (next(iter(self.by_name)),) * layers
+    def layer_kinds(self, layers: int) -> tuple[str, ...]:
+        """The kind of each of `layers` layers.
+
+        Raises:
+          ValueError: `order` has another length.
+        """
+        order = self.order or (next(iter(self.kinds_by_name)),) * layers
         if len(order) != layers:
             raise ValueError(
                 f"order names the kinds of {len(order)} layers, but there are {layers}: name all."

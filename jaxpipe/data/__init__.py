@@ -1,5 +1,5 @@
-"""Data: documents of token ids made into samples, whose order depends on (seed, position) alone.
+"""Token files and text as samples and batches, in an order that depends on (seed, position) alone.
 
-`sources` opens what a run reads. Nothing is imported here: the processes that prepare text need
-neither grain nor jax.
+`sources.open_data` opens the data of a run. This module imports nothing, because the processes
+that prepare text need neither grain nor jax.
 """

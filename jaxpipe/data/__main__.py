@@ -1,10 +1,10 @@
-"""`python -m jaxpipe.data prepare | inspect`: text in, shards of token ids out.
+"""`python -m jaxpipe.data prepare | inspect`: turn text into shards of token ids.
 
   prepare INPUT... --tokenizer PATH --out DIR   tokenise text, JSON lines and Parquet
-  inspect DIR                                   what a prepared folder holds
+  inspect DIR                                   show what a prepared folder holds
 
-Exit codes: 0 done; 1 a worker was killed; 2 bad input; 130 Ctrl-C. After 1 and 130, and after any
-other end, the same command goes on where it was.
+Exit codes: 0 success; 1 a worker was killed; 2 bad input; 130 Ctrl-C. After any interruption the
+same command continues where it stopped.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Batches: which samples a step takes, in an order that is the same on every machine.
+"""Batches: the samples of every step, in an order that is the same on every mesh.
 
 The order is a function of (seed, position) alone, where position counts the samples taken so far.
-Sample (m, b) of a step is number `position + m * B + b` of the order, whatever dp, pp and the
-number of processes, of which each makes the rows that its devices take. M microbatches, B examples
-in one microbatch over all dp ranks, L tokens.
+Sample (m, b) of a step is number `position + m * B + b` of the order, for any dp, pp and number of
+processes. Each process builds only the rows of its own devices. Dims: M microbatches, B examples of
+one microbatch over all data-parallel replicas, L tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +20,23 @@ from jaxpipe.data.samples import PADDING, Sample, Samples
 from jaxpipe.model.loss import IGNORE
 
 Batch = dict[str, np.ndarray]
-LengthOf = Callable[[int], int]  # L of a step, from the tokens of its longest row
+LengthOf = Callable[[int], int]  # L of a step, given the number of tokens of its longest row
 
-_PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches
+_PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # [batches]
 
 
 def training_order(
     samples: Sequence[int], weights: Sequence[float], seed: int | None
 ) -> grain.MapDataset[int]:
-    """Endless order of the samples of several sources, mixed in the proportion of their weights.
+    """Return the endless training order: sources mixed in proportion to their weights.
 
-    `samples` is how many each has; their numbers follow on each other. Every epoch of a source has
-    each of its N samples once, in another order with another seed; with seed None 0, 1, ..., N-1.
+    Args:
+      samples: number of samples of each source; sources are numbered one after the other.
+      weights: relative share of each source.
+      seed: each epoch of a source has each of its N samples once, in another order, which depends
+        on the seed; None: 0, 1, ..., N-1 in every epoch.
     """
-    # The order of the first is that of a run which has no other.
+    # The first source uses the seed itself, so its order is the same as in a run without others.
     seeds = [seed, *np.random.SeedSequence(seed or 0).generate_state(len(samples) - 1).tolist()]
     orders = _ranges(samples)
     if seed is not None:
@@ -42,7 +45,7 @@ def training_order(
 
 
 def heldout_order(samples: Sequence[int], weights: Sequence[float]) -> grain.MapDataset[int]:
-    """Each of N samples of a source once: 0, 1, ..., N-1; of several until one of them ends."""
+    """Return the held-out order: each sample of one source once, or a mix until a source ends."""
     return _mixed(_ranges(samples), weights)
 
 
@@ -58,65 +61,73 @@ def _mixed(
 
 @dataclass(frozen=True)
 class Contents:
-    """What the rows of a step hold, those of all processes: a function of (seed, position) alone.
+    """Document lengths in the rows of a step, over all processes, from (seed, position) alone.
 
-    `documents` has the tokens of each, as far as they are inputs; no padding is among them.
+    Attributes:
+      rows: rows of the step, M * B.
+      longest: tokens of the longest row.
+      documents: input tokens of every document, integers `[documents]`, without padding.
     """
 
     rows: int
-    longest: int  # tokens of a row
+    longest: int
     documents: np.ndarray
 
     @property
     def tokens(self) -> int:
-        """Those that are no padding."""
+        """Number of input tokens of the step without padding."""
         return int(self.documents.sum())
 
 
 class Source(NamedTuple):
-    """What a split has of one source."""
+    """One source of a split."""
 
-    place: str
-    samples: int  # in one epoch
-    share: float  # of the samples of the split
+    place: str  # its path, for messages
+    samples: int  # samples in one epoch
+    share: float  # fraction of the split's samples that come from this source
 
 
 @dataclass(frozen=True)
 class Split:
     """The training or the held-out samples, in order.
 
-    Equal fingerprints mean equal samples in equal order: with one, a position says which is next.
+    Equal fingerprints mean equal samples in equal order, so a fingerprint and a position identify
+    the next sample.
     """
 
     name: str  # "training" or "held-out"
     fingerprint: str
     samples: Samples
-    order: grain.MapDataset[int]  # indices into samples; longer than them if endless
-    # the same by a digest of whole files, which takes reading them: older checkpoints hold it
+    order: grain.MapDataset[int]  # indices into samples; longer than `samples` if endless
+    # Computes the fingerprint from a digest of the full files, which reads all of them; older
+    # checkpoints store this form.
     whole_fingerprint: Callable[[], str] | None = None
-    sources: tuple[Source, ...] = ()  # that are mixed
-    masked: bool = False  # whether some targets may not count in the loss
+    sources: tuple[Source, ...] = ()  # the sources that are mixed
+    masked: bool = False  # whether some targets may be excluded from the loss
 
     def __len__(self) -> int:
         """Number of samples in one epoch."""
         return min(len(self.samples), len(self.order))
 
     def has(self, fingerprint: str) -> bool:
-        """Whether a fingerprint, perhaps of an older checkpoint, is that of these samples."""
+        """Whether a fingerprint, perhaps from an older checkpoint, belongs to these samples."""
         if fingerprint == self.fingerprint or self.whole_fingerprint is None:
             return fingerprint == self.fingerprint
         return fingerprint == self.whole_fingerprint()
 
     def without_target(self, most: int = 64) -> tuple[int, int]:
-        """How many of the first samples in order have no target that counts, and of how many."""
+        """Count the samples without any target in the loss among the first `most` of the order.
+
+        Returns the count and the number of samples that were read.
+        """
         looked = min(most, len(self)) if self.masked else 0
         targets = (self.samples[self.order[at]]["targets"] for at in range(looked))
         return sum(bool((one == IGNORE).all()) for one in targets), looked
 
     def contents(self, position: int, step: int) -> Contents:
-        """What the `step` samples from a position on hold, as their index tells: nothing is read.
+        """Return document lengths of the `step` samples from a position on, without reading tokens.
 
-        Every process finds the same, so none has to ask the others for the longest.
+        Every process computes the same result, so finding the longest row needs no communication.
         """
         return self._contents(position, step)
 
@@ -133,15 +144,22 @@ class Split:
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
         length_of: LengthOf | None = None,
     ) -> Batch:  # fmt: skip
-        """`inputs`, `targets`, ..., int32 `[M, B, L]`, of the step that starts at a position.
+        """Return `inputs`, `targets`, ..., int32 `[M, B, L]`, for the step at a position.
 
-        `batch_size` is B of the whole step; `rows` picks examples of each microbatch, so that the
-        batches of all rows, joined on the second dim, are the batch of the step. Where samples
-        differ in length, `length_of` makes L of that of the step's longest. Held-out samples that
-        end within the batch are followed by rows without targets, copies of the last one.
+        Args:
+          position: number of samples before the step.
+          microbatches: M.
+          batch_size: B of the full step.
+          rows: the examples of each microbatch to return; the batches of disjoint slices,
+            concatenated on the second dim, are the batch of the step.
+          length_of: where samples differ in length, computes L from the longest row of the step.
 
-        Raises `IndexError` where held-out samples run out before it, `ConfigError` where their
-        files turn out to be faulty.
+        Where held-out samples end within the batch, it is filled with copies of the last sample
+        without targets.
+
+        Raises:
+          IndexError: where held-out samples end before this position.
+          ConfigError: where a token file is faulty.
         """
         step = microbatches * batch_size
         if position >= len(self.order):
@@ -165,12 +183,12 @@ class Split:
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
         length_of: LengthOf | None = None,
     ) -> grain.DatasetIterator[Batch]:  # fmt: skip
-        """Batches from a position on, read ahead in threads; `close()` ends these.
+        """Iterate over batches from a position on, read ahead in threads; `close()` ends them.
 
-        Training batches never end. Held-out ones have every sample once, the last of them with rows
-        that count for nothing where it needs more samples. The arguments are those of `batch`.
+        Training batches never end. Held-out batches contain every sample once; the last batch may
+        be filled with rows without targets. The arguments are those of `batch`.
 
-        Raises `ConfigError` where one batch to train on takes more samples than there are, or where
+        Raises `ConfigError` where a training batch needs more samples than one epoch has, or where
         there are none.
         """
         step, endless = microbatches * batch_size, len(self.order) > len(self.samples)
@@ -189,11 +207,11 @@ class Split:
         return iter(starts.map(read).to_iter_dataset(_PREFETCH))
 
     def _number_at(self, position: int) -> int:
-        """The number of the sample there; after the last one its own again."""
+        """Return the sample number at a position; after the end, the last sample's number."""
         return self.order[min(position, len(self.order) - 1)]
 
     def _sample_at(self, position: int) -> Sample:
-        """The sample there; after the last one that without targets."""
+        """Return the sample at a position; after the end, the last sample without targets."""
         sample = self.samples[self._number_at(position)]
         if position < len(self.order):
             return sample
@@ -201,7 +219,7 @@ class Split:
 
 
 def _padded(sample: Sample, length: int) -> Sample:
-    """A sample as a row of so many tokens."""
+    """Pad a sample to a row of `length` tokens."""
     return {
         name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING[name])
         for name, leaf in sample.items()

@@ -1,9 +1,9 @@
-"""The text that needs no download: the Python standard library's own sources, one token a byte.
+"""A corpus that needs no download: the sources of Python's standard library, one token per byte.
 
-Whole files go to one of two parts, `train.npy` and `heldout.npy`, so no text is in both. They are
-written once into a directory of the run and used from there, so a run that resumes under another
-Python reads the text it began with. `corpus.json` names their digests: parts that are missing, half
-written or changed do not match it and are written anew.
+Every source file goes to either `train.npy` or `heldout.npy`, so no text is in both. The two arrays
+are written once into a directory of the run, so a run that resumes under another Python version
+reads the same text. `corpus.json` records their digests: arrays that are missing, incomplete or
+changed do not match and are written again.
 """
 
 import hashlib
@@ -32,21 +32,26 @@ _TESTS = frozenset({"test", "tests"})
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What `corpus.json` records: how the parts were cut and a digest of each."""
+    """Content of `corpus.json`: how the corpus was split, and a digest of each array."""
 
-    python: str  # version whose sources these are
+    python: str  # Python version of the sources
     heldout_fraction: float
-    digests: dict[str, str]  # by file name
-    documents: dict[str, list[int]]  # bytes of each source file in a part, in order
+    digests: dict[str, str]  # by name of the array file
+    documents: dict[str, list[int]]  # by array file: bytes of each source file in it, in order
 
 
 def stdlib_corpus(
     directory: Path, heldout_fraction: float, library: Path = STDLIB
 ) -> tuple[Path, Path]:
-    """Paths of the training and held-out bytes in `directory`, uint8 arrays, written if need be.
+    """Return the paths of the training and held-out arrays (uint8), and write them if needed.
 
-    `heldout_fraction` is the share of all bytes to hold out; whole files are taken in the order of
-    a hash of their path until it is reached. Processes that write at the same time do no harm.
+    Several processes may write at the same time.
+
+    Args:
+      directory: where the arrays are stored.
+      heldout_fraction: share of all bytes to hold out; complete source files are held out, in the
+        order of a hash of their path, until the share is reached.
+      library: root of the sources.
 
     Raises `ConfigError` where `library` has no sources or `directory` cannot be written.
     """
@@ -79,7 +84,7 @@ def stdlib_corpus(
 def corpus_documents(
     directory: Path, heldout_fraction: float, vocab_size: int
 ) -> tuple[ShardedDocuments, ShardedDocuments]:
-    """The sources to train on and those held out, each of whose files is a document.
+    """Return the training and the held-out documents; each source file is one document.
 
     Raises `ConfigError` as `stdlib_corpus` does.
     """
@@ -99,7 +104,7 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def _is_intact(directory: Path, heldout_fraction: float) -> bool:
-    """Whether the parts are there, cut by this fraction, and hold what the manifest says."""
+    """Whether both arrays exist, match their digests and were split by this fraction."""
     try:
         manifest = _read_manifest(directory)
         digests = {part: _digest(directory / part) for part in PARTS}
@@ -109,7 +114,7 @@ def _is_intact(directory: Path, heldout_fraction: float) -> bool:
 
 
 def _read_sources(library: Path) -> dict[str, bytes]:
-    """Text of each `.py` file by its path in the library, without tests and generated tables."""
+    """Return the bytes of each `.py` file by its path, without tests and generated tables."""
     texts = {
         path.relative_to(library).as_posix(): path.read_bytes()
         for module in sys.stdlib_module_names - _SKIPPED
@@ -126,7 +131,7 @@ def _read_sources(library: Path) -> dict[str, bytes]:
 
 
 def _choose_heldout(sizes: dict[str, int], heldout_fraction: float) -> set[str]:
-    """Files to hold out, by the hash of their path, until they have their share of the bytes."""
+    """Choose files in the order of their path's hash until they reach the share of the bytes."""
     wanted = heldout_fraction * sum(sizes.values())
     chosen: set[str] = set()
     for name in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
@@ -143,14 +148,14 @@ def _digest(path: Path) -> str:
 
 
 def _npy(texts: Iterable[bytes]) -> bytes:
-    """Content of a `.npy` file with the bytes of all texts as one uint8 array."""
+    """Return the content of a `.npy` file with the bytes of all texts as one uint8 array."""
     file = io.BytesIO()
     np.save(file, np.frombuffer(b"".join(texts), np.uint8))
     return file.getvalue()
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write beside `path` and rename, so that what is found under that name is always whole."""
+    """Write a temporary file and rename it, so that a file named `path` is always complete."""
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         unfinished.write_bytes(content)

@@ -1,7 +1,7 @@
-"""Documents of token ids in a fixed order, wherever they lie; one after the other, their stream.
+"""Documents of token ids in a fixed order, and the stream of tokens that they form together.
 
-A source is one or several shards, each a file. What is known of a shard without reading it is
-enough to open it, so that opening costs time in the number of shards.
+A source has one or more shards; a shard is a file. Opening a source reads headers and footers only,
+so it takes time in the number of shards, not of tokens.
 """
 
 import bisect
@@ -19,67 +19,75 @@ from jaxpipe.config import ConfigError
 
 
 class Documents(Protocol):
-    """N documents of token ids in a fixed order; opening costs time in shards, not tokens."""
+    """N documents of token ids in a fixed order."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[N]`, none of them 0."""
+        """Tokens of every document, integers `[N]`, all positive."""
 
     @property
     def fingerprint(self) -> str:
-        """What tells them from other documents."""
+        """String that identifies these documents."""
 
     def tokens(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Ids of a document, or those from `begin` to `end` of it: integers `[tokens]`.
+        """Return the ids of a document from `begin` to `end`, integers `[tokens]`.
 
-        Raises `ConfigError` with file and offset where one is outside the vocabulary.
+        Raises `ConfigError` with file and offset where an id is outside the vocabulary.
         """
 
     def counted(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Which of the same tokens count in the loss as targets, `bool [tokens]`; None: all."""
+        """Return which of these tokens count in the loss as targets, bool `[tokens]`; None: all."""
 
 
 class Shard(Protocol):
-    """A file of documents, or of tokens without borders, which are one document."""
+    """A file of documents; a file without document boundaries is one document."""
 
     path: Path
     size: int  # tokens
     digest: str
-    whole_digest: Callable[[], str] | None  # of all its bytes, where `digest` is of some
+    whole_digest: Callable[[], str] | None  # digest of all bytes, where `digest` covers a sample
     vouched: bool  # whether its ids are known to be in the vocabulary
-    masked: bool  # whether it says which tokens count in the loss
+    masked: bool  # whether it has a loss mask
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[documents]`."""
+        """Return the tokens of every document, integers `[documents]`."""
 
     def document_start(self, token: int) -> int:
-        """Where the document with this token begins."""
+        """Return the first token of the document that contains this token."""
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`, integers `[end - begin]`."""
+        """Return the ids of the tokens from `begin` to `end`, integers `[end - begin]`."""
 
     def counted(self, begin: int, end: int) -> np.ndarray | None:
-        """Which of them count in the loss, `bool [end - begin]`; None: all."""
+        """Return which of these tokens count in the loss, bool `[end - begin]`; None: all."""
 
 
 @dataclass(frozen=True)
 class ShardedDocuments:
-    """The documents of several shards, or those in a stretch of their stream of tokens."""
+    """The documents of several shards, or of a range of the token stream that they form.
+
+    Attributes:
+      shards: files in order.
+      vocab_size: ids must be below it.
+      begin, end: the range, in tokens of the stream of all shards.
+      place: path of the source, for messages.
+      tokenizer: digest of the tokenizer, if known.
+    """
 
     shards: Sequence[Shard]
     vocab_size: int
-    begin: int  # the stretch, in tokens of the stream of all shards
+    begin: int
     end: int
-    place: str  # where they are, for messages
-    tokenizer: str = ""  # digest of the one that made them, if known
+    place: str
+    tokenizer: str = ""
 
     def __len__(self) -> int:
-        """Tokens in all."""
+        """Number of tokens."""
         return self.end - self.begin
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells them from other documents."""
+        """String that identifies these documents."""
         digests = [shard.digest for shard in self.shards]
         if len(digests) > 1:
             digests = [blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()]
@@ -87,30 +95,30 @@ class ShardedDocuments:
 
     @property
     def whole_fingerprint(self) -> Callable[[], str] | None:
-        """The fingerprint by a digest of the whole file, where `fingerprint` has another of it."""
+        """Function that fingerprints the full file, where `fingerprint` uses a sampled digest."""
         digest = self.shards[0].whole_digest if len(self.shards) == 1 else None
         return digest and (lambda: self._named(digest()))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[N]`, none of them 0; made anew by every call."""
+        """Tokens of every document, integers `[N]`, all positive; a new array at every access."""
         starts, ends = self._borders[:-1], self._borders[1:]
         lengths = np.empty(len(ends), np.int32)
         np.subtract(ends, starts, out=lengths, casting="same_kind")
         return lengths if lengths.sum(dtype=np.int64) == len(self) else ends - starts
 
     def tokens(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Ids of a document, or those from `begin` to `end` of it: integers `[tokens]`."""
-        return self.stream(*self._stretch(index, begin, end))
+        """Return the ids of a document from `begin` to `end`, int32 `[tokens]`."""
+        return self.stream(*self._window(index, begin, end))
 
     def counted(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Which of the same tokens count in the loss; None: all."""
-        return self.counted_in_stream(*self._stretch(index, begin, end))
+        """Return which of these tokens count in the loss, bool `[tokens]`; None: all."""
+        return self.counted_in_stream(*self._window(index, begin, end))
 
     def stream(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`, across borders of documents: `int32 [tokens]`.
+        """Return the ids from `begin` to `end` across document boundaries, int32 `[tokens]`.
 
-        Raises `ConfigError` with file and offset where one is outside the vocabulary.
+        Raises `ConfigError` with file and offset where an id is outside the vocabulary.
         """
         parts = []
         for shard, first, last in self._within(begin, end):
@@ -121,7 +129,7 @@ class ShardedDocuments:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def counted_in_stream(self, begin: int, end: int) -> np.ndarray | None:
-        """Which of the tokens from `begin` to `end` count in the loss; None: all."""
+        """Return which tokens from `begin` to `end` count in the loss; None: all."""
         parts = [
             (shard.counted(first, last), last - first)
             for shard, first, last in self._within(begin, end)
@@ -131,10 +139,10 @@ class ShardedDocuments:
         return np.concatenate([np.ones(n, bool) if c is None else c for c, n in parts])
 
     def split(self, fraction: float) -> tuple["ShardedDocuments", "ShardedDocuments"]:
-        """All but the last `fraction` of the tokens, and these; no document is in both.
+        """Split off the last `fraction` of the tokens; no document is in both results.
 
-        The document that the cut falls in belongs to the second, whole; only the very first
-        document is divided.
+        The document at the split point goes to the second result as a whole, unless it is the very
+        first document, which is divided.
         """
         cut = self.end - round(fraction * len(self))
         number = self._shard_at(min(cut, self.end - 1))
@@ -146,19 +154,19 @@ class ShardedDocuments:
         return replace(self, end=cut, place=first), replace(self, begin=cut, place=second)
 
     def _named(self, digest: str) -> str:
-        """The stretch of the stream of files with a digest."""
+        """Extend a digest of the files by the range of tokens."""
         return f"{digest} tokens={len(self)}" + (f" from={self.begin}" if self.begin else "")
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each shard begins in the stream of all, and where the last one ends."""
+        """Offset of each shard in the stream of all shards, and the end of the last one."""
         return list(accumulate((shard.size for shard in self.shards), initial=0))
 
     @cached_property
     def _borders(self) -> np.ndarray:
-        """`[N + 1]` ends of the documents, in tokens from `begin`; the first is 0.
+        """Document boundaries, int64 `[N + 1]`, in tokens from `begin`; the first is 0.
 
-        With millions of documents this is what takes memory, so it is made in place.
+        The array dominates memory with millions of documents, so it is computed in place.
         """
         lengths = [shard.lengths() for shard in self.shards]
         ends = np.zeros(1 + sum(map(len, lengths)), np.int64)
@@ -177,7 +185,7 @@ class ShardedDocuments:
         empty = ends[1:] == ends[:-1]
         return ends[np.append(True, ~empty)] if empty.any() else ends
 
-    def _stretch(self, index: int, begin: int, end: int | None) -> tuple[int, int]:
+    def _window(self, index: int, begin: int, end: int | None) -> tuple[int, int]:
         start, stop = (int(border) for border in self._borders[index : index + 2])
         return start + begin, stop if end is None else min(start + end, stop)
 
@@ -185,7 +193,7 @@ class ShardedDocuments:
         return bisect.bisect_right(self._starts, token) - 1
 
     def _within(self, begin: int, end: int) -> list[tuple[Shard, int, int]]:
-        """The shards of a stretch of this stream, and what of each."""
+        """Return the shards that overlap a range of this stream, and the range in each shard."""
         begin, end = self.begin + begin, self.begin + end
         parts, number = [], self._shard_at(begin)
         while begin < end:
@@ -198,7 +206,7 @@ class ShardedDocuments:
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, begin: int = 0) -> None:
     """Raise `ConfigError` where one of ids `[tokens]` is not in 0..vocab_size-1.
 
-    `begin` is where they begin in the file, in tokens.
+    `begin` is the position of the first id in the file, for the message.
     """
     outside = [at for at in (int(ids.argmin()), int(ids.argmax())) if not 0 <= ids[at] < vocab_size]
     if outside:

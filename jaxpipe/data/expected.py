@@ -1,4 +1,4 @@
-"""What packed rows of a prepared folder will hold, from the lengths in its manifest alone."""
+"""Estimate of packing efficiency from the length histogram in a prepared folder's manifest."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,14 +10,16 @@ from jaxpipe.config import ConfigError, DataConfig
 from jaxpipe.data.manifest import MANIFEST, Bin, read_manifest
 from jaxpipe.data.packing import pack, slots_of
 
-_MOST = 1 << 20  # documents that stand for all
+_MOST = 1 << 20  # limit on documents in the sample
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The share of the rows' tokens that is no padding; how many documents, or pieces, of a length.
+    """Estimated content of packed rows.
 
-    These are of a sample: only their proportions count.
+    Attributes:
+      efficiency: share of the rows' tokens that is not padding.
+      documents: documents, or pieces of long ones, in a sample, by their length in slots.
     """
 
     efficiency: float
@@ -25,9 +27,9 @@ class Expected:
 
 
 def expected(folder: Path, config: DataConfig, seq_len: int) -> Expected:
-    """Pack documents of such lengths as a folder has, into rows of `seq_len` tokens.
+    """Pack a sample with the folder's distribution of lengths into rows of `seq_len` tokens.
 
-    Raises `ConfigError` where it has no manifest, or rows are not packed.
+    Raises `ConfigError` without a manifest, a document of two tokens, or packing.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -52,7 +54,7 @@ def expected(folder: Path, config: DataConfig, seq_len: int) -> Expected:
 
 
 def lengths_like(histogram: tuple[Bin, ...]) -> np.ndarray:
-    """Lengths of documents in the proportions of a histogram, spread evenly about each bar's mean.
+    """Return document lengths in a histogram's proportions, spread evenly about each bin's mean.
 
     >>> lengths_like((Bin(8, 2, 14), Bin(20, 1, 20)))
     array([ 6,  8, 20])

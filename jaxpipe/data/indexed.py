@@ -4,14 +4,13 @@ The layout is that of `MMapIndexedDataset` (Megatron-LM, megatron/core/datasets/
 all little-endian. The `.idx` has
 
     9 bytes  b"MMIDIDX\\x00\\x00"    int32[N]  tokens of every sequence
-    uint64   1, the version        int64[N]  where it begins in the .bin, in bytes
+    uint64   1, the version        int64[N]  offset of every sequence in the .bin, in bytes
     uint8    type of the ids       int64[D]  the first sequence of every document, and N
-    uint64   N, sequences          int8[N]   in files for several media, a kind of each: not read
+    uint64   N, sequences          int8[N]   modality of every sequence, in multimodal files: unread
     uint64   D, documents + 1; or 1: every sequence is a document
 
-`writing` has a sequence for every document. Where not all tokens count in the loss there is also
-`NAME.mask`: a bit for every token, the lowest bit of a byte first, 1 for those that count as
-targets.
+`writing` stores every document as one sequence. Where some tokens do not count in the loss,
+`NAME.mask` has a bit per token, the lowest bit of a byte first, 1 for tokens that count as targets.
 """
 
 import bisect
@@ -33,7 +32,7 @@ CODES = {np.dtype(name): code for code, name in TYPES.items()}
 
 @dataclass(frozen=True)
 class Index:
-    """An `.idx`, of which any part can be read."""
+    """An `.idx` file with random access."""
 
     path: Path
     sequences: int  # N
@@ -41,7 +40,7 @@ class Index:
 
     @property
     def documents(self) -> int:
-        """How many documents it tells of."""
+        """Number of documents."""
         return self.ends - 1 if self.ends > 1 else self.sequences
 
     @property
@@ -51,7 +50,7 @@ class Index:
 
     @property
     def pointers(self) -> IdFile:
-        """Where each begins, in bytes."""
+        """Offset of every sequence in the `.bin`, in bytes."""
         return IdFile(self.path, np.dtype("<i8"), HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
@@ -62,7 +61,7 @@ class Index:
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A `.bin` with its `.idx` and perhaps its `.mask`."""
+    """A `.bin` with its `.idx` and an optional `.mask`."""
 
     ids: IdFile
     index: Index
@@ -78,16 +77,16 @@ class IndexedShard:
 
     @property
     def size(self) -> int:
-        """Tokens in it."""
+        """Number of tokens."""
         return self.ids.size
 
     @property
     def mask(self) -> IdFile:
-        """Bits of the tokens, eight to an integer."""
+        """The loss mask: one bit per token, packed into uint8."""
         return IdFile(self.path.with_suffix(".mask"), np.dtype("u1"), 0, -(-self.size // 8))
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[documents]`."""
+        """Return the tokens of every document, integers `[documents]`."""
         index = self.index
         if index.documents == index.sequences:
             return index.lengths.read(0, index.sequences)
@@ -95,7 +94,7 @@ class IndexedShard:
         return np.diff(np.append(begins, self.size)[index.firsts.read(0, index.ends)])
 
     def document_start(self, token: int) -> int:
-        """Where the document with this token begins."""
+        """Return the first token of the document that contains this token."""
         index, width = self.index, self.ids.dtype.itemsize
         starts = index.pointers.one
         first = bisect.bisect_right(range(index.sequences), token * width, key=starts) - 1
@@ -105,11 +104,11 @@ class IndexedShard:
         return starts(first) // width
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`."""
+        """Return the ids of the tokens from `begin` to `end`."""
         return self.ids.read(begin, end)
 
     def counted(self, begin: int, end: int) -> np.ndarray | None:
-        """Which of them count in the loss, `bool [end - begin]`; None: all."""
+        """Return which of these tokens count in the loss, bool `[end - begin]`; None: all."""
         if not self.masked:
             return None
         first = begin // 8
@@ -118,9 +117,9 @@ class IndexedShard:
 
 
 def open_indexed(path: Path) -> IndexedShard:
-    """Open a `.bin` that has an `.idx`, of which a few bytes are read: both must fit each other.
+    """Open a `.bin` with its `.idx`, and check from a few bytes that they belong together.
 
-    Raises `ConfigError` where they do not, or where the `.idx` is of another kind.
+    Raises `ConfigError` where they do not, or where the `.idx` has another format.
     """
     index, size = path.with_suffix(".idx"), path.stat().st_size
     with index.open("rb") as file:
@@ -145,7 +144,7 @@ def open_indexed(path: Path) -> IndexedShard:
 
 
 def size_fault(shard: IndexedShard) -> str:
-    """Which of the files of a shard has not the size that it must have, in words, or nothing."""
+    """Describe the file of a shard whose size is wrong; empty where all sizes are right."""
     index, width = shard.index, shard.ids.dtype.itemsize
     least = HEADER.size + 12 * index.sequences + 8 * index.ends
     wanted = {shard.path: [shard.size * width], index.path: [least, least + index.sequences]}
@@ -158,7 +157,7 @@ def size_fault(shard: IndexedShard) -> str:
 
 
 def _misfit(shard: IndexedShard) -> str:
-    """Why an `.idx` is not of its `.bin`, in words, or nothing; costs no time in tokens."""
+    """Describe why an `.idx` does not match its `.bin`, or return ""; reads no tokens."""
     if fault := size_fault(shard):
         return fault
     index, said = shard.index, 0

@@ -1,4 +1,4 @@
-"""What a prepared folder holds, for people: a table, the lengths, the first documents."""
+"""The output of `inspect`: a table of counts, a length histogram and the first documents."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,13 +15,13 @@ from jaxpipe.data.opening import open_documents
 from jaxpipe.data.tokenizing import BYTES, TOKENIZER, load_tokenizer
 
 _BAR = 40  # characters of the longest bar
-_SHOWN = 400  # characters of a document
+_SHOWN = 400  # characters shown of a document
 
 
 def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
-    """What there is to say of a folder, and its first documents.
+    """Yield the table, the histogram and the first documents of a prepared folder.
 
-    Raises `ConfigError` where it was not prepared, or not to its end.
+    Raises `ConfigError` where the folder was not prepared, or not completely.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -44,7 +44,7 @@ def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Begin, end and value of each stretch of equal flags."""
+    """Return begin, end and value of each run of equal flags."""
     borders = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
     return [(a, b, bool(flags[a])) for a, b in pairwise(borders)]
 
@@ -71,7 +71,7 @@ def _table(manifest: Manifest) -> Table:
 
 
 def _histogram(manifest: Manifest) -> Table:
-    """Documents by their lengths, in powers of 2."""
+    """Return the number of documents by length, in powers of 2."""
     counts: dict[int, int] = {}
     for bar in manifest.histogram:
         power = 1 << (bar.up_to - 1).bit_length()

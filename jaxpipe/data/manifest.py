@@ -1,6 +1,6 @@
-"""What a folder of prepared shards holds: `manifest.json`, written when all of them are whole.
+"""`manifest.json` of a prepared folder, which is written when all shards are complete.
 
-It vouches for the ids: they lie in `smallest_id`..`largest_id`.
+It guarantees that all ids lie in `smallest_id`..`largest_id`.
 """
 
 from pathlib import Path
@@ -11,62 +11,62 @@ import numpy as np
 from jaxpipe.config import ConfigError
 
 MANIFEST = "manifest.json"
-JOURNAL = "unfinished.jsonl"  # in its place while a folder is being prepared
+JOURNAL = "unfinished.jsonl"  # stands in for the manifest while a folder is being prepared
 
 
 class Bin(msgspec.Struct, frozen=True, array_like=True):
-    """A bar of the histogram of lengths."""
+    """A bin of the histogram of document lengths."""
 
-    up_to: int  # tokens of a document, more than the bar before
+    up_to: int  # largest document length [tokens]
     documents: int
-    tokens: int
+    tokens: int  # tokens of all documents in the bin
 
 
 class ShardEntry(msgspec.Struct, frozen=True):
-    """One shard: `NAME.bin`, `NAME.idx` and, where not all tokens count, `NAME.mask`."""
+    """One shard: `NAME.bin`, `NAME.idx` and, where some tokens do not count, `NAME.mask`."""
 
     name: str
-    dtype: str  # numpy's name of the ids' type
+    dtype: str  # numpy dtype name of the ids
     documents: int
     tokens: int
     counted: int  # tokens that count in the loss as targets
     smallest_id: int
     largest_id: int
-    digest: str  # of the three files
+    digest: str  # digest of ids, lengths and mask
 
 
 class TokenizerEntry(msgspec.Struct, frozen=True):
-    """What turned text into ids."""
+    """The tokenizer of a prepared folder."""
 
-    name: str  # "bytes", or the file it was read from; a copy is beside the manifest
+    name: str  # "bytes", or the name of its file or directory; the folder has a copy of the file
     digest: str
     vocab_size: int
-    eod: int | None  # id at the end of every document
+    eod: int | None  # id appended to every document
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole folder."""
+    """Content of `manifest.json`."""
 
     version: int = 1
     tokenizer: TokenizerEntry
     documents: int
     tokens: int
-    counted: int
-    longest: int  # tokens of a document
+    counted: int  # tokens that count in the loss as targets
+    longest: int  # tokens of the longest document
     smallest_id: int
     largest_id: int
-    histogram: tuple[Bin, ...]  # of the lengths of documents
-    empty: int  # documents without text, left out
-    bad_lines: int  # lines that could not be read, left out
-    unlearned: int = 0  # documents of which nothing counts in the loss, left out
+    histogram: tuple[Bin, ...]  # document lengths
+    empty: int  # documents left out because they have no text
+    bad_lines: int  # documents left out because they cannot be read
+    unlearned: int = 0  # documents left out because none of their tokens counts in the loss
     origin: str  # digest of the inputs and options
     shards: tuple[ShardEntry, ...]
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, if it has one.
+    """Return the manifest of a folder, or None where the folder was never prepared.
 
-    Raises `ConfigError` for a folder that is still being prepared, and a manifest that is faulty.
+    Raises `ConfigError` for a folder whose preparation is incomplete, and for a faulty manifest.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -85,9 +85,9 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def bin_ends(lengths: np.ndarray) -> np.ndarray:
-    """The bar that each of some lengths, integers > 0, belongs to: its `up_to`.
+    """Return the `up_to` of the bin that each length, an integer > 0, belongs to.
 
-    A bar ends at k * 2^n tokens, k from 4 to 7, so that it is at most a quarter of them wide.
+    Bins end at k * 2^n tokens with k from 4 to 7, so a bin's width is at most 1/4 of its start.
 
     >>> bin_ends(np.array([1, 8, 9, 100, 1000, 1025]))
     array([   1,    8,   10,  112, 1024, 1280])
@@ -97,14 +97,14 @@ def bin_ends(lengths: np.ndarray) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
-    """Bars of documents' lengths, integers `[documents]` > 0, in order."""
+    """Return the histogram of document lengths, integers `[documents]` > 0, in rising order."""
     ends, which, counts = np.unique(bin_ends(lengths), return_inverse=True, return_counts=True)
     tokens = np.bincount(which, lengths).astype(np.int64)
     return tuple(Bin(*map(int, bar)) for bar in zip(ends, counts, tokens))
 
 
 def merged(histograms: list[tuple[Bin, ...]]) -> tuple[Bin, ...]:
-    """The histogram of all the documents of several."""
+    """Return the sum of several histograms."""
     bars: dict[int, Bin] = {}
     for bar in (bar for bars_of_one in histograms for bar in bars_of_one):
         before = bars.get(bar.up_to, Bin(bar.up_to, 0, 0))

@@ -1,4 +1,4 @@
-"""From a path to the shards that it stands for: a file, a folder of files, or a pattern."""
+"""Open the token files that a path names: a file, a folder of files, or a glob pattern."""
 
 import glob
 from pathlib import Path
@@ -17,14 +17,14 @@ _CHUNK = 1 << 20  # tokens checked at a time
 
 
 def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
-    """Open the files of token ids that a path stands for, in the order of their names.
+    """Open the token files that a path names, in the order of their names.
 
-    Raises `ConfigError` where there is none, one is faulty, or they were made with different
+    Raises `ConfigError` where there is none, one is faulty, or they were prepared with different
     tokenizers.
     """
     shards: list[Shard] = []
     tokenizers: dict[str, Path] = {}
-    files: list[Path] = []  # of no prepared folder
+    files: list[Path] = []  # token files outside prepared folders
     for found in _found(path):
         manifest = read_manifest(found) if found.is_dir() else None
         if manifest:
@@ -43,12 +43,12 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
 
 
 def prepared_folders(path: str) -> list[Path]:
-    """The prepared folders that a path stands for, in the order of their names."""
+    """Return the prepared folders that a path names, in the order of their names."""
     return [found for found in _found(path) if (found / MANIFEST).exists()]
 
 
 def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
-    """Raise `ConfigError` where places, by the digest of their tokenizer, have several of these."""
+    """Raise `ConfigError` for more than one tokenizer; `places` maps tokenizer digests to paths."""
     if len(places) > 1:
         one, other, *_ = places.values()
         raise ConfigError(
@@ -58,9 +58,10 @@ def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
 
 
 def _found(path: str) -> list[Path]:
-    """The files and folders of a path, in the order of their names.
+    """Return the files and folders that a path names, in the order of their names.
 
-    Of a pattern these are files of token ids and prepared folders, whose files are not meant twice.
+    A pattern matches token files and prepared folders. Files inside a matched prepared folder are
+    not listed again.
     """
     if Path(path).exists():
         return [Path(path)]
@@ -79,7 +80,7 @@ def _found(path: str) -> list[Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file of token ids, or those in a folder."""
+    """Return the token file itself, or the token files of a folder."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_ids(file))
@@ -97,7 +98,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _is_ids(file: Path) -> bool:
-    """Whether a file holds token ids by its name, capitals or not."""
+    """Whether a file's suffix, in any case, is that of a token file."""
     if file.suffix.lower() == ".bin" != file.suffix:
         raise ConfigError(
             f"{file} is named {file.suffix}, and the files beside it that say what it holds would "
@@ -117,7 +118,7 @@ def _open_file(path: Path, vocab_size: int, *, whole: bool) -> Shard:
 
 
 def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[IndexedShard]:
-    """The shards of a folder by its manifest; of their files only the sizes are looked at."""
+    """Open the shards that a manifest lists, and check the sizes of their files only."""
     shards = []
     for entry in manifest.shards:
         path = folder / f"{entry.name}.bin"
@@ -141,7 +142,7 @@ def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[Indexed
 
 
 def _find_outside(ids: IdFile, vocab_size: int) -> None:
-    """Raise `ConfigError` with the place of an id that is not in the vocabulary."""
+    """Search all ids, and raise `ConfigError` with the position of one outside the vocabulary."""
     for begin in range(0, ids.size, _CHUNK):
         part = ids.read(begin, min(begin + _CHUNK, ids.size))
         check_ids(part, vocab_size, ids.path, begin)

@@ -1,4 +1,4 @@
-"""Packages that only some inputs need, imported where they are needed."""
+"""Optional packages, imported only when an input needs them."""
 
 import importlib
 from types import ModuleType
@@ -7,9 +7,9 @@ from jaxpipe.config import ConfigError
 
 
 def needed(package: str, purpose: str) -> ModuleType:
-    """A module of a package of the extra `data`.
+    """Import a module of a package from the extra `data`.
 
-    Raises `ConfigError` where the package is not installed.
+    `purpose` starts the message. Raises `ConfigError` where the package is not installed.
     """
     try:
         return importlib.import_module(package)

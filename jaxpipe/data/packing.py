@@ -1,15 +1,15 @@
-"""Documents packed into rows of at most L slots (seq_len), by their lengths alone.
+"""Packing: assign documents to rows of at most L slots (seq_len), from their lengths alone.
 
-A document of n tokens is n - 1 slots: slot i has token i as input and token i + 1 as target, so
-every token but the first is a target once, and none is an input without a target. Documents of more
-than L slots are cut every L: these full pieces are rows of their own, and the rest, if there is
-one, is packed with others'. A piece begins with the token that the one before it ends with.
+A document of n tokens takes n - 1 slots. Slot i has token i as input and token i + 1 as target, so
+every token but the first is a target exactly once. A document of more than L slots is divided into
+pieces of L slots, each a row of its own, and a remainder, which is packed with other remainders. A
+piece starts with the last token (a target) of the piece before it. A short document is all
+remainder.
 
 `in_order` is next-fit. `best_fit` is best-fit decreasing: the longest first, each into the fullest
-row that still has room. What has the same number of slots is placed at once, so the work grows with
-the number of lengths that differ, not with that of documents, and all documents are packed
-together: 10 million take seconds and 4 bytes each beside their lengths. Which of equally long
-documents is where is drawn with the seed.
+row that still has room. All remainders of equal length are placed in one operation, so the work
+grows with the number of distinct lengths, not of documents: packing 10 million documents takes
+seconds and 4 bytes per document besides their lengths. The seed shuffles documents of equal length.
 """
 
 import bisect
@@ -20,12 +20,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-_BLOCK = 1 << 18  # documents looked at together, so that what is made of them stays small
-_STRIDE = 256  # documents between two of which the full pieces before them are known
+_BLOCK = 1 << 18  # documents processed at a time, which bounds the size of temporary arrays
+_STRIDE = 256  # documents per entry of `Packing.wholes`
 
 
 class Piece(NamedTuple):
-    """So many slots of a document from slot `begin` on, `slots + 1` of its tokens."""
+    """`slots` slots of a document from slot `begin` on; they cover `slots + 1` tokens."""
 
     document: int
     begin: int
@@ -33,27 +33,27 @@ class Piece(NamedTuple):
 
 
 class Rows(Protocol):
-    """R rows of documents' rests.
+    """R rows of remainders.
 
     Attributes:
-      numbers: the number of each among all rows, rising; full pieces have those between.
+      numbers: the index of each row among all rows, rising; full pieces have the other indices.
     """
 
     numbers: Sequence[int]
 
     def documents(self, row: int) -> Sequence[int]:
-        """The documents of a row; some may have no rest."""
+        """Return the documents of a row; some may have no remainder."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """All rows: which pieces of which documents each has.
+    """Assignment of pieces of documents to rows.
 
     Attributes:
       lengths: tokens of every document, integers `[N]`.
       seq_len: L, slots of a row.
-      wholes: full pieces of all documents before every 256th, int64.
-      rows: those of rests.
+      wholes: cumulative number of full pieces before every 256th document and at the end, int64.
+      rows: the rows of remainders.
     """
 
     lengths: np.ndarray
@@ -65,7 +65,7 @@ class Packing:
         return len(self.rows.numbers) + int(self.wholes[-1])
 
     def pieces(self, number: int) -> list[Piece]:
-        """What row `number` of 0..len-1 has, in order."""
+        """Return the pieces of row `number`, 0..len-1, in order."""
         row = bisect.bisect_left(self.rows.numbers, number)
         if row < len(self.rows.numbers) and self.rows.numbers[row] == number:
             documents = list(self.rows.documents(row))
@@ -92,7 +92,7 @@ def pack(
     most: int,
     seed: int = 0,
 ) -> Packing:
-    """Pack documents of so many tokens each, integers `[N]`, at most `most` into a row.
+    """Pack documents, `lengths` tokens each, integers `[N]`, with at most `most` in a row.
 
     >>> packing = pack(np.array([4, 12, 3, 4]), 5, "best_fit", most=9)
     >>> [[tuple(piece) for piece in packing.pieces(row)] for row in range(len(packing))]
@@ -111,20 +111,23 @@ def pack(
 
 
 def slots_of(lengths: np.ndarray) -> np.ndarray:
-    """Of documents of so many tokens; a single token has no target and none."""
+    """Return the slots of documents of the given lengths; a single token has no target: 0 slots."""
     return np.maximum(lengths, 1) - 1
 
 
 def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The first document of every block, and the slots of all of it."""
+    """Yield the first document of every block, and the slots of the block's documents."""
     for begin in range(0, len(lengths), _BLOCK):
         yield begin, slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
 
 
 def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The documents with a rest, int32, by its slots and among equals drawn; how many have so many.
+    """Sort documents by the slots of their remainder, in random order among equals.
 
-    They are sorted as numbers that have the slots in front, then random bits, then the document.
+    The sort keys are integers of the slots (high bits), random bits and the document (low bits).
+
+    Returns:
+      The documents with a remainder, int32, and `counts`, int64 `[seq_len]`: documents by slots.
     """
     bits, random = len(lengths).bit_length(), np.random.default_rng(seed)
     drawn = min(32, 63 - bits - seq_len.bit_length())
@@ -143,25 +146,25 @@ def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class InOrder:
-    """Rows of documents that follow each other: row r has `starts[r]` to `starts[r + 1] - 1`."""
+    """Rows of consecutive documents: row r has documents `starts[r]` to `starts[r + 1] - 1`."""
 
     numbers: np.ndarray
     starts: np.ndarray
 
     def documents(self, row: int) -> range:
-        """The documents of a row."""
+        """Return the documents of a row."""
         return range(int(self.starts[row]), int(self.starts[row + 1]))
 
 
 def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
-    """Next-fit: a row has documents until one does not fit.
+    """Pack by next-fit: a row takes documents in order until one does not fit.
 
     >>> in_order(np.array([4, 3, 2, 5, 10]), 5, most=9).starts
     array([0, 2, 4, 5], dtype=int32)
     """
     most_rows = int(lengths.sum(dtype=np.int64)) // seq_len + len(lengths)
     kind = np.int32 if most_rows < 1 << 31 else np.int64
-    # As many as there can be: what is not written takes no memory.
+    # Allocate the upper bound: pages that are never written take no memory.
     starts, numbers = np.empty(len(lengths) + 1, kind), np.empty(len(lengths), kind)
     starts[:1], begin, rows, before = 0, 0, 0, 0
     while begin < len(lengths):
@@ -169,9 +172,10 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
         rests = slots % seq_len
         ends = np.array(_row_ends(rests, seq_len, most))
         if len(ends) > 1 and begin + len(slots) < len(lengths):
-            ends = ends[:-1]  # the next block may have more for the last
+            ends = ends[:-1]  # the next block may add documents to the last row
         wholes, done = np.cumsum(slots // seq_len), int(ends[-1])
-        # The last of a row that has a rest. Those after it, before the next row, have full pieces.
+        # The last document with a remainder in each row: full pieces up to this document get
+        # indices before the row. Later documents of the row have full pieces only, after the row.
         last = np.maximum.accumulate(np.where(rests > 0, np.arange(len(rests)), -1))[ends - 1]
         filled = last >= np.append(0, ends[:-1])
         more = rows + int(filled.sum())
@@ -182,7 +186,7 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
 
 
 def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
-    """The document that every row ends before."""
+    """Return the exclusive end of every row, as a document of the block."""
     ends, some = np.cumsum(rests), rests > 0
     room = np.searchsorted(ends, ends - rests + seq_len, side="right")
     one_too_many = np.append(np.flatnonzero(some), len(rests))
@@ -196,37 +200,38 @@ def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
 
 
 class _Group(NamedTuple):
-    """Rows that are filled alike: with the documents `node` says from its instance `first` on."""
+    """Rows with the same lengths of documents, in a linked list of nodes (see `BestFit`)."""
 
     rows: int
-    held: int  # documents of each
-    node: int = -1  # the newest of these; -1: none
-    first: int = 0
+    held: int  # documents in each row
+    node: int = -1  # the node added last; -1: none
+    first: int = 0  # the instance of `node` in the group's first row
 
 
 @dataclass(frozen=True)
 class BestFit:
-    """Rows in groups that are filled alike.
+    """Rows in groups whose rows have the same lengths of documents.
 
-    A node is one document of every row of a group: instance i is `by_slots[position + i]`, and
-    beside it the row has what instance `shift + i` of the node `below` has.
+    A node adds one document to every row of a group. Its instance i is the document
+    `by_slots[position + i]`, and the row of that document continues with instance `shift + i` of
+    the node `below`.
     """
 
-    by_slots: np.ndarray  # the documents
-    first: int  # number of the first row
+    by_slots: np.ndarray  # documents sorted by slots
+    first: int  # index of the first row among all rows
     groups: list[_Group] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # rows of each group and those before it
+    ends: list[int] = field(default_factory=list)  # cumulative rows up to and with each group
     position: list[int] = field(default_factory=list)
     below: list[int] = field(default_factory=list)
     shift: list[int] = field(default_factory=list)
 
     @property
     def numbers(self) -> range:
-        """They come after all full pieces."""
+        """Indices of the rows, after all full pieces."""
         return range(self.first, self.first + (self.ends[-1] if self.ends else 0))
 
     def documents(self, row: int) -> list[int]:
-        """The documents of a row, those with the fewest slots first."""
+        """Return the documents of a row, the shortest remainder first."""
         number = bisect.bisect_right(self.ends, row)
         group = self.groups[number]
         instance = row - (self.ends[number] - group.rows) + group.first
@@ -237,7 +242,7 @@ class BestFit:
         return found
 
     def stacked(self, group: _Group, rows: int, each: int, position: int) -> _Group:
-        """The first so many rows of a group, with `each` more documents from `position` on."""
+        """Add `each` documents, from `by_slots[position]` on, to a group's first `rows` rows."""
         node, shift = group.node, group.first
         for _ in range(each):
             self.position.append(position)
@@ -251,10 +256,18 @@ class BestFit:
 def best_fit(
     counts: np.ndarray, seq_len: int, most: int, by_slots: np.ndarray, first: int
 ) -> BestFit:
-    """Pack documents, of which `counts[s]` have s slots; rows are numbered from `first` on."""
+    """Pack remainders by best-fit decreasing.
+
+    Args:
+      counts: number of remainders by their slots, integers `[seq_len]`.
+      seq_len: L, slots of a row.
+      most: largest number of documents in a row.
+      by_slots: documents sorted by the slots of their remainder.
+      first: index of the first row.
+    """
     made = BestFit(by_slots, first)
-    open_: dict[int, list[_Group]] = {}  # groups by the slots that are free in their rows
-    free = 0  # bit c is set where there are groups with c free slots
+    open_: dict[int, list[_Group]] = {}  # groups by the free slots of their rows
+    free = 0  # bit c is set where a group has c free slots
     positions = np.cumsum(counts) - counts
     for slots in np.flatnonzero(counts)[::-1].tolist():
         position, left = int(positions[slots]), int(counts[slots])

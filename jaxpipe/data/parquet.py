@@ -1,8 +1,8 @@
-"""Shards in Parquet: a column of lists of token ids, each a document.
+"""Parquet shards: a column of lists of token ids, each list a document.
 
-What can be read of it is a row group, so a sample costs the reading of one or two. How many tokens
-a row group has stands in the file's footer. Other columns may say which tokens count in the loss:
-masks of 0 and 1, or `labels`, which are the ids themselves and -100 where nothing is to be learned.
+The unit of reading is a row group, so a sample costs reading one or two of them. The file's footer
+gives the number of tokens of each row group. Other columns may mark the tokens that count in the
+loss: masks of 0 and 1, or `labels`, which equal the ids, or -100 for tokens that do not count.
 """
 
 import bisect
@@ -20,17 +20,18 @@ from jaxpipe.data.optional import needed
 from jaxpipe.data.tokens import IdFile
 from jaxpipe.model.loss import IGNORE
 
-COLUMNS = ("input_ids", "tokens")  # the column's name where there are several of lists
-MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")  # a token counts in all
-PADDED = "attention_mask"  # read only to refuse rows that hold padding
-_KEPT = 4  # row groups of a shard that stay in memory
+COLUMNS = ("input_ids", "tokens")  # names of the id column where several columns have lists
+# A token counts in the loss if every mask column of the file marks it.
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+PADDED = "attention_mask"  # read only to refuse rows with padding
+_KEPT = 4  # row groups per shard that are cached in memory
 
 
 class Group(NamedTuple):
-    """A row group."""
+    """Tokens of a row group."""
 
     ids: np.ndarray  # integers [tokens]
-    ends: np.ndarray  # of the documents among them
+    ends: np.ndarray  # integers [documents]: cumulative tokens at the end of each document
     counted: np.ndarray | None  # bool [tokens]: whether a token counts in the loss; None: all do
 
 
@@ -39,8 +40,8 @@ class ParquetShard:
     """A Parquet file of documents."""
 
     path: Path
-    starts: tuple[int, ...]  # of the row groups, in tokens, and the end of the last
-    group: Callable[[int], Group]
+    starts: tuple[int, ...]  # first token of every row group, and the end of the last one
+    group: Callable[[int], Group]  # reads a row group by its number
     masked: bool
     digest: str
     vouched: bool = False
@@ -48,33 +49,33 @@ class ParquetShard:
 
     @property
     def size(self) -> int:
-        """Tokens in it."""
+        """Number of tokens."""
         return self.starts[-1]
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every document; reads the whole file."""
+        """Return the tokens of every document; reads the whole file."""
         groups = range(len(self.starts) - 1)
         return np.concatenate([np.diff(self.group(number).ends, prepend=0) for number in groups])
 
     def document_start(self, token: int) -> int:
-        """Where the document with this token begins."""
+        """Return the first token of the document that contains this token."""
         number = bisect.bisect_right(self.starts, token) - 1
         start, ends = self.starts[number], self.group(number).ends
         before = np.searchsorted(ends, token - start, side="right")
         return start + (int(ends[before - 1]) if before else 0)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`."""
+        """Return the ids of the tokens from `begin` to `end`."""
         return np.concatenate([group.ids[part] for group, part in self._within(begin, end)])
 
     def counted(self, begin: int, end: int) -> np.ndarray | None:
-        """Which of them count in the loss, `bool [end - begin]`; None: all."""
+        """Return which of these tokens count in the loss, bool `[end - begin]`; None: all."""
         if not self.masked:
             return None
         return np.concatenate([group.counted[part] for group, part in self._within(begin, end)])
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[Group, slice]]:
-        """The row groups of a stretch, and what of each."""
+        """Yield the row groups that overlap a range of tokens, and the range in each group."""
         number = bisect.bisect_right(self.starts, begin) - 1
         while begin < end:
             start = self.starts[number]
@@ -86,9 +87,9 @@ class ParquetShard:
 def open_parquet(path: Path) -> ParquetShard:
     """Open a Parquet file by its footer.
 
-    Raises `ConfigError` where it is none, or has no column of lists of integers, or several of
-    which none is named `input_ids` or `tokens`; and as it is read where a row group has other
-    tokens than its footer says, padding, or masks that do not fit the ids.
+    Raises `ConfigError` where it is no Parquet file, has no column of lists of integers, or has
+    several and none is named `input_ids` or `tokens`. Reading it later raises where the tokens of a
+    row group differ in number from its footer, are padded, or do not match their masks.
     """
     parquet = needed("pyarrow.parquet", f"reading {path}")
     try:
@@ -111,7 +112,7 @@ def open_parquet(path: Path) -> ParquetShard:
 
     @lru_cache(_KEPT)
     def group(number: int) -> Group:
-        try:  # a file of its own, for one is not for several threads
+        try:  # open the file anew, because a ParquetFile is not thread-safe
             with parquet.ParquetFile(path, metadata=metadata) as file:
                 table = file.read_row_group(number, columns=columns)
         except (OSError, ValueError) as error:
@@ -134,13 +135,14 @@ def open_parquet(path: Path) -> ParquetShard:
         return Group(ids, np.cumsum(lengths[lengths > 0]), counted if masks else None)
 
     digest = IdFile(path, np.dtype("u1"), 0, path.stat().st_size).sampled_digest()
-    digest += f" {'+'.join(masks)}" if masks else ""  # runs that did not read them were of others
+    # The same ids with a loss mask are other samples, so the mask columns are part of the digest.
+    digest += f" {'+'.join(masks)}" if masks else ""
     starts = tuple(accumulate(sizes, initial=0))
     return ParquetShard(path, starts, group, bool(masks), digest)
 
 
 def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a column of lists of any kind, and how many each row has; null has none."""
+    """Return the values of a column of lists, and the length of each row's list; null: 0."""
     compute = needed("pyarrow.compute", "reading Parquet")
     lists = column.combine_chunks()
     values = compute.list_flatten(lists).to_numpy(zero_copy_only=False)
@@ -151,7 +153,7 @@ def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
 def _mask_fault(
     name: str, values: np.ndarray, own: np.ndarray, ids: np.ndarray, lengths: np.ndarray
 ) -> str:
-    """Why a column with rows of `own` lengths is no mask of ids: where, and what it must be."""
+    """Describe why a column, with lists of `own` lengths, is no mask of the ids, or return ""."""
     if (other := own != lengths).any():
         row = int(other.argmax())
         return (
@@ -172,7 +174,7 @@ def _mask_fault(
 
 
 def _column(path: Path, schema: Any) -> str:
-    """The name of the column with the ids."""
+    """Return the name of the column with the ids."""
     types = needed("pyarrow.types", f"reading {path}")
     kinds = {field.name: _value_type(field.type) for field in schema}
     for name in (*MASKS, PADDED):
@@ -194,7 +196,7 @@ def _column(path: Path, schema: Any) -> str:
 
 
 def _value_type(kind: Any) -> Any:
-    """The type of the values of lists of any kind, or None for what is no list."""
+    """Return the value type of any kind of list, or None for a type that is no list."""
     types = needed("pyarrow.types", "reading Parquet")
     tests = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
     return kind.value_type if any(getattr(types, f"is_{test}")(kind) for test in tests) else None

@@ -1,4 +1,4 @@
-"""Inputs cut into pieces, each of which becomes a shard: what is done again after a crash."""
+"""Divide input files into pieces; a piece becomes one shard and is the unit of crash recovery."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,30 +12,29 @@ from jaxpipe.data.readers import Part, is_compressed, kind
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Parts of inputs that become the shard of a number."""
+    """Parts of input files that become one shard, named by `number`."""
 
     number: int
     parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """Bytes of the inputs on disk."""
         return sum(part.size for part in self.parts)
 
 
 class Inputs(NamedTuple):
-    """Files to read, and those in the same folders that are not."""
+    """Input files to read, and files of the same folders that are left out."""
 
     files: list[Path]
     left_out: list[Path]
 
 
 def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
-    """The files, and those in the folders: all whose name has no dot in front, by their names.
+    """List the given files and all files below the given folders, sorted by name.
 
-    Beside JSON or Parquet in a folder the files of other kinds (a README, a license) are no data:
-    they are left out. What is below the output, if one is given, is no input. Raises `ConfigError`
-    where there are none.
+    Hidden files and files below `output` are skipped. Where a folder has JSON or Parquet files, its
+    other files (a README, a license) are left out. Raises `ConfigError` where there is no file.
     """
     files: list[Path] = []
     beside: list[Path] = []
@@ -61,7 +60,7 @@ def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
 
 
 def cut(files: Iterable[Path], size: int) -> list[Piece]:
-    """Pieces of about so many bytes on disk; files that cannot be cut may make larger ones."""
+    """Divide files into pieces of about `size` bytes on disk; indivisible files may exceed it."""
     pieces: list[tuple[Part, ...]] = []
     taken: list[Part] = []
     bytes_taken = 0
@@ -77,7 +76,7 @@ def cut(files: Iterable[Path], size: int) -> list[Piece]:
 
 
 def _parts(file: Path, size: int) -> Iterator[Part]:
-    """A file in parts of about so many bytes, if it can be cut."""
+    """Yield parts of about `size` bytes where the file can be divided, else the whole file."""
     whole = file.stat().st_size
     if kind(file) == "rows":
         yield from _row_groups(file)

@@ -1,7 +1,7 @@
-"""Text made into shards of token ids, by several processes, in pieces that survive a crash.
+"""Tokenise text into shards with several processes, so that a killed run can continue.
 
-Every piece of the inputs becomes one shard. A journal beside the shards names those that are whole;
-the manifest takes its place when all are. What is done depends on the inputs and the options alone,
+Every piece of the inputs becomes one shard. A journal in the folder lists the complete shards; the
+manifest replaces it when all are complete. The result depends on the inputs and the options alone,
 not on the number of processes or on how often they were killed.
 """
 
@@ -48,33 +48,33 @@ from jaxpipe.data.tokenizing import (
 from jaxpipe.data.workers import Report, workers
 from jaxpipe.data.writing import Batch, replacing, sync_folder, write_shard
 
-_BATCH = 1 << 18  # characters that are tokenised at a time
-_FORM = 2  # raised where the same text gives other ids or another mask than before
+_BATCH = 1 << 18  # characters tokenised per call
+_FORM = 2  # version of the output; increase it if the same text gives other ids or another mask
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the documents of a folder depend on, beside the inputs."""
+    """Options that determine the documents of a folder, besides the inputs."""
 
-    tokenizer: str  # as `load_tokenizer` takes it
-    eod: str = ""  # as `describe` takes it
-    field: str = ""  # as `Records` takes it
-    ignored: tuple[str, ...] = ()  # as `Records` takes them
+    tokenizer: str  # see `load_tokenizer`
+    eod: str = ""  # see `describe`
+    field: str = ""  # see `Records`
+    ignored: tuple[str, ...] = ()  # see `Records`
     skip_bad_lines: bool = False
-    piece_size: int = 32 << 20  # bytes of the inputs on disk that become a shard, or a little more
+    piece_size: int = 32 << 20  # bytes of the inputs on disk per shard, or a little more
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What became of a piece: a line of the journal."""
+    """The result of a piece: a line of the journal."""
 
     piece: int
-    key: str  # of the piece, see `_key`
-    shard: ShardEntry | None  # None: it had no document
+    key: str  # see `_key`
+    shard: ShardEntry | None  # None: the piece had no document
     histogram: tuple[Bin, ...]
-    longest: int
-    empty: int
-    bad: int
-    unlearned: int = 0  # documents of which nothing counts
-    chats: int = 0
+    longest: int  # tokens of the longest document
+    empty: int  # documents without text
+    bad: int  # documents that could not be read
+    unlearned: int = 0  # documents without a token that counts in the loss
+    chats: int = 0  # records with messages
 
 
 def prepare(
@@ -82,10 +82,12 @@ def prepare(
 ) -> Manifest:
     """Write the documents of all inputs to shards in a folder, and return its manifest.
 
-    A folder that was begun is gone on with: what has come of the same inputs and options stays. One
-    that is done is left as it is. Raises `ConfigError` for inputs that cannot be read, a folder
-    with something else in it, and where there is no document; `WorkerDied` where a process is
-    killed.
+    An incomplete folder is continued: shards of the same inputs and options stay. A complete folder
+    is left as it is.
+
+    Raises:
+      ConfigError: for inputs that cannot be read, a folder with other content, or no document.
+      WorkerDied: where a process is killed.
     """
     files, left_out = input_files(list(inputs), folder)
     if left_out:
@@ -113,7 +115,7 @@ def prepare(
                         done[one.piece] = one
                         if one.chats and template:
                             _tell(console, f"messages are written in ChatML, not by {template}")
-                            template = None  # is told once
+                            template = None  # print it only once
                     else:
                         show(*value)
             manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
@@ -127,7 +129,7 @@ def prepare(
 def write_piece(
     piece: Piece, report: Report, *, options: Options, entry: TokenizerEntry, folder: Path
 ) -> Done:
-    """Write a piece to its shard, and report bytes on disk and tokens of it as they are done."""
+    """Write a piece to its shard, and report input bytes and tokens as they are processed."""
     tokenizer, read, empty, unlearned = _loaded(options.tokenizer), 0, 0, 0
 
     def advance(size: int) -> None:
@@ -158,10 +160,13 @@ def write_piece(
 
 
 def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -> tuple[Batch, int]:
-    """The ids of documents, but of those without text or without a token that counts.
+    """Tokenise documents, and leave out those without text or without a token in the loss.
 
-    The id at the end counts where the last passage does; a text that ends with it, but for white
-    space, gets no second one. Also returns how many have no text.
+    The id `eod` is appended to each document and counts in the loss if the last passage does. A
+    text that already ends with that token, white space aside, gets no second one.
+
+    Returns:
+      The ids, and the number of documents without text.
     """
     end, mark = np.array([] if eod is None else [eod], np.int32), ""
     if eod is not None:
@@ -182,11 +187,11 @@ def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -
     return Batch(np.concatenate(ids), np.array(lengths), np.concatenate(counted)), empty
 
 
-_loaded = lru_cache(maxsize=1)(load_tokenizer)  # once in a worker
+_loaded = lru_cache(maxsize=1)(load_tokenizer)  # a worker loads its tokenizer once
 
 
 def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
-    """Documents, as many at a time as are worth a call of the tokenizer."""
+    """Yield groups of documents, each large enough for one call of the tokenizer."""
     group, characters = [], 0
     for passages in documents:
         group.append(passages)
@@ -203,13 +208,13 @@ def _tell(console: Console, sentence: str) -> None:
 
 
 def _listed(files: list[Path], most: int = 5) -> str:
-    """The first few of some files, and how many more there are."""
+    """Join the first `most` files, and the number of further ones, into a string."""
     more = f" and {len(files) - most} more" if len(files) > most else ""
     return ", ".join(map(str, files[:most])) + more
 
 
 def _key(piece: Piece, options: Options, entry: TokenizerEntry) -> str:
-    """What the shard of a piece depends on: its inputs as they are on disk, and the options."""
+    """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer."""
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
     known = msgspec.json.encode([_FORM, files, options.field, options.ignored, entry])
     return hashlib.blake2b(known, digest_size=16).hexdigest()
@@ -217,7 +222,7 @@ def _key(piece: Piece, options: Options, entry: TokenizerEntry) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A folder that no other process prepares; if it had to be made and stays empty, it goes."""
+    """Lock a folder against other processes; a folder created here and left empty is removed."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -229,14 +234,14 @@ def _locked(folder: Path) -> Iterator[None]:
     finally:
         os.close(handle)
         for path in made:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the folder is not empty
                 path.rmdir()
 
 
 def _finished(folder: Path, origin: str) -> Manifest | None:
-    """The manifest of a folder where there is nothing more to do.
+    """Return the manifest of a complete folder, or None where there is work to do.
 
-    Raises `ConfigError` where it is of other inputs, or the folder holds something else.
+    Raises `ConfigError` where the folder was prepared from other inputs or has other files.
     """
     if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
         return None
@@ -255,16 +260,17 @@ def _finished(folder: Path, origin: str) -> Manifest | None:
 def _journal(
     folder: Path, keys: list[str], skip_bad: bool
 ) -> Iterator[tuple[BinaryIO, dict[int, Done]]]:
-    """The journal to append to, and the pieces that it says are done, by number.
+    """Open the journal for appending; also yields the pieces that it lists, by number.
 
-    It is gone when what uses it ends well, and so is all else where no shard was written.
+    The journal is deleted when the body succeeds. After a `ConfigError` without any shard all files
+    of the folder are deleted.
     """
     done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
     done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
     whole = {f"{number:06d}" for number in done}
     for file in folder.iterdir():
         if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
-            file.unlink(missing_ok=True)  # a worker of a run that was killed may still end
+            file.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
     with replacing(folder / JOURNAL) as file:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
     with (folder / JOURNAL).open("ab", buffering=0) as file:
@@ -279,7 +285,7 @@ def _journal(
 
 
 def _read_journal(folder: Path) -> Iterator[Done]:
-    """Its lines, of which the last may be half written."""
+    """Yield the lines of the journal up to the first incomplete one."""
     if (folder / JOURNAL).exists():
         for line in (folder / JOURNAL).read_bytes().splitlines():
             try:
@@ -289,7 +295,7 @@ def _read_journal(folder: Path) -> Iterator[Done]:
 
 
 def _finish(folder: Path, manifest: Manifest, tokenizer: str) -> None:
-    """Write what makes a folder of shards a prepared one."""
+    """Write the tokenizer's copy and the manifest, which make the folder complete."""
     if tokenizer != BYTES:
         with replacing(folder / TOKENIZER) as file:
             file.write(tokenizer_file(Path(tokenizer)).read_bytes())
@@ -321,7 +327,7 @@ def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
 def _shown(
     pieces: list[Piece], left: list[Piece], console: Console
 ) -> Iterator[Callable[[int, int], None]]:
-    """A bar, and what adds bytes on disk and tokens to it."""
+    """Show a progress bar; yields the function that adds input bytes and tokens to it."""
     columns = (
         TextColumn("preparing"),
         BarColumn(),

@@ -1,7 +1,7 @@
-"""Documents of text from files: text, JSON and Parquet, perhaps compressed.
+"""Read documents from text, JSON and Parquet files, which may be compressed.
 
 A text file is one document. So is a line of a `.jsonl` file, an element of a `.json` file that is
-one array, or a row of a `.parquet` file; `records` says what a record holds.
+one array, or a row of a `.parquet` file; `records` defines the fields of a record.
 """
 
 import codecs
@@ -24,21 +24,21 @@ from jaxpipe.data.records import HARMLESS, MESSAGES, Passages, Records
 
 _KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "rows"}
 _CHUNK = 1 << 20  # bytes read at a time
-_ROWS = 256  # of Parquet that are read at a time
-_NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes them, but they are no JSON
+_ROWS = 256  # Parquet rows read at a time
+_NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes these values, but JSON has none of them
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A stretch of an input file: bytes of plain lines, row groups of Parquet, else all of it."""
+    """A range of an input file: bytes of plain lines, row groups of Parquet, else the full file."""
 
     path: str
     begin: int
-    end: int  # not included
+    end: int  # exclusive
     size: int  # bytes on disk
 
 
 def kind(path: Path) -> str:
-    """What the documents of a file are: its `lines`, `elements` or `rows`, or the `text` in it."""
+    """Return how a file holds documents: as `lines`, `elements` or `rows`, or `text` for one."""
     suffix = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
     if suffix == ".json" and _begins_with_bracket(path):
         return "elements"
@@ -46,23 +46,24 @@ def kind(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file can only be read from its beginning."""
+    """Whether a file is compressed, so that it can only be read from its start."""
     return path.suffix.lower() in (".gz", ".zst")
 
 
 @dataclass
 class Reader:
-    """Reads the documents of parts, and counts what it leaves out."""
+    """Reads the documents of parts, and counts those that it leaves out."""
 
     records: Records
-    skip_bad: bool  # leave out what cannot be read
-    advance: Callable[[int], None]  # told of bytes on disk that were read
-    bad: int = 0
+    skip_bad: bool  # leave out documents that cannot be read
+    advance: Callable[[int], None]  # called with the bytes on disk of every document read
+    bad: int = 0  # documents left out
 
     def documents(self, part: Part) -> Iterator[Passages]:
-        """The documents of a part, in order.
+        """Yield the documents of a part, in order.
 
-        Raises `ConfigError` with file and line for what cannot be read.
+        Raises `ConfigError` with file and line for a document that cannot be read, unless
+        `skip_bad` is set.
         """
         read = {"lines": _lines, "elements": _elements, "text": _text}
         read["rows"] = partial(_rows, self.records)
@@ -82,11 +83,11 @@ class Reader:
             self.advance(size)
 
 
-Item = tuple[Callable[[], Any], int]  # what makes a record of one, and its bytes on disk
+Item = tuple[Callable[[], Any], int]  # a function that parses a record, and its bytes on disk
 
 
 def _decode(line: bytes) -> Any:
-    """A record of JSON, perhaps with the NaN and Infinity that Python writes."""
+    """Parse a JSON record; accept NaN and Infinity, which Python writes."""
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError:
@@ -103,7 +104,7 @@ def _text(part: Part) -> Iterator[Item]:
 
 
 def _lines(part: Part) -> Iterator[Item]:
-    """The lines that begin in a part, but empty ones."""
+    """Yield the lines that start in a part, without empty ones."""
     path = Path(part.path)
     for line, size in _compressed_lines(path) if is_compressed(path) else _plain_lines(part):
         if record := _record(line):
@@ -111,7 +112,7 @@ def _lines(part: Part) -> Iterator[Item]:
 
 
 def _record(line: bytes) -> bytes:
-    """A line without white space, and without the BOM that files put together have anywhere."""
+    """Strip white space, and a BOM, which concatenated files have at any line."""
     return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
@@ -124,15 +125,15 @@ def _begins_with_bracket(path: Path) -> bool:
 
 
 def _elements(part: Part) -> Iterator[Item]:
-    """The elements of a file that is one array."""
+    """Yield the elements of a file that is one JSON array."""
     for element, size, _ in _array(part):
         yield partial(_decode, element), size
 
 
 def _array(part: Part) -> Iterator[tuple[bytes, int, int]]:
-    """The JSON of each element of an array, its bytes on disk, and the line where it begins.
+    """Yield the JSON of each array element, its bytes on disk, and the line where it starts.
 
-    The text of the file is in memory, but of its records only one at a time.
+    The text of the whole file is in memory, but only one record at a time.
     """
     content = b"".join(chunk for chunk, _ in _unpacked(Path(part.path)))
     line, before = 1, 0
@@ -162,7 +163,7 @@ def _plain_lines(part: Part) -> Iterator[tuple[bytes, int]]:
     with Path(part.path).open("rb") as file:
         if part.begin:
             file.seek(part.begin - 1)
-            file.readline()  # the end of a line that began before
+            file.readline()  # the rest of a line that starts in the part before
         at = file.tell()
         while at < part.end and (line := file.readline()):
             yield line, len(line)
@@ -175,12 +176,12 @@ def _compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield line, size
-            size = 0  # of all the lines of a chunk
+            size = 0  # the first line of a chunk reports the bytes of all its lines
     yield rest, 0
 
 
 def _unpacked(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The content of a file in chunks, with the bytes on disk that each took."""
+    """Yield the uncompressed content of a file in chunks, with the bytes on disk of each."""
     read = {".gz": _gzip_chunks, ".zst": _zst_chunks}.get(path.suffix.lower(), _plain_chunks)
     try:
         yield from read(path)
@@ -208,7 +209,7 @@ def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as file:
         while left := file.read(_CHUNK):
             size = len(left)
-            while left:  # may hold the end of a frame, and others
+            while left:  # a chunk may have the end of one frame and the start of others
                 frame = frame or decompressor.decompressobj()
                 try:
                     yield frame.decompress(left), size
@@ -238,17 +239,17 @@ def _rows(records: Records, part: Part) -> Iterator[Item]:
 
 
 def _columns(records: Records, schema: Any) -> list[str]:
-    """The columns that a record needs: of text its own, else all that are not ignored."""
+    """Return the columns to read: only the text's own, or for messages all that are not ignored."""
     names, field = schema.names, records.field
     if field:
         top, *inner = [field] if field in names else field.split(".")
         found = schema.field(top).type if top in names else None
-        for name in inner:  # of structs
+        for name in inner:  # fields of nested structs
             index = found.get_field_index(name) if hasattr(found, "get_field_index") else -1
             found = found.field(index).type if index >= 0 else None
         if found is None:
-            return names  # for the message that it is not there
-        if not hasattr(found, "value_field"):  # no list, so no messages
+            return names  # the error for the missing field names the existing ones
+        if not hasattr(found, "value_field"):  # the field is no list, so it has no messages
             return [field]
     elif "text" in names and not any(name in names for name in MESSAGES):
         return [name for name in ("text", "prompt", "completion") if name in names]
@@ -257,7 +258,7 @@ def _columns(records: Records, schema: Any) -> list[str]:
 
 
 def _place(part: Part, number: int) -> str:
-    """Where the document of a number is in its file, for messages."""
+    """Return file and line or row of a part's document `number`, for error messages."""
     path = Path(part.path)
     match kind(path):
         case "text":
@@ -273,7 +274,7 @@ def _place(part: Part, number: int) -> str:
 
 
 def _line_number(part: Part, number: int) -> int:
-    """Which line of its file is the one of that number in its part, empty ones left out."""
+    """Return the line in the file of the part's non-empty line `number`."""
     path, before = Path(part.path), 0
     if is_compressed(path):
         lines = _compressed_lines(path)

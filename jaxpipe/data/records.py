@@ -1,14 +1,14 @@
-"""Records of JSON or Parquet as passages of text: what of it counts in the loss.
+"""Convert records of JSON or Parquet to passages of text that count in the loss or do not.
 
-    {"text": "..."}                                          all of it counts
+    {"text": "..."}                                          all text counts
     {"prompt": "...", "completion": "..."}                   the completion counts
-    {"messages": [{"role": "...", "content": "..."}, ...]}   what the assistant says counts
+    {"messages": [{"role": "...", "content": "..."}, ...]}   the assistant's messages count
 
 Messages may also be called `conversations`, their keys `from` and `value`; `prompt` and
 `completion` may be lists of messages. Messages are written in ChatML,
-`<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; of those that count, all from CONTENT on does. A key of a
-message, or of a record with messages or a prompt, is used, harmless, or refused: none that could
-change what is learned is dropped unless the user asks for it.
+`<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; in a message that counts, the text counts from CONTENT
+on. A key of a message, or of a record with messages or a prompt, is used, harmless or refused. A
+key that could change the training data is dropped only if the user asks for it.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from typing import Any
 
 from jaxpipe.config import ConfigError
 
-Passages = list[tuple[str, bool]]  # the text of a document, and whether it counts in the loss
+Passages = list[tuple[str, bool]]  # a document's text in passages; whether each counts in the loss
 MESSAGES = ("messages", "conversations")
 MARKS = ("<|im_start|>", "<|im_end|>")
-# Keys that tell where a record comes from, not what is to be learned from it.
+# Keys with metadata of a record, which do not affect the training data.
 HARMLESS = frozenset({
     "id", "idx", "index", "uuid", "hash", "prompt_id", "message_id", "conversation_id",
     "session_id", "tool_call_id", "name", "source", "dataset", "subset", "split", "category",
@@ -29,18 +29,18 @@ HARMLESS = frozenset({
 })  # fmt: skip
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
-_SWITCHES = ("weight", "train", "loss")  # of a message: 1 or true where it counts, 0 or false
+_SWITCHES = ("weight", "train", "loss")  # keys of a message: 1 or true if it counts, 0 or false
 
 
 @dataclass
 class Records:
-    """Turns records into passages.
+    """Converts records to passages.
 
     Attributes:
-      field: the key of the text or messages, perhaps nested (`a.b`); empty: the usual ones.
-      ignored: keys that are left out although they may change what is learned.
-      chat_fault: why messages cannot be written with the tokenizer; empty: they can.
-      chats: records with messages so far.
+      field: the key of the text or messages, may be nested (`a.b`); empty: the usual keys.
+      ignored: keys that are dropped although they may change the training data.
+      chat_fault: why the tokenizer cannot encode messages; empty: it can.
+      chats: number of records with messages so far.
     """
 
     field: str = ""
@@ -49,10 +49,11 @@ class Records:
     chats: int = 0
 
     def passages(self, record: Any) -> Passages:
-        """The text of a record, and what of it counts; nothing where its fields are null.
+        """Return the passages of a record; none where its fields are null.
 
-        Raises `ValueError` where it has not the fields that it must have, or one more that would
-        be lost; `ConfigError` for messages with a tokenizer that has no tokens for them.
+        Raises:
+          ValueError: where a required field is missing, or another field would be lost.
+          ConfigError: for messages, where the tokenizer has no tokens for ChatML.
 
         >>> Records().passages({"prompt": "1 + 1 = ", "completion": "2"})
         [('1 + 1 = ', False), ('2', True)]
@@ -73,7 +74,7 @@ class Records:
         return [] if value is None else [(_string(value, name), True)]
 
     def _answer(self, record: dict[str, Any]) -> Passages:
-        """A prompt, and a completion that counts: both text, or both messages."""
+        """Return the passages of a prompt and a completion: both text, or both messages."""
         names = ("prompt", "completion")
         prompt, completion = (_value(record, name) for name in names)
         self._check_lost(record, names, "its prompt")
@@ -85,7 +86,10 @@ class Records:
         return [(_string(prompt, "prompt"), False), (_string(completion, "completion"), True)]
 
     def _chat(self, messages: Any, counts: bool = True) -> Passages:
-        """Messages in ChatML; with `counts` the assistant's count unless they say otherwise."""
+        """Write messages in ChatML.
+
+        With `counts` the assistant's messages count; a message's own switch decides otherwise.
+        """
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise ValueError("its messages are no list of objects")
         if self.chat_fault:
@@ -102,7 +106,7 @@ class Records:
         return passages
 
     def _message(self, message: dict[str, Any]) -> tuple[str, str, bool | None]:
-        """Role, content, and whether it counts, if it says so."""
+        """Return role, content, and the message's own switch for the loss, if it has one."""
         names = ["from" if "from" in message and "role" not in message else "role"]
         names += ["value" if "value" in message and "content" not in message else "content"]
         role, content = (_value(message, name) for name in names)
@@ -116,7 +120,7 @@ class Records:
         return _ROLES[role], _joined(content, names[1]), switch
 
     def _check_lost(self, found: dict[str, Any], used: tuple[str, ...], of: str) -> None:
-        """Raise `ValueError` for keys that are neither used nor harmless, and hold something."""
+        """Raise `ValueError` for non-empty keys that are neither used nor harmless."""
         known = HARMLESS.union(used, self.ignored)
         lost = [key for key, value in found.items() if key not in known and not _is_empty(value)]
         if lost:
@@ -130,13 +134,13 @@ def _is_empty(value: Any) -> bool:
 
 
 def _value(record: dict[str, Any], name: str) -> Any:
-    """What a record has under a name, or under a path of names with dots; None for null."""
+    """Return a record's value at a key, or at a path of keys with dots; None for null."""
     if name in record:
         return record[name]
     value: Any = record
     for part in name.split("."):
         if value is None:
-            return None  # of a struct that is null as a whole
+            return None  # the enclosing struct is null
         if not isinstance(value, dict) or part not in value:
             others = ", ".join(map(repr, record)) or "none"
             raise ValueError(f"it has no field {name!r}, but {others}")
@@ -153,7 +157,7 @@ def _string(value: Any, name: str) -> str:
 
 
 def _joined(content: Any, name: str) -> str:
-    """The content of a message: text, or a list of parts of text."""
+    """Return the content of a message, which is text or a list of text parts."""
     if not isinstance(content, list):
         return _string(content, name)
     texts = []

@@ -1,16 +1,16 @@
-"""What the log says of the data of a run before it begins."""
+"""Warnings about the data, logged before a run starts."""
 
 from collections.abc import Iterator
 
 from jaxpipe.data.batches import Split
 
-# Up to four epochs teach about as much as new text does (Muennighoff et al. 2023, Scaling
+# Up to four epochs of repeated data are about as good as new data (Muennighoff et al. 2023, Scaling
 # Data-Constrained Language Models, arXiv:2305.16264).
 _MOST_EPOCHS = 4
 
 
 def remarks(train: Split, samples: int) -> Iterator[str]:
-    """Sentences on sources that are repeated often in so many samples, and on wasted samples."""
+    """Yield warnings for sources repeated too often in a run of `samples`, and wasted samples."""
     for place, size, share in train.sources:
         epochs = samples * share / size
         if epochs > _MOST_EPOCHS:

@@ -1,6 +1,6 @@
-"""Samples of `seq_len` inputs and targets, read by index.
+"""Samples of `seq_len` inputs and targets, with random access by index.
 
-The targets of a model are its inputs one token on. N samples, L tokens (seq_len).
+Targets are the inputs shifted by one token. Dims: N samples, L tokens (seq_len).
 """
 
 import bisect
@@ -17,26 +17,28 @@ from jaxpipe.data.documents import Documents, ShardedDocuments
 from jaxpipe.data.packing import Packing
 from jaxpipe.model.loss import IGNORE
 
-Sample = dict[str, np.ndarray]  # `inputs` and `targets`, int32 [L], and what else layers are given
-# What rows end in that are longer than what they hold.
+Sample = dict[str, np.ndarray]  # `inputs`, `targets` and other inputs of layers, int32 [L]
+# The values that pad a row.
 PADDING = {"inputs": 0, "targets": IGNORE, "segments": -1, "positions": 0, "real": 0}
 
 
 class Samples(Protocol):
-    """Random access to N samples, all with the same leaves."""
+    """Random access to N samples, all with the same keys."""
 
     def __len__(self) -> int:
         """Number of samples N."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample of a number in 0..N-1; of documents it may have fewer than L tokens."""
+        """Return sample `index`, 0..N-1; packed samples may have fewer than L tokens."""
 
     def documents_of(self, index: int) -> list[int]:
-        """How many tokens a sample has of each of its documents; what is cut blindly is one."""
+        """Return the tokens of each document in a sample; an unpacked sample counts as one."""
 
 
 def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
-    """Inputs and targets of ids `[L + 1]`; targets that do not count (`bool [L + 1]`) are ignored.
+    """Make inputs and targets of ids `[L + 1]`; targets that do not count become -100.
+
+    `counted`, bool `[L + 1]`, marks the tokens that count in the loss; None: all.
 
     >>> sample_of(np.arange(4), np.array([True, True, False, True]))
     {'inputs': array([0, 1, 2], dtype=int32), 'targets': array([   1, -100,    3], dtype=int32)}
@@ -48,9 +50,9 @@ def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
 
 @dataclass(frozen=True)
 class CutSamples:
-    """A stream of tokens cut every L of them, whatever its documents.
+    """A stream of tokens divided every L tokens, across document boundaries.
 
-    A sample takes L + 1 tokens, of which the last is the first of the next sample.
+    A sample reads L + 1 tokens; its last token is the first of the next sample.
     """
 
     documents: ShardedDocuments
@@ -68,27 +70,27 @@ class CutSamples:
         return (len(self.documents) - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
-        stretch = index * self.seq_len, (index + 1) * self.seq_len + 1
+        window = index * self.seq_len, (index + 1) * self.seq_len + 1
         documents = self.documents
-        return sample_of(documents.stream(*stretch), documents.counted_in_stream(*stretch))
+        return sample_of(documents.stream(*window), documents.counted_in_stream(*window))
 
     def documents_of(self, index: int) -> list[int]:
-        """All are one."""
+        """Return `[L]`: the sample counts as one document."""
         return [self.seq_len]
 
 
 @dataclass(frozen=True)
 class DummySamples:
-    """Samples made up as they are read: sample i is a function of (seed, i) alone.
+    """Synthetic samples: sample i is a function of (seed, i) alone.
 
-    Each is a walk over the ids in steps of 1 to 4, all as likely, so one token says what the next
-    may be, and the loss of a model falls to ln 4 = 1.386 nats (from four ids on).
+    Each is a random walk over the ids in steps of 1 to 4 with equal probability. The next token
+    depends on the current one only, and the loss falls to ln 4 = 1.386 nats (vocab_size >= 4).
     """
 
     seed: int
     vocab_size: int
     seq_len: int  # L
-    numbers: range  # the i of each sample
+    numbers: range  # the i of every sample
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -99,18 +101,17 @@ class DummySamples:
         return sample_of((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
 
     def documents_of(self, index: int) -> list[int]:
-        """All are one."""
+        """Return `[L]`: the sample counts as one document."""
         return [self.seq_len]
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Rows of whole documents, or of pieces of longer ones, up to L of their tokens.
+    """Rows of complete documents, or of pieces of longer ones, up to L tokens.
 
-    In `shared` rows `segments` says which document a token belongs to, 0.., and `positions` where
-    in it, from 0 on; a piece is a document of its own. Rows that are not have `real`, 1 of each
-    token, as it is 0 of padding. What a document ends with (such as the id that marks its end) is
-    its last target, and the input of nothing.
+    In `shared` rows `segments` numbers the document of each token from 0, and `positions` the token
+    within its document; a piece counts as a document. Other rows have `real` instead, which is 1
+    for tokens and 0 for padding. The last token of a document (such as its eod) is a target only.
     """
 
     documents: Documents
@@ -123,8 +124,8 @@ class PackedSamples:
     def __getitem__(self, index: int) -> Sample:
         parts: list[Sample] = []
         for document, begin, slots in self.packing.pieces(index):
-            stretch = document, begin, begin + slots + 1
-            part = sample_of(self.documents.tokens(*stretch), self.documents.counted(*stretch))
+            window = document, begin, begin + slots + 1
+            part = sample_of(self.documents.tokens(*window), self.documents.counted(*window))
             if self.shared:
                 part["segments"] = np.full(slots, len(parts), np.int32)
                 part["positions"] = np.arange(slots, dtype=np.int32)
@@ -134,13 +135,13 @@ class PackedSamples:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def documents_of(self, index: int) -> list[int]:
-        """How many tokens it has of each, as the packing says without reading them."""
+        """Return the tokens of each document in a row, from the packing, without reading tokens."""
         return [piece.slots for piece in self.packing.pieces(index)]
 
 
 @dataclass(frozen=True)
 class JoinedSamples:
-    """Those of several sources, one after the other."""
+    """The samples of several sources, one source after the other."""
 
     parts: Sequence[Samples]
 
@@ -152,12 +153,12 @@ class JoinedSamples:
         return part[own]
 
     def documents_of(self, index: int) -> list[int]:
-        """Those of its source."""
+        """Return the tokens of each document in a sample."""
         part, own = self._place(index)
         return part.documents_of(own)
 
     def _place(self, index: int) -> tuple[Samples, int]:
-        """The source of a sample, and its number there."""
+        """Return the source of a sample, and the sample's index in it."""
         part = bisect.bisect_right(self._starts, index) - 1
         return self.parts[part], index - self._starts[part]
 

@@ -1,4 +1,4 @@
-"""From the `[data]` table of a configuration to training and held-out samples."""
+"""Open the training and held-out samples that the `[data]` table of a configuration names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,35 +19,35 @@ DUMMY_SAMPLES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """What a source adds to a split: samples, what tells them from others, and their share."""
+    """One source's contribution to a split."""
 
     samples: Samples
     fingerprint: str
     weight: float = 1.0
     whole_fingerprint: Callable[[], str] | None = None  # see `Split`
-    place: str = "dummy"  # where it is, for messages
+    place: str = "dummy"  # path of the source, for messages
     masked: bool = False  # see `Split`
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads: training samples without end, and held-out ones in a fixed order."""
+    """The data of a run: endless training samples, and held-out samples in a fixed order."""
 
     train: Split
     heldout: Split
 
 
 class _Rows(NamedTuple):
-    """What samples have: `seq_len` tokens on end, or up to `most` documents."""
+    """How rows are built: `seq_len` tokens across documents, or packed documents."""
 
     seq_len: int
     packing: Literal["none", "sequential", "best_fit"] = "none"
-    most: int = 1
-    seed: int = 0  # of which of equally long documents a row has
+    most: int = 1  # largest number of documents in a row
+    seed: int = 0  # shuffles documents of equal length
 
     @property
     def description(self) -> str:
-        """What tells them from rows of the same documents by other settings."""
+        """Part of the fingerprint that identifies these settings."""
         if self.packing == "none":
             return ""
         drawn = f" of {self.seed}" if self.packing == "best_fit" else ""
@@ -60,13 +60,20 @@ def open_data(
 ) -> Data:  # fmt: skip
     """Open the sources that a configuration names.
 
-    `seq_len` is in tokens, `seed` >= 0 decides the order (and the tokens of `dummy`), `directory`
-    is where the text of `stdlib` is kept. No token is in both splits: the held-out one is the last
-    `heldout_fraction` of the tokens of each source, unless it has a path of its own. Its documents
-    are packed in their order, so that its first samples are of its first documents.
+    No token is in both splits: the held-out split is the last `heldout_fraction` of the tokens of
+    each source, or comes from `heldout_path`. Held-out documents are packed in order, so that the
+    first samples contain the first documents.
 
-    Raises `ConfigError` for every fault that shows without reading all: a file missing, empty,
-    truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
+    Args:
+      config: the `[data]` table.
+      seq_len: tokens of a row.
+      vocab_size: ids must be below it.
+      seed: >= 0; determines the order (and the tokens of `dummy`).
+      directory: where the corpus of `stdlib` is stored.
+      variable_length: without packing, give every row one document.
+
+    Raises `ConfigError` for every fault that shows without reading all tokens: a file missing,
+    empty, truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
     """
     of_train = of_heldout = _Rows(seq_len)
     if config.packing != "none":
@@ -84,7 +91,7 @@ def open_data(
         train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
     else:
         to_train_on, held_out = _opened(config, vocab_size, directory)
-        # In this order: what the few held-out documents take for a moment is free for the others.
+        # Held-out documents first: their few temporary arrays are freed before the larger ones.
         heldout = [_part(config, of_heldout, *of) for of in held_out]
         train = [_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
@@ -95,7 +102,7 @@ def open_data(
 
 
 def _split(name: str, parts: Sequence[Part], sizes: str, seed: int | None = None) -> Split:
-    """The samples of all parts in order: training ones without end, shuffled if there is a seed."""
+    """Build a split: endless if it is named training, and shuffled if there is a seed."""
     lengths, weights = [len(part.samples) for part in parts], [part.weight for part in parts]
     training = name == "training"
     order = training_order(lengths, weights, seed) if training else heldout_order(lengths, weights)
@@ -126,7 +133,7 @@ def _dummy_parts(
 
 
 def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: float) -> Part:
-    """The samples of a source's documents."""
+    """Build the samples of a source's documents."""
     name = "file" if config.sources else config.source
     masked = any(shard.masked for shard in documents.shards)
     known = {"weight": weight, "place": documents.place, "masked": masked}
@@ -143,7 +150,10 @@ def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: 
 
 
 def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> PackedSamples:
-    """Rows of documents; `ConfigError` where none can be told apart, or none has two tokens."""
+    """Pack documents into rows.
+
+    Raises `ConfigError` where a file has no document boundaries, or no document has two tokens.
+    """
     asked = "data.packing" if shared else "train.variable_length"
     for shard in documents.shards:
         if isinstance(shard, BareShard) and shard.ends is None:
@@ -163,9 +173,9 @@ def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> Packed
 def _check_apart(
     to_train_on: Sequence[ShardedDocuments], held_out: Sequence[ShardedDocuments]
 ) -> None:
-    """Raise `ConfigError` for a file that is trained on under two names, or held out as well.
+    """Raise `ConfigError` for a file that is trained on twice, or both trained on and held out.
 
-    A file is the same under all of its links; what is held out may not be a copy either.
+    Hard and symbolic links count as the same file; a held-out file may not be a copy either.
     """
     files: dict[tuple[int, int], Path] = {}
     digests: dict[str, Path] = {}
@@ -194,7 +204,7 @@ Weighted = tuple[ShardedDocuments, float]
 def _opened(
     config: DataConfig, vocab_size: int, directory: Path
 ) -> tuple[list[Weighted], list[Weighted]]:
-    """The documents of every source to train on, and those held out."""
+    """Open the documents of every source to train on, and the held-out documents."""
     if config.source == "stdlib" and not config.sources:
         if vocab_size < 256:
             raise ConfigError(

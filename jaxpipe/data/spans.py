@@ -1,8 +1,8 @@
-"""Which tokens of a document count in the loss, by where each is in the text.
+"""Find the tokens of a document that count in the loss, from their spans in the text.
 
-A token counts if one of its characters is of a passage that does. `tokenizers` knows the place of
-every token, but finding it costs a fifth of its speed. The tokens of byte-level BPE stand for the
-bytes of the text one after the other, so how many bytes each has tells as much.
+A token counts if any of its characters is in a passage that counts. `tokenizers` can return the
+span of every token, but that costs a fifth of its speed. The tokens of byte-level BPE are
+consecutive bytes of the text, so there the byte length of every token is enough.
 """
 
 import json
@@ -17,7 +17,7 @@ from jaxpipe.data.records import Passages
 
 
 def byte_widths(tokenizer: Any) -> np.ndarray | None:
-    """Bytes of text of every id, integers `[ids]`; None where its tokens are not bytes of it."""
+    """Return the text bytes of every id, integers `[ids]`; None if it is no byte-level BPE."""
     made = json.loads(tokenizer.to_str())
     steps = made["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -28,19 +28,19 @@ def byte_widths(tokenizer: Any) -> np.ndarray | None:
     if not levels or normal != "NFC" or any(step["add_prefix_space"] for step in levels):
         return None
     if made["model"]["type"] != "BPE" or not vocab.keys() >= {*letters}:
-        return None  # there may be bytes that have no token
+        return None  # some bytes may have no token
     added = tokenizer.get_added_tokens_decoder()
     widths = np.zeros(max(vocab.values()) + 1, np.int64)
-    for token, number in vocab.items():  # in an alphabet of a letter for every byte
+    for token, number in vocab.items():  # the vocabulary writes every byte as one letter
         widths[number] = len(added[number].content.encode()) if number in added else len(token)
     return widths
 
 
 def counted_by_bytes(ids: np.ndarray, widths: np.ndarray, passages: Passages) -> np.ndarray | None:
-    """Which ids `[tokens]` count, `bool [tokens]`; None where they are not all bytes of the text.
+    """Return which ids `[tokens]` count, bool `[tokens]`; None where bytes and text differ.
 
-    Text that is not in Unicode's NFC may have been changed to it. Nothing else makes it longer, so
-    what has the length of the text is all of it.
+    The tokenizer may normalise text that is not in Unicode's NFC. Nothing else makes text longer,
+    so tokens of the same total length as NFC text cover exactly this text.
     """
     ends = np.cumsum(widths[ids])
     begins = ends - widths[ids]
@@ -57,10 +57,10 @@ def counted_by_bytes(ids: np.ndarray, widths: np.ndarray, passages: Passages) ->
 
 
 def counted_by_places(encoding: Any, passages: Passages) -> np.ndarray:
-    """Which tokens of a `tokenizers.Encoding` count, `bool [tokens]`.
+    """Return which tokens of a `tokenizers.Encoding` count, bool `[tokens]`.
 
-    Tokens are in the order of the text, so those of a passage are found by bisection: to ask for
-    the places of all is slow.
+    Tokens follow the order of the text, so bisection finds the tokens of a passage; asking for the
+    spans of all tokens is slow.
     """
     place, tokens = encoding.token_to_chars, range(len(encoding))
     counted, begin = np.zeros(len(tokens), bool), 0

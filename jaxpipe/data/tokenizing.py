@@ -1,4 +1,4 @@
-"""Text to token ids: Hugging Face's `tokenizers`, or the bytes of the text themselves."""
+"""Convert text to token ids with Hugging Face's `tokenizers`, or with one token per byte."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -22,25 +22,25 @@ _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids."""
+    """Converts text to ids and back."""
 
     vocab_size: int
 
     def encode(self, documents: Sequence[Passages]) -> list["Encoded"]:
-        """Ids of the text of each document, without ids of its beginning or end.
+        """Encode each document, without special tokens at its start or end.
 
-        All passages are encoded as one text. A token counts if one of its characters does, also
-        where it begins in a passage that does not count.
+        All passages of a document are encoded as one text. A token counts if any of its characters
+        does, even where the token starts in a passage that does not count.
         """
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids `[tokens]`."""
+        """Return the text of ids `[tokens]`."""
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, if it is one."""
+        """Return the id of a token by its name, or None if there is no such token."""
 
     def mark_of(self, number: int) -> str:
-        """The text that is always the token of an id, if that is a special one; else nothing."""
+        """Return the text of a special token, or "" for other ids."""
 
 
 class Encoded(NamedTuple):
@@ -52,12 +52,12 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Bytes:
-    """A token for every byte of UTF-8; NUL, which text has not, ends a document."""
+    """One token per byte of UTF-8; NUL, which text does not contain, is the eos."""
 
     vocab_size: int = 256
 
     def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
-        """Bytes of each document, which count as their passage does."""
+        """Encode each document as bytes, which count in the loss if their passage does."""
         return list(map(self._encoded, documents))
 
     def _encoded(self, passages: Passages) -> Encoded:
@@ -67,31 +67,31 @@ class Bytes:
         return Encoded(ids, np.repeat(counted, list(map(len, parts))))
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of bytes `[tokens]`."""
+        """Return the text of bytes `[tokens]`."""
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
     def id_of(self, token: str) -> int | None:
-        """The byte of a text of one."""
+        """Return the byte of a single ASCII character, or None."""
         return ord(token) if len(token) == 1 and ord(token) < 128 else None
 
     def mark_of(self, number: int) -> str:
-        """Nothing: a byte may always be of text."""
+        """Return "", because no byte is a special token."""
         return ""
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """A `tokenizers.Tokenizer`."""
+    """A `tokenizers.Tokenizer` loaded from a file."""
 
     tokenizer: Any
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
+        """The largest id plus one, added tokens included."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
-        """Ids of each document, without those that the tokenizer would put before or behind it."""
+        """Encode each document, without the tokenizer's special tokens at its start or end."""
         texts = ["".join(text for text, _ in passages) for passages in documents]
         kinds = [{counted for _, counted in passages} for passages in documents]
         unsure = {n for n, counts in enumerate(kinds) if len(counts) > 1 and self._widths is None}
@@ -120,21 +120,21 @@ class FromFile:
         return byte_widths(self.tokenizer)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids `[tokens]`."""
+        """Return the text of ids `[tokens]`."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, if it is one."""
+        """Return the id of a token by its name, or None if there is no such token."""
         return self.tokenizer.token_to_id(token)
 
     def mark_of(self, number: int) -> str:
-        """The text of a special token."""
+        """Return the text of a special token, or "" for other ids."""
         token = self.tokenizer.get_added_tokens_decoder().get(number)
         return token.content if token is not None and token.special else ""
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The `tokenizer.json` that a path means: itself, or the one in a model's directory.
+    """Return the `tokenizer.json` of a path: the path itself, or the file in a model's directory.
 
     Raises `ConfigError` where there is none.
     """
@@ -147,7 +147,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a name: `bytes`, or the path of a `tokenizer.json` or a model's directory.
+    """Load a tokenizer: `bytes`, or the path of a `tokenizer.json` or of a model's directory.
 
     Raises `ConfigError` where it cannot be read, or `tokenizers` is not installed.
     """
@@ -157,9 +157,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     library = needed("tokenizers", f"the tokenizer {file}")
     try:
         tokenizer = library.Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()  # some files ask for one length of all texts
+        tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
         tokenizer.no_padding()
-        # No tokens are to be added, and what adds them may cut blanks off the spans of others.
+        # Special tokens are not added, and some post-processors trim blanks from tokens' spans.
         tokenizer.post_processor = library.processors.Sequence([])
         return FromFile(tokenizer)
     except Exception as error:  # the library raises bare Exception
@@ -170,10 +170,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
-    """What the manifest says of a tokenizer.
+    """Return the manifest's entry of a tokenizer.
 
     `eod` is the id or the name of the token that ends a document, `none` for no such token, or
-    empty for the tokenizer's own: that of `tokenizer_config.json`, else of a usual name.
+    empty for the eos in `tokenizer_config.json`, else the first known token of `_EOS_NAMES`.
 
     Raises `ConfigError` where there is no such token.
     """
@@ -202,9 +202,9 @@ def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
 
 
 def chat_fault(name: str, tokenizer: Tokenizer) -> str:
-    """Why a tokenizer cannot write ChatML, to stand behind the place of messages; or nothing."""
+    """Return why a tokenizer cannot encode ChatML, as the end of an error message, or ""."""
     if name == BYTES:
-        return ""  # its tokens are bytes, also of the marks
+        return ""  # the marks are encoded as bytes like other text
     for mark in MARKS:
         number = tokenizer.id_of(mark)
         if number is None or number not in tokenizer.encode([[(mark, True)]])[0].ids:
@@ -216,7 +216,7 @@ def chat_fault(name: str, tokenizer: Tokenizer) -> str:
 
 
 def template_of(name: str) -> Path | None:
-    """The file with the chat template of a tokenizer, if it has one."""
+    """Return the file with the chat template of a tokenizer, if it has one."""
     if name == BYTES:
         return None
     folder = tokenizer_file(Path(name)).parent
@@ -228,7 +228,7 @@ def template_of(name: str) -> Path | None:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What the tokenizer's other file says, if it is there."""
+    """Read `tokenizer_config.json`; empty if the file does not exist."""
     path = folder / TOKENIZER_CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

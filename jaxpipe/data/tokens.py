@@ -1,4 +1,4 @@
-"""Bare files of token ids, `.npy` or `.bin`: one long row of them without borders."""
+"""Bare token files, `.npy` or `.bin`: one array of ids without document boundaries."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,26 +12,29 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import check_ids
 
-WHOLE = 1 << 30  # bytes of a source up to which its bare files are read whole on opening: a second
-# How llm.c and modded-nanogpt begin a file of tokens: 256 int32, of which the first are the number
-# of the format, its version, and how many tokens follow (llm.c, dev/data/data_common.py).
+WHOLE = 1 << 30  # bytes of a source up to which opening reads all its bare files, in about 1 s
+# The header of token files of llm.c and modded-nanogpt: 256 int32, which start with the magic
+# number, the version and the number of tokens that follow (llm.c, dev/data/data_common.py).
 _HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _HEADER_BYTES = 1024
 _CHUNK = 1 << 20  # tokens read at a time
-_BLOCKS, _BLOCK = 16, 4096  # a large file is known by so many stretches of so many bytes
+_BLOCKS, _BLOCK = 16, 4096  # blocks in a sampled digest, and bytes of each
 
 
 @dataclass(frozen=True)
 class IdFile:
-    """Integers in a file, of which any stretch can be read. It is not held open."""
+    """An array of integers in a file, with random access; the file is opened for every read."""
 
     path: Path
     dtype: np.dtype
-    offset: int  # bytes before the first
-    size: int  # integers
+    offset: int  # bytes before the first integer
+    size: int  # number of integers
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Those from `begin` to `end`. Raises `ConfigError` where the file has become shorter."""
+        """Return the integers from `begin` to `end`.
+
+        Raises `ConfigError` where the file cannot be read or has become shorter.
+        """
         try:
             at = self.offset + begin * self.dtype.itemsize
             ids = np.fromfile(self.path, self.dtype, end - begin, offset=at)
@@ -44,11 +47,11 @@ class IdFile:
         return ids
 
     def one(self, index: int) -> int:
-        """That of a number."""
+        """Return the integer at an index."""
         return int(self.read(index, index + 1)[0])
 
     def sampled_digest(self) -> str:
-        """Digest of the type, the length and a few stretches of the file."""
+        """Return a digest of the dtype, the size and 16 blocks of the file, prefixed with `~`."""
         digest = hashlib.blake2b(f"{self.dtype.str} {self.size}".encode(), digest_size=8)
         last = max(self.size * self.dtype.itemsize - _BLOCK, 0)
         with self.path.open("rb", buffering=0) as file:
@@ -58,7 +61,10 @@ class IdFile:
         return f"~{digest.hexdigest()}"
 
     def whole_digest(self, check: Callable[[np.ndarray, int], None] = lambda *_: None) -> str:
-        """Digest of all: 16 hex digits, at about 1 GB/s; `check` is given ids and their begin."""
+        """Return a digest of all integers, 16 hex digits, computed at about 1 GB/s.
+
+        `check` is called with every chunk of ids and the position of its first id.
+        """
         digest = hashlib.blake2b(self.dtype.str.encode(), digest_size=8)
         for begin in range(0, self.size, _CHUNK):
             ids = self.read(begin, min(begin + _CHUNK, self.size))
@@ -71,8 +77,8 @@ class IdFile:
 class BareShard:
     """Token ids in text order.
 
-    `ends` has the tokens up to the end of each document; None: there are no borders, all is one
-    document, which may be cut anywhere.
+    `ends` has the cumulative tokens at the end of each document. With None there are no boundaries:
+    the file is one document, which may be split anywhere.
     """
 
     ids: IdFile
@@ -84,36 +90,36 @@ class BareShard:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self.ids.path
 
     @property
     def size(self) -> int:
-        """Tokens in it."""
+        """Number of tokens."""
         return self.ids.size
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[documents]`."""
+        """Return the tokens of every document, integers `[documents]`."""
         return np.array([self.size]) if self.ends is None else np.diff(self.ends, prepend=0)
 
     def document_start(self, token: int) -> int:
-        """Where the document with this token begins; without borders any may be the first."""
+        """Return the first token of this token's document; without boundaries the token itself."""
         if self.ends is None:
             return token
         before = int(np.searchsorted(self.ends, token, side="right"))
         return int(self.ends[before - 1]) if before else 0
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Ids of the tokens from `begin` to `end`."""
+        """Return the ids of the tokens from `begin` to `end`."""
         return self.ids.read(begin, end)
 
     def counted(self, begin: int, end: int) -> None:
-        """None: all count in the loss."""
+        """Return None, because all tokens count in the loss."""
         return None
 
 
 class Sidecar(msgspec.Struct, frozen=True):
-    """What `tokens.json` says of the `tokens.bin` beside it; other fields are ignored."""
+    """Content of `NAME.json`, which gives the dtype of `NAME.bin`; other fields are ignored."""
 
     dtype: Literal["uint8", "uint16", "uint32"]
 
@@ -121,11 +127,15 @@ class Sidecar(msgspec.Struct, frozen=True):
 def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
     """Open a file of token ids.
 
-    A `.npy` file names its integer type itself. A `.bin` file has the header of llm.c, which tells,
-    or is bare little-endian integers of the type in its sidecar, `{"dtype": "uint8" | "uint16" |
-    "uint32"}` in the `.json` file of the same name, uint16 where there is none. With `whole` it is
-    read once to check and digest it, at about 1 GB/s; else it is known by stretches of it, and ids
-    are checked as they are read.
+    The dtype of a `.npy` file is in its header. A `.bin` file has the header of llm.c, or is bare
+    little-endian integers; their dtype is in the sidecar, `{"dtype": "uint8" | "uint16" |
+    "uint32"}` in the `.json` file of the same name, or uint16 without a sidecar.
+
+    Args:
+      path: the file.
+      vocab_size: ids must be below it.
+      whole: read the file now, at about 1 GB/s, to check and digest all ids. Otherwise the digest
+        covers a sample, and ids are checked when they are read.
 
     Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
     0..vocab_size-1.
@@ -176,7 +186,7 @@ def _open_bin(path: Path) -> IdFile:
 
 
 def _open_llmc(path: Path, size: int) -> IdFile | None:
-    """The ids behind the header of llm.c, where a file begins with one."""
+    """Open a file with the header of llm.c; None for a file without it."""
     magic, version, tokens = np.fromfile(path, "<i4", 3).tolist() if size >= 12 else (0, 0, 0)
     if magic not in {known for known, _ in _HEADERS}:
         return None

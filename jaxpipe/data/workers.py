@@ -1,4 +1,4 @@
-"""Pieces of work given to processes, one after the other."""
+"""A pool of worker processes that stream reports and results."""
 
 import os
 import signal
@@ -10,19 +10,20 @@ from typing import Any
 from jaxpipe.config import ConfigError
 
 Report = Callable[[Any], None]
-Work = Callable[[Any, Report], Any]  # of a job; may report before it returns
+Work = Callable[[Any, Report], Any]  # called with a job; may report before it returns the result
 
 
 class WorkerDied(Exception):
-    """A process ended by itself."""
+    """A worker process ended unexpectedly."""
 
 
 @contextmanager
 def workers(count: int, work: Work, jobs: Iterator[Any]) -> Iterator[Iterator[tuple[bool, Any]]]:
-    """What `work` says of all jobs, as it comes: (False, a report) or (True, a result).
+    """Run `work` on all jobs in `count` processes; yields an iterator of their messages.
 
-    The processes end with this one, whatever ends it. Iterating raises `ConfigError` where a
-    worker does, or cannot read or write a file, and `WorkerDied` where one is killed.
+    A message is (False, report) or (True, result), in order of arrival. The workers end when this
+    process ends for any reason. Iterating raises `ConfigError` where a worker raises it or cannot
+    read or write a file, and `WorkerDied` where a worker is killed.
     """
     context = get_context("spawn")  # a fork of a process with threads may hang
     processes, lines = [], []
@@ -43,7 +44,7 @@ def workers(count: int, work: Work, jobs: Iterator[Any]) -> Iterator[Iterator[tu
 
 
 def _results(lines: list[connection.Connection], jobs: Iterator[Any]) -> Iterator[tuple[bool, Any]]:
-    """Feed every worker until there are no more jobs."""
+    """Keep all workers busy until there are no more jobs."""
     busy = [line for line in lines if _give(line, jobs)]
     while busy:
         for line in connection.wait(busy):
@@ -59,7 +60,7 @@ def _results(lines: list[connection.Connection], jobs: Iterator[Any]) -> Iterato
 
 
 def _give(line: connection.Connection, jobs: Iterator[Any]) -> bool:
-    """Whether there was another job to give."""
+    """Send the next job, and return whether there was one."""
     for job in jobs:
         line.send(job)
         return True
@@ -67,9 +68,9 @@ def _give(line: connection.Connection, jobs: Iterator[Any]) -> bool:
 
 
 def _serve(line: connection.Connection, work: Work) -> None:
-    """A worker: answers jobs until the process that gives them is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that began us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are what works in parallel here
+    """Run jobs in a worker process until the parent process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
     try:
         while True:
             job = line.recv()

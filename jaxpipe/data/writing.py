@@ -1,4 +1,4 @@
-"""Shards written so that what has its final name is whole, on disk and in all three files."""
+"""Write shards atomically: a file with its final name is complete and synced to disk."""
 
 import hashlib
 import os
@@ -15,16 +15,16 @@ from jaxpipe.data.manifest import ShardEntry
 
 
 class Batch(NamedTuple):
-    """Some documents, one after the other."""
+    """Several documents, concatenated."""
 
     ids: np.ndarray  # integers [tokens]
-    lengths: np.ndarray  # integers [documents] > 0, which add up to tokens
+    lengths: np.ndarray  # integers [documents] > 0, with the sum `tokens`
     counted: np.ndarray  # bool [tokens]: whether a token counts in the loss as a target
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is whole and on disk."""
+    """Open a temporary file, which replaces `path` once it is complete and synced to disk."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("wb") as file:
@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on disk."""
+    """Sync the names of a folder's files to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,9 +48,12 @@ def sync_folder(folder: Path) -> None:
 def write_shard(
     folder: Path, name: str, dtype: np.dtype, batches: Iterator[Batch]
 ) -> tuple[ShardEntry, np.ndarray] | None:
-    """Write documents to a shard, and say what it holds and their lengths; None if there are none.
+    """Write documents to a shard.
 
-    The `.bin` takes its name last: where it is, the others are.
+    The `.bin` gets its final name last, so its existence implies that of the `.idx` and `.mask`.
+
+    Returns:
+      The manifest's entry, and the documents' lengths, int32 `[documents]`; None without documents.
     """
     first = next(batches, None)
     if first is None:
@@ -89,10 +92,10 @@ def write_shard(
 
 
 class _Bits:
-    """Bits that are packed as they come, eight to a byte."""
+    """Packs a stream of bits, eight to a byte."""
 
     def __init__(self) -> None:
-        self.counted = 0  # of them 1
+        self.counted = 0  # number of bits that are 1
         self._packed: list[bytes] = []
         self._rest = np.zeros(0, bool)
 
@@ -109,7 +112,7 @@ class _Bits:
 
 
 def write_index(file: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
-    """An `.idx` in which every sequence is a document."""
+    """Write an `.idx` with one sequence per document."""
     documents = len(lengths)
     file.write(HEADER.pack(MAGIC, 1, CODES[dtype], documents, documents + 1))
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize

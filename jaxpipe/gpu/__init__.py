@@ -1,1 +1,1 @@
-"""The training step compiled for GPUs that are not there, and what can be read from the result."""
+"""Compile the training step for GPUs that are not present, and analyse the compiled program."""

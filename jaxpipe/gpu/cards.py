@@ -1,4 +1,4 @@
-"""The GPUs that a step can be compiled for without having one. Imports no jax."""
+"""The GPUs that a step can be compiled for without a device. This module imports no jax."""
 
 import re
 from argparse import ArgumentTypeError
@@ -8,12 +8,13 @@ CARDS = ("h100", "h200", "b200", "a100")
 PER_HOST = 8
 _MEMORY = re.compile(r"(device_memory_size: )(\d+)")
 _MAJOR = re.compile(r"major: (\d+)")
-_WITH_COSTS = 9  # the first with a table of products' rates in XLA (jax 0.12.0)
+# First compute capability for which XLA's cost model has rates of matrix products (jax 0.12.0).
+_WITH_COSTS = 9
 _BANDWIDTH = re.compile(r"memory_bandwidth: (\d+)")
 
 
 def named(text: str) -> list[str]:
-    """The cards of a list with commas; raises `argparse.ArgumentTypeError` for any other.
+    """Parse a comma-separated list of cards; raise `ArgumentTypeError` for an unknown card.
 
     >>> named("h100,b200")
     ['h100', 'b200']
@@ -25,35 +26,36 @@ def named(text: str) -> list[str]:
 
 
 def target_config(card: str) -> str:
-    """XLA's text proto of a card."""
+    """Return XLA's target configuration of a card, a text proto."""
     return files("jaxpipe.gpu").joinpath(f"{card}.txtpb").read_text()
 
 
 def memory_of(card: str) -> int:
-    """Bytes of a card's memory."""
+    """Return a card's memory in bytes."""
     return int(_MEMORY.search(target_config(card))[2])
 
 
 def bandwidth_of(card: str) -> int:
-    """Bytes a second of a card's memory."""
+    """Return a card's memory bandwidth in bytes/s."""
     return int(_BANDWIDTH.search(target_config(card))[1])
 
 
 def has_costs(card: str) -> bool:
-    """Whether XLA's cost model knows a card; compiling for others with it fails."""
+    """Whether XLA's cost model knows a card; compiling with it for other cards fails."""
     return int(_MAJOR.search(target_config(card))[1]) >= _WITH_COSTS
 
 
 def with_usable(config: str, usable: float) -> str:
-    """A target configuration under which XLA schedules for so many usable bytes.
+    """Return a target configuration that makes XLA schedule for `usable` bytes of memory.
 
-    In a run XLA's limit is what jax has taken; without a device it is 80 % of the memory.
+    In a run XLA's limit is the memory that jax has reserved; without a device it is 80 % of
+    `device_memory_size`.
     """
     return _MEMORY.sub(lambda match: f"{match[1]}{int(usable / 0.8)}", config)
 
 
 def topology(count: int) -> str:
-    """Slices x hosts x GPUs a host, with as many of at most 8 a host as divide the count.
+    """Return slices x hosts x GPUs per host; GPUs per host is the largest divisor up to 8.
 
     >>> topology(4), topology(32), topology(12)
     ('1x1x4', '1x4x8', '1x2x6')

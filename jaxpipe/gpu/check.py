@@ -1,4 +1,4 @@
-"""Compile a configuration's training step for GPUs that are not there, and report on it."""
+"""Compile a configuration's training step for GPUs that are not present, and report on it."""
 
 import tempfile
 import time
@@ -35,11 +35,12 @@ _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device. `peak` includes the arguments, less what the outputs reuse of them.
+    """Memory of one device in bytes, without CUDA's context, NCCL, CUDA graphs and fragmentation.
 
-    `host`: of its host's memory, on top.
-
-    Not included: CUDA's context, NCCL's buffers, CUDA graphs and fragmentation.
+    Attributes:
+      peak: largest live memory, arguments included; outputs that alias arguments count once.
+      aliased: outputs that reuse the memory of arguments.
+      host: memory used on the host, not part of `peak`.
     """
 
     peak: int
@@ -52,12 +53,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """What compiling showed. `usable` bytes are what jax would take of a card's `memory`.
+    """Facts about the compiled step.
 
-    `seconds`: that the compiler took. `temporaries`: alive at the peak, the largest first. `ops`:
-    seconds by the program's instructions; `step`: those of a step by them, and by the plan.
-    `turns`: where ranks exchange by turns, how many; their permutes are waited for.
-    `note`: how experts multiply, as a run says at its start.
+    Attributes:
+      memory: of the card, in bytes.
+      usable: bytes of `memory` that jax would reserve.
+      temporaries: arrays live at the peak, the largest first.
+      ops: seconds by the program's instructions.
+      step: seconds of a step by the instructions (None if unknown) and by the plan.
+      seconds: time that compiling took.
+      dropped: options that the installed XLA lacks.
+      turns: phases of phased permutes, which are synchronous; 1: permutes are not phased.
+      note: how the experts' matrix products run, as a run logs at its start.
     """
 
     card: str
@@ -80,12 +87,12 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the step's peak is within what jax would take of the card."""
+        """Whether the step's peak fits the memory that jax would reserve."""
         return self.bytes.peak <= self.usable
 
 
 def check(config: Config, card: str, *, memory: float | None = None) -> Report:
-    """Compile the step for the card; `memory` replaces the card's own bytes.
+    """Compile the step for a card; `memory` in bytes overrides the card's memory.
 
     Raises `ConfigError` where the compiler or cuDNN is missing.
     """
@@ -140,7 +147,7 @@ def _devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
 
 
 def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
-    """The real step, or several in one program as a run has them, for shapes instead of arrays."""
+    """Compile the program of a run, with one step or `train.fused_steps`, from abstract arrays."""
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
@@ -154,7 +161,8 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
     }
     program = steps.train_steps if steps.count > 1 else trainer.train_step
     try:
-        with jax.default_device(trainer.mesh.devices.flat[0]):  # which kernels ask for its kind
+        # Kernels ask for the default device's kind while they are traced.
+        with jax.default_device(trainer.mesh.devices.flat[0]):
             traced = program.trace(state, batch)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except RuntimeError as error:
@@ -174,7 +182,7 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         + analysis.temp_size_in_bytes
     )
     return Memory(
-        # XLA's own peak is that of the arguments with what is on the host, where that is more.
+        # XLA's peak counts arguments in host memory too, which can exceed the sum on the device.
         peak=min(analysis.peak_memory_in_bytes, everything),
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,

@@ -1,12 +1,12 @@
-"""Which of a compiled step's collectives have compute to hide behind, read from scheduled HLO.
+"""Find which collectives of a compiled step overlap with compute, from the scheduled HLO.
 
-A collective is **behind compute** if it is asynchronous and between its start and its done, in the
-order in which its computation runs, stands a product of matrices or attention, or a conditional or
-loop that holds one. Elementwise work is not counted, however large. Nothing is said of times: the
-compute may be shorter than the transfer.
+A collective is **behind compute** if it is asynchronous and the schedule has a matrix product or
+attention, or a conditional or loop with one, between its start and its done. Elementwise work does
+not count, however large. This says nothing about times: the compute may be shorter than the
+transfer.
 
-Each collective of the text counts once, wherever it stands: in a branch that most ticks leave out,
-or in a loop of many turns.
+Each collective of the text counts once, even in a branch that most ticks skip or in a loop of many
+iterations.
 """
 
 import re
@@ -22,7 +22,7 @@ import numpy as np
 from jaxpipe.gpu.program import Instruction, Program, bytes_of
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may stand for a collective
+_WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may wrap a collective
 _PRODUCT = re.compile(r'custom_call_target="(?:__cublas|__cudnn|__triton|mosaic_gpu)')
 _ACTION = re.compile(r'op_name="[^"]*/([FBW]+)_chunk\d+(\+[BW]+)?')
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -35,10 +35,13 @@ _LIST = re.compile(r"\{\{([\d,]+)\}")
 class Collective(NamedTuple):
     """One collective.
 
-    `axes` are those of the mesh along which its devices differ. `looped`: it is in the loop over
-    ticks, else it runs once a step. `size`: bytes of what a device gives or gets, the larger of
-    the two. `hidden`: it is behind compute. `action`: F, B, W or BW, or a pair as F+B, to which it
-    belongs; none outside of them.
+    Attributes:
+      kind: opcode, such as `all-gather`.
+      axes: mesh axes over which it communicates.
+      looped: whether it is in the loop over ticks; otherwise it runs once a step.
+      size: bytes of a device's input or output, the larger of the two.
+      hidden: whether it is behind compute.
+      action: the action that it belongs to: F, B, W, BW or a pair such as F+B; "" for none.
     """
 
     kind: str
@@ -50,10 +53,13 @@ class Collective(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Collectives of one kind over the same axes, all in the loop or all outside it.
+    """Total over collectives of one kind over the same axes, all in the loop or all outside it.
 
-    There are `count` of them, of so many bytes in all; `hidden` of these are behind compute.
-    `actions` has `size` and `hidden` of those that belong to actions, by action.
+    Attributes:
+      count: number of collectives.
+      size: their bytes.
+      hidden: bytes of those behind compute.
+      actions: `size` and `hidden` by action, of the collectives that belong to one.
     """
 
     kind: str
@@ -67,14 +73,14 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of a program compiled for a mesh; `mesh` has the sizes of its axes, in order."""
+    """The collectives of a program compiled for a mesh; `mesh` has its axes' sizes, in order."""
 
     program: Program
     mesh: Mapping[str, int]
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """All, by where they are, kind and axes."""
+        """Totals by place (in the loop or outside it), kind and axes."""
         found: dict[tuple[bool, str, tuple[str, ...]], list[Collective]] = {}
         for one in self:
             found.setdefault((not one.looped, one.kind, one.axes), []).append(one)
@@ -92,7 +98,7 @@ class Collectives:
                 yield from self._of(instructions, looped=name in looped)
 
     def _of(self, instructions: Sequence[Instruction], *, looped: bool) -> Iterator[Collective]:
-        """Those of one computation."""
+        """Yield the collectives of one computation."""
         sizes = {one.name: bytes_of(one.shape) for one in instructions}
         for at, start in enumerate(instructions):
             collective = self._collective(start)
@@ -116,7 +122,7 @@ class Collectives:
             )
 
     def _collective(self, one: Instruction) -> Instruction | None:
-        """The collective that an instruction is or stands for."""
+        """Return the collective that an instruction is or wraps."""
         if one.opcode.removesuffix("-start") in _KINDS:
             return one
         if one.opcode not in _WRAPS:
@@ -125,12 +131,12 @@ class Collectives:
         return next(filter(None, map(self._collective, inside)), None)
 
     def _computes(self, one: Instruction) -> bool:
-        """Whether it is or holds a product of matrices or attention."""
+        """Whether an instruction is or contains a matrix product or attention."""
         return _is_product(one) or not self._computing.isdisjoint(self._called(one))
 
     @cached_property
     def _computing(self) -> frozenset[str]:
-        """The computations that hold such; a text has each after all that it calls."""
+        """Computations with a product or attention; HLO text has callees before their callers."""
         found: set[str] = set()
         for name, instructions in self.program.computations.items():
             if any(_is_product(o) or not found.isdisjoint(self._called(o)) for o in instructions):
@@ -138,23 +144,23 @@ class Collectives:
         return frozenset(found)
 
     def _called(self, one: Instruction) -> list[str]:
-        """The computations that an instruction names."""
+        """Return the computations that an instruction calls."""
         return [name for name in _NAME.findall(one.rest) if name in self.program.computations]
 
 
 def _bytes(of: Sequence[Collective]) -> tuple[int, int]:
-    """Of all, and of those behind compute."""
+    """Return the bytes of all collectives, and of those behind compute."""
     return sum(one.size for one in of), sum(one.size for one in of if one.hidden)
 
 
 def _by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """The same by action."""
+    """Return `_bytes` by action."""
     actions = sorted({one.action for one in of if one.action})
     return {action: _bytes([one for one in of if one.action == action]) for action in actions}
 
 
 def action_of(one: Instruction) -> str:
-    """The action in whose scope an instruction was traced."""
+    """Return the action in whose name scope an instruction was traced, or ""."""
     found = _ACTION.search(one.rest)
     return found[1] + (found[2] or "") if found else ""
 
@@ -173,7 +179,7 @@ def _is_product(one: Instruction) -> bool:
 
 
 def axes_of(rest: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh, larger than one, along which the devices of a collective differ.
+    """Return the mesh axes, of size > 1, over which a collective communicates.
 
     Devices are numbered in the mesh's order. XLA writes their groups in three ways:
 
@@ -195,7 +201,7 @@ def axes_of(rest: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _first_group(text: str) -> list[int]:
-    """The devices of the first group; none: all devices are one."""
+    """Return the devices of the first group; empty: one group has all devices."""
     if iota := _IOTA.match(text):
         shape, sizes, order = (part and [int(i) for i in part.split(",")] for part in iota.groups())
         devices = np.arange(prod(sizes)).reshape(sizes).transpose(order)

@@ -1,8 +1,8 @@
-"""Facts about a compiled step, read from XLA's texts: pure functions of strings.
+"""Facts about a compiled step, as pure functions of XLA's text dumps.
 
-Two texts are read. The scheduled HLO says what is computed in which order; the loop meant here is
-the one whose body takes most instructions, the scan over ticks. The thunk dump says what the host
-launches: thunks under a `kCommandBuffer` are one CUDA graph.
+Two texts are read. The scheduled HLO has all instructions in the order of execution; "the loop"
+here is the scan over ticks, which is the loop with the largest body. The thunk dump lists what the
+host launches; the thunks under a `kCommandBuffer` are one CUDA graph.
 """
 
 import re
@@ -20,14 +20,14 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
 _LABEL = re.compile(r"^( *)(\w+):$")
-_HOST = "S(5)"  # what a layout says of an array in the host's memory
+_HOST = "S(5)"  # memory space of arrays on the host, in an HLO layout
 _MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
-_PRODUCT = 'custom_call_target="__cu'  # of cuBLAS and cuDNN
+_PRODUCT = 'custom_call_target="__cu'  # calls of cuBLAS and cuDNN
 _CLONE = "double_buffer_clone"
 
 
 class Instruction(NamedTuple):
-    """One line of a computation; `rest` is what follows the opening bracket of its operands."""
+    """One line of a computation; `rest` is the text after the opening bracket of its operands."""
 
     name: str
     shape: str
@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 def instruction(line: str) -> Instruction | None:
-    """What a line of a computation says; None if it is no instruction."""
+    """Parse a line of a computation; None if it is no instruction."""
     if not (match := _INSTRUCTION.match(line)):
         return None
     root, name, shape, opcode, rest = match.groups()
@@ -47,8 +47,8 @@ def instruction(line: str) -> Instruction | None:
 class Permute(NamedTuple):
     """A collective-permute of the loop.
 
-    `hides` is the number of conditionals between its start and its done, None if the stream waits
-    for it at once; `size` is in bytes.
+    `hides` is the number of conditionals between its start and its done, None if it is synchronous;
+    `size` is in bytes.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Permute(NamedTuple):
 
 
 class HostCopy(NamedTuple):
-    """A copy in the loop between a device and its host's memory.
+    """A copy in the loop between device and host memory.
 
-    `hides` is the number of matrix products between its start and its done, None if the stream
-    waits for it at once.
+    `hides` is the number of matrix products between its start and its done, None if it is
+    synchronous.
     """
 
     name: str
@@ -68,7 +68,7 @@ class HostCopy(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copies of one shape in the loop: each runs at most once a tick; `size` of one, in bytes."""
+    """Copies of one shape in the loop, each at most once a tick; `size` is bytes of one copy."""
 
     shape: str
     size: int
@@ -76,7 +76,7 @@ class Copy(NamedTuple):
 
 
 def bytes_of(shape: str) -> int:
-    """Bytes of all arrays in a shape.
+    """Return the bytes of all arrays in a shape.
 
     >>> bytes_of("(bf16[2,3]{1,0}, pred[4]{0}, f32[])")
     20
@@ -88,7 +88,7 @@ def bytes_of(shape: str) -> int:
 
 
 def dims_of(shape: str) -> tuple[int, ...]:
-    """The dims of the first array of a shape.
+    """Return the dims of the first array in a shape.
 
     >>> dims_of("(bf16[2,3]{1,0}, s8[32]{0})")
     (2, 3)
@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def loop(self) -> str | None:
-        """Name of the body of the loop over ticks: the largest that branches, if one does."""
+        """Name of the body of the loop over ticks: the largest body, preferably with branches."""
         bodies = [
             re.search(r"body=%?([\w.\-]+)", one.rest)[1]
             for one in self._all()
@@ -136,19 +136,19 @@ class Program:
 
     @cached_property
     def ticks(self) -> int:
-        """Ticks in one turn of the loop: two where XLA has doubled its body."""
+        """Ticks in one iteration of the loop: two where XLA has doubled its body."""
         return 2 if any(_CLONE in one.name for one in self._body()) else 1
 
     @cached_property
     def conditionals(self) -> int:
-        """Conditionals of one tick, those inside other conditionals not counted."""
+        """Number of conditionals in a tick, without nested ones."""
         return sum(one.opcode == "conditional" for one in self._body()) // self.ticks
 
     @cached_property
     def permutes(self) -> tuple[Permute, ...]:
-        """The collective-permutes of the loop's body, and synchronous ones anywhere in the loop.
+        """Collective-permutes of the loop's body, and synchronous ones anywhere in the loop.
 
-        Those before and after the loop, a step's mirrored parameters, are not among them.
+        Permutes outside the loop, which exchange mirrored parameters, are not included.
         """
         body = self._body()
         waits = [one for one in self._in_loop() if one.opcode == "collective-permute"]
@@ -169,7 +169,7 @@ class Program:
 
     @property
     def hidden(self) -> bool:
-        """Whether every permute has all the conditionals of a tick to hide behind."""
+        """Whether every permute is in flight during all conditionals of a tick."""
         return all(
             one.hides is not None and one.hides >= max(1, self.conditionals)
             for one in self.permutes
@@ -177,21 +177,21 @@ class Program:
 
     @cached_property
     def buffer_copies(self) -> tuple[Copy, ...]:
-        """Copies in the loop of arrays that ticks change and hand on, messages not counted.
+        """Copies in the loop of ring buffers and accumulators, which should be updated in place.
 
-        Rings and accumulators are such: they should be updated where they lie. Copies are told by
-        their shape alone.
+        A copy is identified by its shape alone: that of an array which ticks change and carry, but
+        not that of a message.
         """
         return self._copies(self._carried - self._messages)
 
     @cached_property
     def message_copies(self) -> tuple[Copy, ...]:
-        """Copies in the loop of exactly the shape of a message, or of one of two sent at once."""
+        """Copies in the loop with the shape of a message, or of one of two sent together."""
         return self._copies(self._messages)
 
     @cached_property
     def host_copies(self) -> tuple[HostCopy, ...]:
-        """The copies of the loop between device and host, in branches too."""
+        """Copies between device and host in the loop, including its branches."""
         found = []
         for fused, name in self._below(self.loop) if self.loop else ():
             body = self.computations[name]
@@ -212,12 +212,12 @@ class Program:
 
     @cached_property
     def custom_calls(self) -> dict[str, int]:
-        """How often the module calls each library function, such as `__cublas$lt$matmul`."""
+        """Number of calls of each library function, such as `__cublas$lt$matmul`, in the text."""
         return dict(Counter(re.findall(r'custom_call_target="([^"]+)"', self.text)).most_common())
 
     @cached_property
     def looped(self) -> frozenset[str]:
-        """The loop's body and all computations that it calls."""
+        """The loop's body and all computations below it."""
         return frozenset(name for _, name in self._below(self.loop)) if self.loop else frozenset()
 
     def _body(self) -> list[Instruction]:
@@ -231,7 +231,7 @@ class Program:
             yield from instructions
 
     def _below(self, name: str) -> Iterator[tuple[bool, str]]:
-        """A computation and all that it calls, and whether each is fused."""
+        """Yield a computation and all computations below it, each with whether it is fused."""
         seen, todo = {name}, [(False, name)]
         while todo:
             fused, current = todo.pop()
@@ -244,7 +244,7 @@ class Program:
 
     @cached_property
     def _carried(self) -> set[str]:
-        """Shapes of the arrays in the loop's state that a turn of the loop may change."""
+        """Shapes of the arrays in the loop's state that an iteration may change."""
         body = {one.name: one for one in self._body()}
         roots = [one for one in body.values() if one.root and one.opcode == "tuple"]
         found = set()
@@ -263,7 +263,7 @@ class Program:
         return shapes | {shape.replace("[2,", "[", 1) for shape in shapes if "[2," in shape}
 
     def _copies(self, shapes: set[str]) -> tuple[Copy, ...]:
-        """Copies of these shapes in the loop; inside a fusion only a root is written to memory."""
+        """Count copies of the given shapes; inside a fusion only the root is written to memory."""
         below = self._below(self.loop) if self.loop else ()
         count = Counter(
             _plain(one.shape)[0] for fused, name in below for one in self.computations[name]
@@ -273,13 +273,13 @@ class Program:
 
 
 def _plain(shape: str) -> list[str]:
-    """The arrays of a shape without their layouts."""
+    """Return the arrays of a shape without their layouts."""
     return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(shape)]
 
 
 @dataclass
 class Thunk:
-    """What the host launches, or what a CUDA graph holds: a kind, and thunks inside by label."""
+    """A launch by the host or a node of a CUDA graph: its kind, and nested thunks by label."""
 
     kind: str
     indent: int
@@ -287,17 +287,19 @@ class Thunk:
     label: str = ""
 
     def walk(self, graphed: bool = False) -> Iterator[tuple[bool, "Thunk"]]:
-        """This thunk and all inside, and whether each belongs to a graph."""
+        """Yield this thunk and all nested ones, each with whether it belongs to a CUDA graph."""
         yield graphed, self
         for _, one in self.inside:
             yield from one.walk(graphed or self.kind == "kCommandBuffer")
 
 
 class Graphs(NamedTuple):
-    """How much of the tick is in CUDA graphs.
+    """How much of a tick is in CUDA graphs.
 
-    `whole`: the loop's body is one graph. `launches`: thunks of the body that the host issues
-    itself, by kind. `stops`: conditionals for which the host waits, once each a turn of the loop.
+    Attributes:
+      whole: whether the loop's body is one graph.
+      launches: thunks of the body that the host launches, by kind.
+      stops: conditionals per iteration of the loop that the host waits for.
     """
 
     whole: bool
@@ -306,7 +308,7 @@ class Graphs(NamedTuple):
 
 
 def thunks(dump: str) -> Thunk:
-    """The tree of a thunk dump, under one root."""
+    """Parse a thunk dump to a tree under one root."""
     stack = [Thunk("root", -1)]
     for line in dump.splitlines():
         if label := _LABEL.match(line):
@@ -323,7 +325,7 @@ def thunks(dump: str) -> Thunk:
 
 
 def graphs(dump: str) -> Graphs | None:
-    """What the thunk dump says of the loop over ticks; None if it holds no loop."""
+    """Return how the loop over ticks is launched, from the thunk dump; None without a loop."""
     loops = [(graphed, one) for graphed, one in thunks(dump).walk() if one.kind == "kWhile"]
     if not loops:
         return None

@@ -1,4 +1,4 @@
-"""A check's report for machines and for people."""
+"""A check's report as JSON and as text."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from jaxpipe.gpu.collectives import Share
 from jaxpipe.gpu.products import Product
 from jaxpipe.gpu.program import bytes_of
 
-_LISTED = 12  # temporaries of `--json`
-_SHOWN = 4  # of them in words
+_LISTED = 12  # temporaries in `--json`
+_SHOWN = 4  # kinds of temporaries in the text
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as JSON values; sizes are in bytes, times in seconds."""
+    """Return the report as JSON values; sizes are in bytes, times in seconds."""
     program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
     hides = [one.hides for one in program.host_copies]
     return {
@@ -61,7 +61,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def lines(report: Report) -> list[str]:
-    """The report in words, a fact a line."""
+    """Return the report as text, one fact per line."""
     size, program = report.bytes, report.program
     memory, usable = map(readable_bytes, (report.memory, report.usable))
     peak, arguments, temporaries, outputs, aliased = map(
@@ -120,7 +120,7 @@ def _permutes(report: Report) -> str:
 
 
 def _products(found: Iterable[Product]) -> str:
-    """How many of which dtypes each op of layers has, and what is outside these."""
+    """Format the number of matrix products by action and dtypes, and of those outside layers."""
     of_ops = [
         f"{op or 'outside layers'} "
         + ", ".join(f"{one.count} {one.operands} by {one.library}" for one in of)
@@ -130,7 +130,7 @@ def _products(found: Iterable[Product]) -> str:
 
 
 def _collectives(shares: Iterable[Share]) -> list[str]:
-    """A line for each kind and place: how many over which axes, and the share behind compute."""
+    """Format a line per kind and place: count and bytes by mesh axes, and share behind compute."""
     return [
         f"{kind} {'in the loop' if looped else 'outside it'}: "
         + "; ".join(
@@ -143,7 +143,7 @@ def _collectives(shares: Iterable[Share]) -> list[str]:
 
 
 def _actions(share: Share) -> str:
-    """The same share by action, where there are several."""
+    """Format the share behind compute by action, where there are several actions."""
     if len(share.actions) < 2:
         return ""
     by = (f"{name} {hidden / size:.0%}" for name, (size, hidden) in share.actions.items())
@@ -174,7 +174,7 @@ def _graphs(report: Report) -> str:
 
 
 def _temporaries(report: Report) -> str:
-    """The largest, those of one shape from one line together."""
+    """Format the largest temporaries, grouped by shape and source line."""
     alike: Counter[tuple[str, str]] = Counter()
     for one in report.temporaries[:_LISTED]:
         alike[one.shape, one.line] += 1

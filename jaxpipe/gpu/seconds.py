@@ -1,11 +1,11 @@
-"""How long a compiled step's ops would take by its instructions: a bound, not a measurement.
+"""Estimate the seconds of a compiled step from its instructions: a bound, not a measurement.
 
-A product of matrices takes its FLOPs at the card's peak for its operands' dtype; all else what
-XLA's own cost model says, but no longer than reading its operands and writing its results once at
-the card's bandwidth. Both corrections are needed: without a device XLA's model prices a product by
-the dtype of its result (10.5 ms for one of bfloat16 whose result is float32, 0.12 ms at the peak)
-and a softmax as one that is made anew for every element (21 s for 64 MiB; jax 0.12.0).
-Collectives take no time here, nor does what is no product on cards that XLA's model does not know.
+A matrix product takes its FLOPs at the card's peak for its operands' dtype. Any other instruction
+takes the time of XLA's cost model, but at most the time to read its operands and write its results
+once at the card's bandwidth. Both corrections are needed: without a device XLA's model prices a
+product by the dtype of its result (10.5 ms for a bfloat16 product with a float32 result, 0.12 ms at
+the peak), and a softmax as if it were recomputed for every element (21 s for 64 MiB; jax 0.12.0).
+Collectives take no time here. On cards that XLA's model does not know only products and copies do.
 """
 
 import json
@@ -29,13 +29,16 @@ _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn\$fmha)[^"]*"')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]+)[\]}]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":(\[[^\]]*\])')
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
-_RUNS = ("while", "conditional", "call")  # opcodes whose computations run as they stand
+_RUNS = ("while", "conditional", "call")  # opcodes whose computations launch their instructions
 
 
 class Seconds(NamedTuple):
-    """Of one device. `actions`: of all layers of each op that a tick has, by F, B, W or BW, or a
-    pair; `ends`: of what else its loop does, embedding and head; `outside`: of what is before and
-    after the loop, the update.
+    """Estimated seconds on one device.
+
+    Attributes:
+      actions: all layers of the device, by action: F, B, W, BW or a pair.
+      ends: the rest of the loop, which is embedding and head.
+      outside: everything before and after the loop, such as the optimizer update.
     """
 
     actions: Mapping[str, float]
@@ -45,10 +48,13 @@ class Seconds(NamedTuple):
     def step(
         self, config: Config, choice: Choice, layers: int, hardware: Hardware
     ) -> tuple[float | None, float]:
-        """Of a whole step by these, and by the plan's own; both by the plan's simulator.
+        """Simulate a step with these seconds, and with the plan's.
 
-        `layers`: of a device. The first has what is outside the loop too; it is None where the
-        program has no F alone, or no gradient.
+        `layers` is the number of layers on a device.
+
+        Returns:
+          Seconds of a step by the instructions, including those outside the loop, and by the plan.
+          The first is None where the program has no F outside of pairs, or no gradient.
         """
         planned, own = op_seconds(config, hardware), Candidate(variant_of(config), choice)
         by_plan = estimate(config, own, planned).seconds
@@ -56,9 +62,10 @@ class Seconds(NamedTuple):
         return ops and estimate(config, own, ops).seconds + self.outside, by_plan
 
     def as_ops(self, layers: int, planned: OpSeconds) -> OpSeconds | None:
-        """As a plan takes them, of a layer, where a device has so many; messages are the plan's.
+        """Convert to a plan's seconds per layer, with `layers` on a device.
 
-        None where the program has no F alone, or no gradient.
+        Communication and copies are taken from `planned`. None where the program has no F outside
+        of pairs, or no gradient.
         """
         each = {name: seconds / layers for name, seconds in self.actions.items()}
         forward, b, w = (each.get(name, 0.0) for name in ("F", "B", "W"))
@@ -77,9 +84,14 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(program: Program, sheet: Device, bandwidth: float) -> Seconds:
-    """By the instructions of a program, on a card of this data sheet and bandwidth (bytes/s).
+    """Add up the seconds of a program's instructions.
 
-    What stands in several branches counts in each.
+    An instruction that occurs in several branches counts in each.
+
+    Args:
+      program: the compiled step.
+      sheet: the card's data sheet.
+      bandwidth: of the card's memory, in bytes/s.
     """
     actions: Counter[str] = Counter()
     ends = outside = 0.0
@@ -96,7 +108,7 @@ def seconds_of(program: Program, sheet: Device, bandwidth: float) -> Seconds:
 
 
 def _running(program: Program) -> Iterator[tuple[bool, Instruction, dict[str, str]]]:
-    """Every instruction that is launched: in the loop or not, and the shapes beside it."""
+    """Yield every launched instruction with whether it is in the loop, and its body's shapes."""
     inside = {
         name
         for body in program.computations.values()
@@ -125,14 +137,14 @@ def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwid
 
 
 def _of_product(one: Instruction, operands: list[str]) -> float:
-    """FLOPs: two for every element of the result and each that is summed for it."""
+    """Return the FLOPs of a product: 2 x elements of the result x contracted elements."""
     summed, left = _CONTRACTED.search(one.rest), dims_of(operands[0])
     dims = summed[1].replace('"', "").split(",") if summed else ()
     return 2.0 * prod(dims_of(one.shape)) * prod(left[int(dim)] for dim in dims)
 
 
 def _of_attention(one: Instruction, operands: list[str]) -> float:
-    """FLOPs of cuDNN's attention: two products of scores, five in its gradient; half if causal."""
+    """Return the FLOPs of cuDNN's attention: 2 products, 5 in the gradient; half if causal."""
     scores = _SCORES.search(one.rest)
     keys = int(json.loads(scores[1])[-1]) if scores else 0
     products = 5 if "Backward" in one.rest else 2
@@ -141,7 +153,7 @@ def _of_attention(one: Instruction, operands: list[str]) -> float:
 
 
 def _peak(operands: list[str], sheet: Device) -> float:
-    """FLOP/s of a product of such operands; float32 is multiplied as TF32, at half the rate."""
+    """Return the peak FLOP/s for the operands' dtypes; float32 runs as TF32, at half the rate."""
     dtypes = [found[1] for found in map(_DTYPE.match, operands[:2]) if found]
     if any(dtype.startswith("f8") for dtype in dtypes) and sheet.fp8:
         return sheet.fp8

@@ -1,4 +1,4 @@
-"""One configuration on several cards, counts of devices and schedules: what to compile, a table."""
+"""Check one configuration for several cards, device counts and schedules."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 class Asked(NamedTuple):
-    """One of several: a card, and the configuration that is compiled for it."""
+    """A card, and the configuration to compile for it."""
 
     card: str
     config: Config
@@ -29,10 +29,10 @@ def asked(
     path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
     schedules: Sequence[str],
 ) -> list[Asked]:  # fmt: skip
-    """Every schedule on every number of devices of every card, read and checked.
+    """Load and validate the configuration for all combinations of cards, devices and schedules.
 
-    An empty list stands for what the configuration says. Of several numbers of devices each is
-    filled with replicas. Raises `ConfigError` where one of them cannot be.
+    An empty list keeps the configuration's value. For several device counts, parallel.dp is set to
+    fill each count with data-parallel replicas. Raises `ConfigError` for an invalid combination.
     """
     replicas = ["parallel.dp=-1"] if len(devices) > 1 else []
     found = []
@@ -54,7 +54,7 @@ def asked(
 
 
 def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
-    """A row for each."""
+    """Return a table with a row per combination."""
     made = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for one, report in zip(every, reports):
         made.add_row(*_row(one, report))

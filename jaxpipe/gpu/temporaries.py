@@ -1,8 +1,8 @@
-"""The largest arrays that a step holds where its memory peaks, and the lines that made them.
+"""Find the largest arrays that are live at a step's memory peak, and the lines that created them.
 
-XLA dumps four texts that tell: which values are alive at the peak, where in memory every value
-lies, which instruction made it, and from which line that was traced. Values that share a place are
-one array under several names, as an accumulator that a loop is given, carries and hands on.
+Four of XLA's dumps are read: the live ranges of values, their memory assignment, the instruction
+that produces each value, and its source line. Values with the same memory offset and touching live
+ranges are one array under several names, such as an accumulator that enters and leaves a loop.
 """
 
 import re
@@ -31,9 +31,13 @@ _PACKAGE = "jaxpipe/"
 
 
 class Temporary(NamedTuple):
-    """One array: bytes, dtype with shape, the instruction that made it, and from which line.
+    """An array that is live at the peak.
 
-    `line` is a file of the project with a line's number; "" where XLA kept none.
+    Attributes:
+      size: in bytes.
+      shape: dtype and dims, such as `bf16[8,4096]`.
+      made_by: name of the instruction that produced it.
+      line: `jaxpipe/FILE:LINE` of the source; "" where XLA kept none.
     """
 
     size: int
@@ -43,19 +47,19 @@ class Temporary(NamedTuple):
 
 
 def temporaries(folder: Path) -> tuple[Temporary, ...]:
-    """Those alive at the peak, largest first, from what XLA dumped; none where it left out a text.
+    """Return the arrays live at the peak, largest first; empty if one of XLA's dumps is missing.
 
-    Arguments of the step, and results in place of them, are not among them.
+    Arguments of the step, and results that alias them, are not included.
     """
     texts = [next(iter(folder.glob(name)), None) for name in (_LIVE, _PLACES, _VALUES, _PROGRAM)]
     return () if None in texts else at_peak(*(path.read_text() for path in texts))
 
 
 def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporary, ...]:
-    """The same from the texts.
+    """Return the arrays live at the peak from the texts of the four dumps.
 
-    The peak is where the places that are taken add up to most. XLA's own, which the first text
-    names too, is of values by themselves, whether or not they can share a place.
+    The peak is the moment at which the occupied memory is largest. XLA's own peak, in the first
+    dump, adds up all live values, even if they share memory.
     """
     lines = Lines(program)
     alive = {(name, at): (int(a), int(b)) for name, at, a, b in _ALIVE.findall(live)}
@@ -79,7 +83,7 @@ def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporar
 
 
 class _Value(NamedTuple):
-    """A value: when it lives, first and last moment, its bytes, name and shape."""
+    """A value: first and last moment of its live range, bytes, name and shape."""
 
     begin: int
     end: int
@@ -89,7 +93,7 @@ class _Value(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """Values that hold a place one after the other, without a moment between."""
+    """Values that occupy the same memory in succession, with no moment between them."""
 
     begin: int
     end: int
@@ -108,7 +112,7 @@ def _uses(values: list[_Value]) -> list[_Use]:
 
 
 def _fullest(uses: list[_Use]) -> int:
-    """The first moment at which the values alive take the most bytes."""
+    """Return the first moment at which live values occupy the most bytes."""
     changes: Counter[int] = Counter()
     for use in uses:
         size = max(value.size for value in use.values)
@@ -122,7 +126,7 @@ def _fullest(uses: list[_Use]) -> int:
 def _made(
     values: list[tuple[int, str, str]], named: dict[str, Instruction], lines: "Lines"
 ) -> Temporary:
-    """What values in one place are: named after the first that is computed and has a line."""
+    """Describe the array of values in one place by the first computed value with a source line."""
 
     def rank(value: tuple[int, str, str]) -> tuple[bool, bool]:
         one = named.get(value[1])
@@ -133,7 +137,7 @@ def _made(
 
 
 class Lines:
-    """From instructions to lines of the project, by the tables at a program's head."""
+    """Maps instructions to source lines of the project, by the tables at the head of the HLO."""
 
     def __init__(self, text: str):
         self._files, locations, frames = (
@@ -143,7 +147,7 @@ class Lines:
         self._frames = {key: _numbers(row) for key, row in frames.items()}
 
     def of(self, one: Instruction) -> str:
-        """The innermost line of the project from which an instruction was traced; "" if unknown."""
+        """Return the innermost source line in the project of an instruction; "" if unknown."""
         if source := _SOURCE.search(one.rest):
             return _within(source[1], int(source[2]))
         frame = int(found[1]) if (found := _FRAME.search(one.rest)) else 0
@@ -163,7 +167,7 @@ def _within(file: str, line: int) -> str:
 
 
 def _table(text: str, name: str) -> dict[int, str]:
-    """The rows of a table, by number."""
+    """Return the rows of a table in the HLO's head, by number."""
     _, _, rest = text.partition(f"\n{name}\n")
     rows = {}
     for line in rest.splitlines():

@@ -1,4 +1,4 @@
-"""Models: families of decoders, and what their layers are built of. This much needs no jax."""
+"""Model families and their configurations. Importing this package does not import jax."""
 
 from jaxpipe.model.families import FAMILIES, PRESETS
 from jaxpipe.model.family import Family, ModelConfig

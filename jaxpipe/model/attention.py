@@ -1,4 +1,4 @@
-"""Softmax attention of grouped heads that moves no scores about.
+"""Causal softmax attention with grouped key/value heads.
 
 Shapes: B examples, L queries, S keys, H query heads, G key/value heads, R = H / G, K head dim; M =
 R * L rows, the queries of all heads that read the same keys.
@@ -12,19 +12,22 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.contract import LayerOutput, Side
+from jaxpipe.contract import Aux, LayerOutput
 from jaxpipe.model.blocks import Blocks, Products, Sight, halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import Documents, documents_of, packed_attention
 from jaxpipe.model.ring import Course, places_in_slice, ring_attention
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence, query_blocks
+from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence, query_blocks
 
 
 class Past(NamedTuple):
-    """Keys and values of a sequence's tokens so far; what stands behind them is not read.
+    """Keys and values of a sequence's tokens so far, with sequence slices.
 
-    `begin` is the number of those before this slice.
+    Attributes:
+      keys_BSGK, values_BSGK: buffers for all S tokens; what comes after the tokens so far is not
+        read.
+      begin: number of the sequence's tokens in earlier slices.
     """
 
     keys_BSGK: jax.Array
@@ -32,23 +35,23 @@ class Past(NamedTuple):
     begin: jax.Array | int
 
 
-def with_past(y: jax.Array, past: Past | None, side: Side = Side()) -> LayerOutput:  # noqa: B008
-    """What a layer returns: y, of a slice the keys and values up to its end, what is beside."""
+def with_past(y: jax.Array, past: Past | None, side: Aux = Aux()) -> LayerOutput:  # noqa: B008
+    """Return y, the keys and values up to the end of the slice (if there are slices) and `side`."""
     return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK), side)
 
 
 @dataclass(frozen=True)
 class Attend:
-    """Causal attention as a layer asks for it: which keys reach its queries, and by which kernel.
+    """Causal attention as a layer calls it: which keys a query attends to, and the kernel.
 
     Attributes:
-      sequence: what replicas that share a sequence have of it, and how they reach the rest.
-      kernel: plain products of XLA, or the fused one of cuDNN.
-      window: how many last tokens a query sees, its own included; 0: all.
-      documents: how many a row may hold that do not see each other; 0: a row is one text.
+      sequence: how attention reaches the tokens on other devices (context parallelism).
+      kernel: "xla" for plain matrix products, "cudnn" for cuDNN's fused kernel.
+      window: number of last tokens that a query attends to, its own included; 0: all.
+      documents: most documents in a packed row; 0: a row is one text.
     """
 
-    sequence: WholeSequence = WHOLE_SEQUENCE
+    sequence: FullSequence = FULL_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
     documents: int = 0
@@ -57,17 +60,20 @@ class Attend:
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
         masks: Masks = NO_MASKS, documents: Documents | None = None,
     ) -> tuple[jax.Array, Past | None]:  # fmt: skip
-        """Every query mixes values up to its own, `[B, L, H, K]`; of a slice also the past.
+        """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
 
-        L is this device's stretch of the sequence, or of a slice of it, whose keys and values come
-        after those of the past. The plain kernel drops shares as the masks say. Of a packed row
-        the queries mix values of their own document, of which `documents` tells.
+        Args:
+          q_BLHK, k_BLGK, v_BLGK: of the L tokens of this device's sequence shard, or of its shard
+            of the current slice.
+          past: keys and values of earlier slices; None without slices.
+          masks: attention dropout, which only the plain kernel applies.
+          documents: of packed rows, where a query attends only to its own document; else None.
         """
         sequence = self.sequence
         own = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
         if documents is not None:
-            documents = jax.tree.map(sequence.together, documents)
-        exchanged = replace(self, sequence=sequence.exchanged)
+            documents = jax.tree.map(sequence.gather_group, documents)
+        exchanged = replace(self, sequence=sequence.after_exchange)
         mixed_BLHK, past = exchanged._mixed(*own, past, masks, documents)
         return sequence.to_tokens(mixed_BLHK), past
 
@@ -75,7 +81,7 @@ class Attend:
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None,
         masks: Masks, documents: Documents | None,
     ) -> tuple[jax.Array, Past | None]:  # fmt: skip
-        """Of the heads that are here: their keys are too, or are gathered, or go round."""
+        """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
         sequence, length = self.sequence, q_BLHK.shape[1]
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
         if self._gathers:
@@ -90,7 +96,7 @@ class Attend:
         place_L = begin + places_in_slice(sequence, length)
         if self._makes_blocks(tokens, length, past, documents) and not _drops(masks):
             sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
-            of_keys = WHOLE_SEQUENCE if self._gathers else sequence
+            of_keys = FULL_SEQUENCE if self._gathers else sequence
             course = Course(of_keys, tokens, self._blocks(length))
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
             return ring_attention(course, q_BLHK, k_BSGK, v_BSGK, sight, slice_begin), past
@@ -117,10 +123,11 @@ class Attend:
     def _makes_blocks(
         self, tokens: int, length: int, past: Past | None, documents: Documents | None
     ) -> bool:
-        """Whether blocks are made one by one: in a ring, of slices, of a device's heads.
+        """Whether attention runs block by block: in a ring, over slices, and over exchanged heads.
 
-        cuDNN's kernel, which masks no block, makes those of slices that a device has whole; all
-        tokens of a sequence it makes at once.
+        cuDNN's kernel masks no block. It computes slices in blocks if this device has all tokens of
+        a slice and there are neither documents nor a window; without slices it takes all tokens in
+        one call.
         """
         if self.sequence.ring > 1:
             return True
@@ -130,12 +137,12 @@ class Attend:
         return past is not None or bool(self.sequence.heads)
 
     def _blocks(self, length: int) -> Blocks:
-        """What makes blocks of so many queries."""
+        """The kernel that computes blocks of `length` queries."""
         return FusedBlocks() if self.kernel == "cudnn" else Products(halvings(length))
 
 
 def _drops(masks: Masks) -> bool:
-    """Whether a query's shares are dropped, which blocks do not do."""
+    """Whether attention dropout is on, which blockwise attention does not implement."""
     return bool(masks.dropout.shares)
 
 
@@ -146,10 +153,11 @@ def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.
 def _seen(
     query_L: jax.Array, token_S: jax.Array, window: int, position_BL: jax.Array | None
 ) -> jax.Array:
-    """Which tokens of a sequence such queries of it may see, `[1 or B, 1, L, S]`.
+    """Mask of the tokens that each query attends to, `[1 or B, 1, L, S]`.
 
-    A document is contiguous: a query at place p of it has p of its tokens before it, in whatever
-    slice or stretch they are, and keys need not tell which document they belong to.
+    A document is contiguous: a query at position p of its document attends to itself and the p
+    tokens before it, in whichever slice or sequence shard they are. So keys need no segment
+    numbers.
     """
     back_LS = query_L[:, None] - token_S[None]
     seen_LS = back_LS >= 0
@@ -164,14 +172,14 @@ def causal_attention(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0,
     masks: Masks = NO_MASKS, position_BL: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to itself and all before it, `[B, L, H, K]`.
+    """Attention of every token to itself and all tokens before it, `[B, L, H, K]`.
 
-    Of packed rows `position_BL` is its place in its document, before which it sees nothing.
+    With a window it attends to the last `window` tokens, itself included, as in transformers'
+    `masking_utils.py` (Beltagy et al. 2020; Jiang et al. 2023). For packed rows `position_BL` has
+    each token's position in its document, before which it attends to nothing.
 
-    With a window, to so many last ones, itself included, as in transformers' `masking_utils.py`
-    (Beltagy et al. 2020; Jiang et al. 2023). A block of queries reads no keys after its last, nor
-    before its first's window, so that of two blocks at most three quarters of the scores are made
-    and stored.
+    A block of queries reads no keys after its last query, nor before the window of its first, so
+    with two blocks at most three quarters of the scores are computed and stored.
     """
     length = q_BLHK.shape[1]
     rows = length // query_blocks(length)
@@ -195,13 +203,13 @@ def grouped_attention(
 ) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
 
-    `kept` says what is kept of the shares that the softmax makes, `[B, H, L, S]`; None: all.
+    `kept` applies dropout to the attention probabilities `[B, H, L, S]`; None: no dropout.
 
-    Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` has scores of float64 in
-    float32, and makes XLA on CPU copy scores or probabilities into another order six times a layer.
-    Here they stay `[B, G, M, S]` in both products and their gradients, and only q, k, v and the
-    result change their order, which is K / S as much. Scores and softmax are float32, or wider if q
-    is; of float16 everything is, for XLA on CPU lacks its products.
+    Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` computes float64 scores in
+    float32, and makes XLA on CPU transpose scores or probabilities six times per layer. Here they
+    stay `[B, G, M, S]` in both products and their gradients, and only q, k, v and the output are
+    transposed, which is K / S as much data. Scores and softmax are float32, or wider if q is.
+    float16 inputs are computed in float32 throughout, because XLA on CPU has no float16 products.
     """
     b, length, h, k = q_BLHK.shape
     keys, g = k_BSGK.shape[1:3]

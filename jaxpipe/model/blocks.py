@@ -1,12 +1,13 @@
-"""Exact attention block by block, of which no scores outlive their block, and its gradient.
+"""Exact attention block by block, and its gradient, without storing scores.
 
-Scores and shares of a block of queries and a block of keys are made, used and forgotten; what
-blocks of keys give a query is put together by the logs of their sums of exponentials (Dao et al.
-2022, section 3.1; Liu et al. 2023). The gradient makes a block's shares again, from the scores and
-the log of the sum over all keys. Blocks that no query of theirs may see are not made.
+The scores and probabilities of a block of queries and a block of keys exist only while that block
+is computed. The outputs over several blocks of keys are merged by their log-sum-exp (Dao et al.
+2022, section 3.1; Liu et al. 2023). The gradient recomputes a block's probabilities from its scores
+and the log-sum-exp over all keys. Blocks of keys that no query attends to are skipped.
 
 Shapes: B examples, L queries, S keys, H query heads, G key/value heads, K head dim; M = H / G * L
-rows, the queries of all heads that read the same keys. Sums are float32, or wider if queries are.
+rows, the queries of all heads that read the same keys. Sums are float32, or wider if the queries
+are.
 """
 
 from collections.abc import Callable
@@ -17,19 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The name of what F leaves for B, by which policies of rematerialisation know it.
+# `checkpoint_name` of the residuals that F leaves for B; rematerialisation policies match it.
 KEPT = "dot_product_attention_blocks"
 _MOST_HALVINGS, _SHORTEST = 5, 128
 
 
 class Made(NamedTuple):
-    """What queries mix of the values that they have seen, and the log of the sum behind it."""
+    """Attention output over the keys seen so far, and its log-sum-exp."""
 
     mixed_BLHK: jax.Array
     logsumexp_BLH: jax.Array
 
     def with_more(self, more: "Made") -> "Made":
-        """Of these keys and of others."""
+        """Merge with the output over other keys."""
         whole_BLH = jnp.logaddexp(self.logsumexp_BLH, more.logsumexp_BLH)
         parts = (
             made.mixed_BLHK * jnp.exp(made.logsumexp_BLH - whole_BLH)[..., None]
@@ -39,9 +40,10 @@ class Made(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What queries see: the keys at places of the sequence from their first up to their own.
+    """The keys that each query attends to: those at positions `first_BL` to `own_BL`, inclusive.
 
-    `first_BL` is None where that is all before them: neither windows nor documents end their sight.
+    Positions count in the full sequence. `first_BL` is None where neither a window nor documents
+    limit attention: then a query attends to all keys up to its own position.
     """
 
     own_BL: jax.Array
@@ -49,7 +51,7 @@ class Sight(NamedTuple):
 
     @classmethod
     def of(cls, place_L: Any, batch: int, window: int, position_BL: jax.Array | None) -> "Sight":
-        """Of queries at such places, within a window and the document that tells positions."""
+        """Build it from query positions, the window (0: none) and positions in the document."""
         own_BL = jnp.broadcast_to(jnp.asarray(place_L, jnp.int32), (batch, len(place_L)))
         back = [] if not window else [jnp.full_like(own_BL, window - 1)]
         back += [] if position_BL is None else [position_BL.astype(jnp.int32)]
@@ -58,7 +60,7 @@ class Sight(NamedTuple):
         return cls(own_BL, own_BL - (back[0] if len(back) == 1 else jnp.minimum(*back)))
 
     def mask(self, place_BS: jax.Array) -> jax.Array:
-        """Which of the keys at such places they see, `[B, 1, L, S]`."""
+        """Which of the keys at positions `place_BS` each query attends to, `[B, 1, L, S]`."""
         place = place_BS[:, None]
         seen_BLS = place <= self.own_BL[..., None]
         if self.first_BL is not None:
@@ -66,12 +68,12 @@ class Sight(NamedTuple):
         return seen_BLS[:, None]
 
     def ends_before(self, place_BS: jax.Array) -> jax.Array:
-        """Whether none of them looks back as far as the last of such places."""
+        """Whether every query's first key comes after all of the positions `place_BS`."""
         return self.first_BL.min() > place_BS.max()
 
 
 class Queries(NamedTuple):
-    """Queries and what they see; for a gradient also what they made of all keys, and that at it."""
+    """Queries and their `sight`; for a gradient also the output over all keys, and its gradient."""
 
     q_BLHK: jax.Array
     sight: Sight
@@ -80,7 +82,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, values and their places in the sequence."""
+    """Keys, values and their positions in the full sequence."""
 
     k_BSGK: jax.Array
     v_BSGK: jax.Array
@@ -88,7 +90,7 @@ class Keys(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """At queries, keys and values, wide."""
+    """Gradients of queries, keys and values, in float32 or wider."""
 
     dq_BLHK: jax.Array
     dk_BSGK: jax.Array
@@ -99,9 +101,10 @@ Op = Callable[[Queries, Keys, jax.Array | None], Any]
 
 
 class Blocks(Protocol):
-    """What makes blocks: a kernel. Of queries and keys of the same tokens it makes `causal` ones.
+    """A kernel that computes blocks.
 
-    Another takes no mask where queries see all of its keys.
+    `causal` and `causal_gradients` take queries and keys of the same tokens. `attended` and
+    `gradients` take the mask None where every query attends to all keys of the block.
     """
 
     attended: Callable[[Queries, Keys, jax.Array | None], Made]
@@ -111,7 +114,7 @@ class Blocks(Protocol):
 
 
 def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Made:
-    """What queries mix of a block's values, where the mask is true; None: everywhere."""
+    """Output of queries over a block of keys, where the mask is true; None: everywhere."""
     score_BGMS, (_, _, v_BGSK) = _scores(queries, keys, mask_B1LS)
     top_BGM1 = score_BGMS.max(-1, keepdims=True)
     share_BGMS = jnp.exp(score_BGMS - top_BGM1)
@@ -123,7 +126,7 @@ def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -
 
 
 def gradients(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Gradients:
-    """What a block adds to the gradients, of queries that have seen all their keys."""
+    """A block's contribution to the gradients, for queries that have their output over all keys."""
     score_BGMS, (q_BGMK, k_BGSK, v_BGSK) = _scores(queries, keys, mask_B1LS)
     groups, made, dmixed_BLHK = keys.k_BSGK.shape[2], queries.made, queries.dmixed_BLHK
     rows = lambda x: _rows(x, groups)  # noqa: E731
@@ -141,7 +144,7 @@ def gradients(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) 
 
 
 def of_seen(op: Op, queries: Queries, keys: Keys) -> Any:
-    """Of a block of keys before the queries; nothing is made where their sight ends behind it."""
+    """Apply `op` to a block of keys before the queries; skip it if no query attends to them."""
     sight, place_BS = queries.sight, keys.place_BS
     if sight.first_BL is None:
         return op(queries, keys, None)
@@ -151,17 +154,18 @@ def of_seen(op: Op, queries: Queries, keys: Keys) -> Any:
 
 
 def in_backward(kept: Any, dmixed_BLHK: jax.Array) -> Any:
-    """What F kept, as values that are there when the gradient is.
+    """Return the residuals of F behind a barrier that makes them depend on the output's gradient.
 
-    What B makes of them again would else need no gradient, and be made in F and stored.
+    Without the barrier, what B recomputes from residuals alone would not depend on the gradient,
+    and would be computed in F and stored.
     """
     return lax.optimization_barrier((kept, dmixed_BLHK))[0]
 
 
 def halvings(length: int) -> int:
-    """How often causal attention is cut in two: each leaves half as much for nothing.
+    """How often causal attention is halved; each halving halves the wasted work.
 
-    With n halvings a device makes 1 + 2^-n of the causal half. Blocks have 128 tokens or more.
+    With n halvings a device computes 1 + 2^-n of the causal half. Blocks have 128 tokens or more.
 
     >>> [halvings(length) for length in (16, 256, 257, 4096, 65536)]
     [0, 1, 0, 5, 5]
@@ -178,11 +182,11 @@ def halvings(length: int) -> int:
 
 @dataclass(frozen=True)
 class Products:
-    """Blocks in plain products.
+    """Blocks by plain matrix products.
 
-    Queries and keys of the same tokens are cut in two `depth` times: of each half the later queries
-    see all earlier keys, and the last parts are masked. Parts of one depth are one block with more
-    examples.
+    For queries and keys of the same tokens, the tokens are halved `depth` times. At each level the
+    later half of the queries attends to all keys of the earlier half; the smallest blocks, on the
+    diagonal, are masked. All blocks of one level are computed as one, with more examples.
     """
 
     depth: int
@@ -190,7 +194,7 @@ class Products:
     gradients = staticmethod(gradients)
 
     def causal(self, queries: Queries, keys: Keys) -> Made:
-        """What queries mix of their own tokens."""
+        """Output of queries over their own tokens."""
         own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
         made = _whole(attended(*own, own[0].sight.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
@@ -201,7 +205,7 @@ class Products:
         return made
 
     def causal_gradients(self, queries: Queries, keys: Keys) -> Gradients:
-        """What their own tokens add to the gradients."""
+        """Gradients of attention over the queries' own tokens."""
         own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
         found = _whole(gradients(*own, own[0].sight.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
@@ -214,7 +218,7 @@ class Products:
 
 
 def attention_ref(queries: Queries, keys: Keys) -> jax.Array:
-    """The slow twin: all scores, masked, for jax to differentiate; `[B, L, H, K]`."""
+    """Reference implementation: all scores, masked, differentiated by jax; `[B, L, H, K]`."""
     q_BLHK, copies = queries.q_BLHK, queries.q_BLHK.shape[2] // keys.k_BSGK.shape[2]
     k_BSHK, v_BSHK = (jnp.repeat(x, copies, 2) for x in keys[:2])
     score_BHLS = jnp.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK) * q_BLHK.shape[-1] ** -0.5
@@ -225,9 +229,9 @@ def attention_ref(queries: Queries, keys: Keys) -> jax.Array:
 def _scores(
     queries: Queries, keys: Keys, mask_B1LS: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Scores `[B, G, M, S]`, and queries, keys and values as products take them.
+    """Scores `[B, G, M, S]`, and queries, keys and values in the layout of the products.
 
-    Of float16 everything is float32, for XLA on CPU lacks its products.
+    float16 inputs become float32, because XLA on CPU has no float16 products.
     """
     q_BLHK, k_BSGK, v_BSGK = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
     if q_BLHK.dtype == jnp.float16:
@@ -249,43 +253,43 @@ def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _rows(x_BLHK: jax.Array, groups: int) -> jax.Array:
-    """`[B, G, M, K]`."""
+    """`[B, L, H, K]` to `[B, G, M, K]`."""
     b, length, heads, width = x_BLHK.shape
     x_BLGRK = x_BLHK.reshape(b, length, groups, heads // groups, width)
     return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, width)
 
 
 def _tokens(x_BGMK: jax.Array, length: int) -> jax.Array:
-    """`[B, L, H, K]`."""
+    """`[B, G, M, K]` to `[B, L, H, K]`."""
     b, groups, _, width = x_BGMK.shape
     x_BGRLK = x_BGMK.reshape(b, groups, -1, length, width)
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(b, length, -1, width)
 
 
 def _parts(tree: Any, parts: int) -> Any:
-    """Of all leaves `[B, L, ...]` the parts of L as examples of their own."""
+    """Split L of all leaves `[B, L, ...]` into `parts` blocks, each an example of its own."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, -1, *x.shape[2:]), tree)
 
 
 def _halves(tree: Any, parts: int) -> tuple[Any, Any]:
-    """First and second half of each part of L, as examples of their own."""
+    """First and second half of each of `parts` blocks of L, as examples of their own."""
     cut = jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, 2, -1, *x.shape[2:]), tree)
     return jax.tree.map(lambda x: x[:, 0], cut), jax.tree.map(lambda x: x[:, 1], cut)
 
 
 def _joined(before: Any, after: Any, batch: int) -> Any:
-    """What `_halves` cut, in one again."""
+    """Undo `_halves`."""
     both = jax.tree.map(lambda *halves: jnp.concatenate(halves, 1), before, after)
     return _whole(both, batch)
 
 
 def _whole(tree: Any, batch: int) -> Any:
-    """What `_parts` cut, in one again."""
+    """Undo `_parts`."""
     return jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[2:]), tree)
 
 
 def _nothing(like: Any) -> Any:
-    """What a block that is not seen gives: zeros, and the log of nothing."""
+    """Result of a skipped block: zeros, and the lowest finite value for the log-sum-exp."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     if isinstance(zeros, Made):
         least = jnp.full_like(zeros.logsumexp_BLH, jnp.finfo(zeros.logsumexp_BLH.dtype).min)

@@ -1,8 +1,8 @@
-"""cuDNN's calls of fused attention, as jax has them in a private module alone, `jax._src.cudnn`.
+"""cuDNN's fused-attention calls, which jax has only in its private module `jax._src.cudnn`.
 
-Of it are used the two primitives that become cuDNN's calls: they can be bound anywhere, and only
-GPUs run them. jax's public function wants a GPU when it is traced, and has neither documents nor
-a gradient of the log of the sum that it can give.
+This module uses the two primitives that become cuDNN's calls: they can be bound on any platform,
+and run on GPUs only. jax's public function needs a GPU when it is traced, and supports neither
+documents nor a gradient of the log-sum-exp that it can return.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,14 @@ from jax.extend.core import Primitive
 Mask = Literal["NO_MASK", "CAUSAL", "PADDING_CAUSAL"]
 
 _ATTENTION, _GRADIENT = "dot_product_attention_", "_gradient"
-_TILE = 128  # queries, and keys, that the kernel takes at once
+_TILE = 128  # queries, and keys, per tile of the kernel
 
 
 def primitive(name: str) -> Primitive:
-    """A new one with several results.
+    """Create a primitive with several results.
 
-    Policies of rematerialisation know attention's by the beginning of their name, as jax's.
+    Its name begins like those of jax's attention primitives, because rematerialisation policies
+    match them by this prefix.
     """
     made = Primitive(_ATTENTION + name)
     made.multiple_results = True
@@ -28,12 +29,13 @@ def primitive(name: str) -> Primitive:
 
 
 def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]) -> int | None:
-    """FLOPs of the primitive of that name, asked for so, on operands of such shapes; None: of none.
+    """FLOPs of the primitive `name` with parameters `how`, by operand shapes; None: not attention.
 
-    Counted are the scores of tiles of which some are seen: the kernel leaves out the others, and
-    what it is given to mask it makes. Of documents, whose borders a plan does not know, that is as
-    if a row were one. Forwards there are two products of the scores' size; backwards five, for the
-    scores are made once more (Dao et al. 2022, Algorithm 4).
+    Counted are all scores of the tiles in which any score is unmasked: the kernel skips the other
+    tiles, and computes the masked scores inside a tile. A packed row counts as one document,
+    because a plan does not know where its documents end. The forward pass has two products of the
+    scores' size; the backward pass has five, because it recomputes the scores (Dao et al. 2022,
+    Algorithm 4).
 
     >>> flops("dot_product_attention_fused", ((1, 512, 1, 1), (1, 512, 1, 1)), {"causal": True})
     655360
@@ -48,7 +50,7 @@ def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]
 
 
 def _seen(tokens: int, window: int) -> int:
-    """Scores of causal attention in the tiles that hold any that are seen."""
+    """Scores of causal attention in the tiles in which any score is unmasked."""
     total = 0
     for begin in range(0, tokens, _TILE):
         end = min(begin + _TILE, tokens)
@@ -60,9 +62,9 @@ def _seen(tokens: int, window: int) -> int:
 def call(
     name: Literal["fwd", "bwd"], width: int, mask: Mask, window: int
 ) -> tuple[Primitive, dict[str, Any]]:
-    """jax's primitive of one of cuDNN's calls on heads of such a width, and how it is asked for.
+    """Return jax's primitive for one of cuDNN's calls with heads of this width, and its parameters.
 
-    Its operands are `[B, L, H, K]`. Its arguments are private, and jax 0.12 has two more of them.
+    Its operands are `[B, L, H, K]`. The parameters are private to jax; jax 0.12 has two more.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -1,4 +1,4 @@
-"""What decoders of every family have in common, as pure functions of plain parameter trees.
+"""What decoders of all families share, as pure functions of plain parameter trees.
 
 A decoder does not know that it is pipelined.
 """
@@ -22,37 +22,47 @@ from jaxpipe.model.packed import Documents
 from jaxpipe.model.parts import EndParts, Given, Init, Parts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
-from jaxpipe.partition.leaf import Leaf
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE, WholeSequence
+from jaxpipe.partition.leaf import ParamSpec
+from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class CausalDecoder:
-    """The functions of one model; a family says which modules its layers and ends are.
+    """The functions of one model; a family defines the modules of layers, embedding and head.
 
     A microbatch is a dict of `inputs [B, L]`, `targets [B, L]` (-100: ignored) and optionally
-    `positions [B, L]` (default: 0, 1, ... along each example). Where `devices` share the layers,
-    all functions but those that make parameters work on one device's parts; `end_devices` are those
-    that share the ends, if these are others. The loss may be made in chunks of the sequence, of
-    which only one's logits are held. Of a shared `sequence` L is a device's stretch. Where
-    sequences are cut into `slices` in time, L is that of a slice, and a microbatch also has `slice
-    [B]`: which of the slices it is, the same for all B. Where it has `samples [B, L]`, the numbers
-    of its examples in the run, values are dropped as the configuration and the `seed` say. With
-    `z_loss` the head has two losses. Rows of up to so many `documents` must have `segments [B, L]`
-    and `positions`, as `Documents` has them; 0: a row is one text. Where layers have experts,
-    `replicas` have these in parts, `product` multiplies groups of rows with them, and the choice
-    may be `recorded`: layers then give it back as `routes`, of the form in which it is replayed.
-    Rows that are one text and end in padding then have `real [B, L]`, 1 at tokens and 0 there.
-    `precision` is that of products with the weights of layers.
+    `positions [B, L]` (default: 0, 1, ... along each example). The attributes below name further
+    keys. If layers have experts and rows are one text with padding at the end, a microbatch has
+    `real [B, L]`, 1 at tokens and 0 at padding.
+
+    Attributes:
+      config: sizes and choices of the model.
+      devices: the devices that share each layer. All functions except those that initialise
+        parameters work on one device's shards.
+      loss_chunks: sequence chunks of the loss, of which only one chunk's logits are live at a time.
+      end_devices: the devices that share embedding and head; None: `devices`.
+      sequence: context parallelism; L is the length of this device's sequence shard.
+      slices: number of sequence slices; above 1, L is that of a slice, and a microbatch has
+        `slice [B]`, the number of its slice, the same for all B.
+      seed: of dropout, which applies where a microbatch has `samples [B, L]`, the numbers of its
+        examples in the run.
+      z_loss: coefficient of the z-loss; if it is not 0, the head returns two losses.
+      documents: most documents in a packed row, which must have `segments [B, L]` and `positions`
+        as in `Documents`; 0: a row is one text.
+      replicas: the replicas over which the experts of a layer are sharded.
+      product: grouped matrix product with the experts' weights.
+      recorded: whether layers return the chosen experts as `routes`, in the form that a replay
+        reads.
+      precision: precision of the products with the layers' weights.
     """
 
     config: DecoderConfig
     devices: OneDevice = ONE_DEVICE
     loss_chunks: int = 1
     end_devices: OneDevice | None = None
-    sequence: WholeSequence = WHOLE_SEQUENCE
+    sequence: FullSequence = FULL_SEQUENCE
     slices: int = 1
     seed: int = 0
     z_loss: float = 0.0
@@ -64,63 +74,66 @@ class CausalDecoder:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The names by which its layers give their weights to `dot`."""
+        """The names by which its layers pass their weights to `dot`."""
         raise NotImplementedError
 
     @property
     def attend(self) -> Attend:
-        """How tokens of its layers are mixed."""
+        """The attention of its layers."""
         raise NotImplementedError
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
-        """A layer of a kind as a module."""
+        """Build a layer of a kind as a module."""
         raise NotImplementedError
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
-        """Embedding, final norm and head as a module, whose `leave` says what the head multiplies.
+        """Build embedding, final norm and head as a module.
 
-        That is `[B, L, D]` of all tokens, and its matrix `[D, V]`.
+        Its `leave` returns what the head multiplies: `[B, L, D]` of all tokens, and a matrix
+        `[D, V]`.
         """
         raise NotImplementedError
 
     def embed(self, ends: Tree, rows: Tree) -> jax.Array:
-        """Tokens to `x [B, L, D]`."""
+        """Embed tokens: `[B, L]` to x `[B, L, D]`."""
         raise NotImplementedError
 
     def layer(
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
     ) -> LayerOutput:
-        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
         raise NotImplementedError
 
     def init_ends(self, key: jax.Array) -> Tree:
-        """Embedding, final norm and head, as a nested dict of float32 arrays."""
+        """Initial embedding, final norm and head, as a nested dict of float32 arrays."""
         return _values(self._new_ends(init_from(key)))
 
     def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
-        """Parameters of layer `index`: a function of key, index and parameter names alone."""
+        """Initial parameters of layer `index`: a function of key, index and names alone."""
         return _values(self._new_layer(kind, init_from(jax.random.fold_in(key, index))))
 
     @cached_property
     def leaves(self) -> dict[str, Tree]:
-        """How devices share each parameter: the trees of `shared` and of a layer by its kind."""
+        """The `ParamSpec` of every parameter, as trees by `embed_head` and layer kind."""
 
-        def leaf(name: str, shape: tuple[int, ...], std: float | None, leaf: Leaf) -> nnx.Param:
+        def leaf(
+            name: str, shape: tuple[int, ...], std: float | None, leaf: ParamSpec
+        ) -> nnx.Param:
             dims = len(shape)
             matrix = (dims - 2, dims - 1) if dims > 1 else None
             return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
         layers = {kind: _values(self._new_layer(kind, leaf)) for kind in self.kinds}
-        return {"shared": _values(self._new_ends(leaf))} | layers
+        return {"embed_head": _values(self._new_ends(leaf))} | layers
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of its layers, in the order in which they first come."""
+        """The kinds of its layers, in order of first appearance."""
         return tuple(dict.fromkeys(self.config.layer_kinds))
 
     @property
     def dropout(self) -> Dropout:
-        """What is dropped in training."""
+        """Dropout rates and seed."""
         return Dropout(self.config.dropout, self.config.attention_dropout, self.seed)
 
     @cached_property
@@ -134,7 +147,7 @@ class CausalDecoder:
                 state,
                 self.kept(kind),
                 pair=self.pair(kind),
-                observed=precision.observed,
+                statistics=precision.observed,
             )
             for kind in self.kinds
         }  # fmt: skip
@@ -145,7 +158,7 @@ class CausalDecoder:
             self.embed, kinds, self.head, self.count,
             order=self.config.layer_kinds if len(kinds) > 1 else None,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
-            leaves=self.leaves["shared"], reads=tuple(reads),
+            embed_head_specs=self.leaves["embed_head"], batch_keys=tuple(reads),
             report=lambda side: {},
         )  # fmt: skip
         variables = precision.variables(self.config.n_layers, len(self.products))
@@ -154,17 +167,17 @@ class CausalDecoder:
         return functions.with_variables(variables, precision.next_variables)
 
     def kept(self, kind: str) -> tuple[str, ...]:
-        """Names of what F stores of a layer of a kind, whatever is rematerialised."""
+        """Names of the values that F stores in such layers under every rematerialisation policy."""
         return ()
 
     def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
-        """How a layer of a kind runs beside another's gradient; None: nothing waits."""
+        """How F of a kind runs alongside another layer's gradient; None: neither waits."""
         return None
 
     def state(self, x: jax.Array, rows: Tree) -> Tree:
-        """Keys and values `[B, S, G, K]` of a sequence of which no slice has passed.
+        """Empty keys and values `[B, S, G, K]`, before the first slice of a sequence.
 
-        In a ring S are the tokens of a device's group.
+        In a ring S counts the tokens of the group of devices that exchange heads.
         """
         heads = max(self.config.key_heads // self.devices.size, 1)
         heads = max(heads // max(self.sequence.heads, 1), 1)
@@ -173,7 +186,7 @@ class CausalDecoder:
         return empty, empty
 
     def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Summed cross-entropy of the microbatch, in nats; with `z_loss` an array of both."""
+        """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""
         x, head = nnx.merge(self._ends, ends).leave(x)
         targets, devices = rows["targets"], self._of_ends
         last = self.z_loss, self.config.vocab_size
@@ -182,32 +195,32 @@ class CausalDecoder:
         return cross_entropy_sum(x @ head, targets, devices, *last)
 
     def count(self, rows: Tree) -> jax.Array:
-        """Number of tokens that the loss counts."""
+        """Number of tokens that count in the loss."""
         return count_valid(rows["targets"])
 
     def _length(self, x: jax.Array) -> int:
-        """L, of which the stream may have a part."""
+        """L; with sequence parallelism x has only this device's shard of it."""
         return x.shape[1] * (self.devices.size if self.devices.sequence else 1)
 
     def _positions(self, rows: Tree, batch: int, length: int) -> jax.Array:
-        """Given, or counted along each example from where its slice begins: `[B, L]`."""
+        """Positions from the batch, or else the tokens' positions in their sequences: `[B, L]`."""
         if (positions := rows.get("positions")) is not None:
             return positions
         return jnp.broadcast_to(self._places(rows, length), (batch, length))
 
     def _masks(self, rows: Tree, layer: Any, length: int) -> Masks:
-        """What is dropped in a layer, or with -1 in the embedding, of L tokens."""
+        """Dropout masks of L tokens in a layer; layer -1 is the embedding."""
         if not self.dropout or "samples" not in rows:
             return NO_MASKS
         places = self._places(rows, length)
         return Masks.of(self.dropout, rows["samples"][:, 0], layer, places, self.devices)
 
     def _places(self, rows: Tree, length: int) -> jax.Array:
-        """Where in their sequences this device's tokens stand, `[L]`."""
-        return self._begin(rows, length) + jnp.asarray(self.sequence.places(length))
+        """Positions of this device's tokens in their sequences, `[L]`."""
+        return self._begin(rows, length) + jnp.asarray(self.sequence.positions(length))
 
     def _given(self, x: jax.Array, context: Context) -> Given:
-        """What a call of a layer is given beside the stream."""
+        """The arguments of a layer call besides the stream."""
         return Given(
             self._past(x, context),
             self._masks(context.rows, context.index, self._length(x)),
@@ -216,7 +229,7 @@ class CausalDecoder:
         )
 
     def _documents(self, rows: Tree) -> Documents | None:
-        """Of packed rows what tokens belong to; `ValueError` where the rows do not tell."""
+        """The documents of packed rows; raises `ValueError` where the batch lacks their keys."""
         if not self.documents:
             return None
         if not {"segments", "positions"} <= rows.keys():
@@ -227,13 +240,13 @@ class CausalDecoder:
         return Documents(rows["segments"], rows["positions"])
 
     def _past(self, x: jax.Array, context: Context) -> Past | None:
-        """Of a slice the keys and values before it."""
+        """Keys and values of earlier slices; None without slices."""
         if self.slices == 1:
             return None
         return Past(*context.state, self._begin(context.rows, self._length(x)))
 
     def _begin(self, rows: Tree, length: int) -> jax.Array | int:
-        """How many of the sequence's tokens come before this slice."""
+        """Number of the sequence's tokens in earlier slices."""
         return rows["slice"][0] * length * self.sequence.size if self.slices > 1 else 0
 
     @property

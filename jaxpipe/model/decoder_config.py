@@ -1,4 +1,4 @@
-"""Sizes and choices that decoders of every family have, and the rules between them."""
+"""Sizes and choices that decoders of all families have, and the rules between them."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
@@ -7,22 +7,22 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.family import Count, ModelConfig, Positive
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import FullSequence
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Chance = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]`: what every stack of attention and MLP has."""
+    """`[model]`: the fields of every decoder that is a stack of attention and MLP."""
 
-    n_heads: Positive  # query heads
+    n_heads: Positive  # number of query heads
     head_dim: Count = 0  # width of a head; 0: d_model / n_heads
     d_ff: Positive  # hidden width of the MLP
-    norm_eps: PositiveFloat = 1e-5  # added to the mean square in every norm
-    attention: Literal["xla", "cudnn"] = "xla"  # plain products, or the fused one of cuDNN
-    dropout: Chance = 0.0  # in training: of the embedding, and of what a layer adds to the stream
-    attention_dropout: Chance = 0.0  # in training: of a query's share in a key
+    norm_eps: PositiveFloat = 1e-5  # added to the mean square or variance in every norm
+    attention: Literal["xla", "cudnn"] = "xla"  # plain matrix products, or cuDNN's fused kernel
+    dropout: Chance = 0.0  # rate in training, of the embedding and of each sublayer's output
+    attention_dropout: Chance = 0.0  # rate in training, of attention probabilities; needs xla
 
     @property
     def head_size(self) -> int:
@@ -31,25 +31,25 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of every layer."""
+        """The kind of every layer, in order."""
         return ("layer",) * self.n_layers
 
     @property
     def key_heads(self) -> int:
-        """Number of key and value heads."""
+        """Number of key/value heads."""
         raise NotImplementedError
 
     @property
     def window(self) -> int:
-        """How many last tokens one attends to, itself included; 0: all."""
+        """Number of last tokens that a query attends to, itself included; 0: all."""
         return 0
 
     def resolved(self) -> Self:
-        """The same with the width of a head."""
+        """The same configuration with `head_dim` filled in."""
         return replace(self, head_dim=self.head_size)
 
     def product_sizes(self, tp: int) -> dict[str, int]:
-        """The sizes of a layer's products on one of `tp` devices, by the settings they are of."""
+        """Dims of a layer's products on one of `tp` devices, by the settings that set them."""
         heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
         return {
             "model.d_model": self.d_model,
@@ -59,7 +59,10 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         }
 
     def unmet_needs(self, platform: str) -> Iterator[str]:
-        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
+        """Yield a sentence for every requirement that devices of this `jax.Device.platform` lack.
+
+        `model.attention='cudnn'` needs an NVIDIA GPU and cuDNN.
+        """
         if self.attention == "cudnn" and platform not in ("gpu", "cuda"):
             yield (
                 f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
@@ -69,7 +72,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     def unmet_by_packing(
         self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
     ) -> Iterator[str]:
-        """A sentence for every reason why documents that share a row could not be kept apart."""
+        """Yield a sentence for every reason why documents in a packed row cannot be kept apart.
+
+        `data.packing` with `model.attention='cudnn'` needs GPUs of compute capability 9.0 or later,
+        and what cuDNN's kernel needs (`model.attention`).
+        """
         if self.attention != "cudnn":
             return
         if capability is not None and capability < 9:
@@ -80,9 +87,12 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
     def unmet_by_context(
-        self, sequence: WholeSequence, *, tp: int, dtype: str, packed: bool
+        self, sequence: FullSequence, *, tp: int, dtype: str, packed: bool
     ) -> Iterator[str]:
-        """A sentence for every reason why replicas cannot share a `sequence` as it says."""
+        """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
+
+        `model.attention_dropout` needs `parallel.cp_method='gather'`, if `parallel.cp` is above 1.
+        """
         if not sequence.heads:
             return
         if self.attention_dropout:
@@ -95,8 +105,14 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             yield from self._unmet_by_fused_ring(dtype, packed)
         yield from self._unmet_by_exchange(sequence, tp)
 
-    def _unmet_by_exchange(self, sequence: WholeSequence, tp: int) -> Iterator[str]:
-        """A sentence where replicas that exchange heads cannot have equal shares of them."""
+    def _unmet_by_exchange(self, sequence: FullSequence, tp: int) -> Iterator[str]:
+        """Yield a sentence if replicas that exchange heads cannot have equal shares of them.
+
+        `model.n_heads` / `parallel.tp`, and the key/value heads likewise, must have equal shares
+        for the replicas that exchange heads: `parallel.cp` for `parallel.cp_method='ulysses'`,
+        `parallel.cp_heads` for `'ring'`. Key/value heads may also be fewer and divide these
+        replicas.
+        """
         heads, keys = self.n_heads // tp, max(self.key_heads // tp, 1)
 
         def shared_by(count: int) -> bool:
@@ -114,7 +130,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         )
 
     def _unmet_by_fused_ring(self, dtype: str, packed: bool) -> Iterator[str]:
-        """A sentence for everything that cuDNN's kernel cannot do with keys that go round."""
+        """Yield a sentence for everything that cuDNN's kernel does not support in ring attention.
+
+        `parallel.cp_method='ring'` with `model.attention='cudnn'` excludes `data.packing` and a
+        sliding window, and needs what cuDNN's kernel needs (`model.attention`).
+        """
         if self.attention != "cudnn":
             return
         yield from unmet_by_kernel(self.head_size, dtype)
@@ -127,15 +147,22 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             )
 
     def flops_of(self, matrices: int, keys: int) -> int:
-        """FLOPs that training is said to take a token: 6 per matrix parameter, 12 L H K a key.
+        """Model FLOPs of training per token: 6 per matrix parameter, and 12 L H K per key.
 
-        Chowdhery et al. 2022 (PaLM), appendix B: no discount for the causal mask, recomputation not
-        counted.
+        Chowdhery et al. 2022 (PaLM), appendix B: the causal mask gives no discount, and
+        recomputation does not count.
         """
         return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * keys
 
     def unequal_parts(self, tp: int) -> Iterator[str]:
-        """A sentence for every size that leaves no equal parts for heads or `tp` devices."""
+        """Yield a sentence for every size that heads or `tp` devices do not divide equally.
+
+        `model.n_heads` and `model.d_ff` must be multiples of `parallel.tp`.
+
+        `model.attention_dropout` excludes `model.attention='cudnn'`.
+
+        `model.d_model` must be a multiple of `model.n_heads`, unless `model.head_dim` is given.
+        """
         for name in ("n_heads", "d_ff"):
             if getattr(self, name) % tp:
                 yield (
@@ -156,7 +183,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def unmet_by_kernel(width: int, dtype: str) -> Iterator[str]:
-    """A sentence where cuDNN's kernel is not for heads of such a width and dtype."""
+    """Yield a sentence if cuDNN's kernel does not support heads of this width and dtype.
+
+    `model.attention='cudnn'`, with packing or a ring, needs `train.compute_dtype` bfloat16 or
+    float16, and a width of heads that is a multiple of 8 up to 256.
+    """
     if dtype not in ("bfloat16", "float16") or width % 8 or width > 256:
         yield (
             f"attention of cuDNN takes bfloat16 or float16, and heads whose width is a multiple of "
@@ -166,7 +197,11 @@ def unmet_by_kernel(width: int, dtype: str) -> Iterator[str]:
 
 
 def unmet_by_packed_kernel(queries: tuple[int, int, int, int], dtype: str) -> Iterator[str]:
-    """A sentence for everything that cuDNN's packed form cannot do for queries `[B, S, H, K]`."""
+    """Yield a sentence for every reason why cuDNN's packed form rejects queries `[B, S, H, K]`.
+
+    `train.microbatch_size` x `train.seq_len` x heads of a device x their width must be less than
+    2^31, with `data.packing` and `model.attention='cudnn'`.
+    """
     rows, tokens, heads, width = queries
     yield from unmet_by_kernel(width, dtype)
     if rows * tokens * heads * width >= 2**31:

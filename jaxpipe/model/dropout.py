@@ -1,10 +1,10 @@
-"""Dropout whose masks are the same on every layout of devices, and are stored nowhere.
+"""Dropout with masks that are the same on every device layout, and are never stored.
 
-A mask is a function of the seed, the sample's number in the run, the layer, the place in it and the
-value's own place in the whole model (Srivastava et al. 2014 for dropout, Salmon et al. 2011 for
-random numbers that are a function of a counter). So F, B, W and what is rematerialised make the
-same mask again, whichever device and schedule they run on, and a run that goes on has those of one
-that never stopped.
+A mask is a function of the seed, the sample's number in the run, the layer, the site in the layer
+and the value's position in the unsharded model (Srivastava et al. 2014 for dropout; Salmon et al.
+2011 for random numbers as a function of a counter). So F, B, W and rematerialised code compute the
+same mask on any device and under any schedule, and a resumed run has the masks of one that was
+never interrupted.
 
 Shapes: B examples, L tokens, D model, H heads, S keys.
 """
@@ -22,12 +22,12 @@ _SITES = {"embedding": 0, "shares": 1, "attention": 2, "mlp": 3}
 
 @dataclass(frozen=True)
 class Dropout:
-    """How much is dropped.
+    """Dropout rates and seed.
 
     Attributes:
-      rate: chance of a value of the embedding, or of what attention or MLP add to the stream.
-      shares: chance of a query's share in a key.
-      seed: of the run.
+      rate: probability of dropping a value of the embedding, or of the output of attention or MLP.
+      shares: probability of dropping an attention probability.
+      seed: seed of the run.
     """
 
     rate: float = 0.0
@@ -39,13 +39,13 @@ class Dropout:
 
 
 class Masks(NamedTuple):
-    """The masks of one layer for one microbatch, as one device needs them; `NO_MASKS` drop nothing.
+    """Dropout masks of one layer and microbatch on one device; `NO_MASKS` drops nothing.
 
     Attributes:
-      dropout: how much is dropped.
-      key_B2: a key for every example's layer; None if nothing is dropped.
-      place_L: where in the whole sequence this device's L tokens stand.
-      devices: those that share the layer.
+      dropout: rates and seed.
+      key_B2: random key of each example in this layer; None if nothing is dropped.
+      place_L: positions of this device's L tokens in the full sequence.
+      devices: the devices that share the layer.
     """
 
     dropout: Dropout
@@ -57,12 +57,12 @@ class Masks(NamedTuple):
     def of(
         cls, dropout: Dropout, samples_B: jax.Array, layer: Any, place_L: Any, devices: OneDevice
     ) -> "Masks":
-        """Of a layer by its number in the whole model; the ends have -1."""
+        """Masks of layer number `layer` of the model; -1 is the embedding."""
         key = jax.random.fold_in(jax.random.PRNGKey(dropout.seed), jnp.asarray(layer) + 1)
         return cls(dropout, _fold(key, samples_B.astype(jnp.uint32)), place_L, devices)
 
     def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
-        """The stream, or this device's tokens of it, without what is dropped."""
+        """Apply dropout to the stream, or to this device's shard of its tokens."""
         if not self.dropout.rate:
             return x_BLD
         _, own, width = x_BLD.shape
@@ -73,9 +73,9 @@ class Masks(NamedTuple):
         return _dropped(x_BLD, key_BL2, width, self.dropout.rate)
 
     def shares(self, share_BHLS: jax.Array, query: int = 0, key: int = 0) -> jax.Array:
-        """The shares of queries in keys without those that are dropped.
+        """Apply dropout to attention probabilities.
 
-        The first query is the device's `query`-th, the first key the sequence's `key`-th; H are
+        The first query is the device's `query`-th, the first key the sequence's `key`-th; H counts
         this device's heads.
         """
         _, heads, queries, keys = share_BHLS.shape
@@ -93,7 +93,7 @@ NO_MASKS = Masks(Dropout(), None, None, OneDevice())
 
 
 def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    """A key `[..., 2]` for every number, of keys `[..., 2]` that are broadcast to the numbers."""
+    """Fold numbers into keys `[..., 2]`, which are broadcast to the numbers' shape."""
     shape = jnp.broadcast_shapes(keys.shape[:-1], numbers.shape)
     fold = jax.random.fold_in
     for _ in shape:
@@ -102,7 +102,7 @@ def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _dropped(x: jax.Array, keys: jax.Array, count: int, rate: float, first: int = 0) -> jax.Array:
-    """Values of the last dim with random bits from `rate` on, divided by their chance to stay."""
+    """Keep values of the last dim whose random bits reach `rate`, divided by 1 - `rate`."""
     bits = _fold(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]
     kept = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(kept, x / (1 - rate), 0)

@@ -1,4 +1,4 @@
-"""The families of models. To add one, write its package, as `gpt2` is, and an entry here."""
+"""The model families. To add one, write a package like `gpt2` and add an entry here."""
 
 from jaxpipe.model.family import Family
 from jaxpipe.model.gpt2.config import GPT2Config
@@ -26,7 +26,7 @@ FAMILIES = {
     )
 }
 
-# Every published model by name: its family, and the fields of `[model]` that it has.
+# Published models by name: the family, and the fields of `[model]` that the preset fills.
 PRESETS = {
     name: {"family": family.name, **fields}
     for family in FAMILIES.values()

@@ -1,6 +1,6 @@
-"""What the rest of jaxpipe knows of a family of models: one record, and the form of its members.
+"""What the rest of jaxpipe knows of a model family: one record, and its members' interfaces.
 
-Nothing here imports jax: a configuration is read, and a model's sizes are checked, without it.
+Nothing here imports jax: configurations are read and model sizes checked without it.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.model.published import HuggingFace
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import FullSequence
 
 if TYPE_CHECKING:
     import jax
@@ -23,33 +23,33 @@ Tree = Any
 INT32_MAX = 2**31 - 1  # devices count steps, tokens and sizes in int32
 Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Layers = Annotated[int, Meta(ge=1, le=2**16)]  # each is described one by one
+Layers = Annotated[int, Meta(ge=1, le=2**16)]  # bounded: layers are listed one by one
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]`: what every family has. A family's own record adds its sizes and choices."""
+    """`[model]`: the fields of every family. A family's own class adds its sizes and choices."""
 
     DEFAULT: ClassVar[str] = "llama"
 
     family: str = DEFAULT  # one of jaxpipe.model.FAMILIES
-    preset: str = ""  # fills the fields below; those also given by hand win
+    preset: str = ""  # published model that fills the fields below; fields in the file win
     n_layers: Layers
     d_model: Positive  # width of the residual stream
     vocab_size: Positive
-    max_seq_len: Count = 0  # longest sequence that it is made for; 0: any
+    max_seq_len: Count = 0  # longest sequence that the model supports [tokens]; 0: any
 
     @property
     def routed_experts(self) -> int:
-        """Number of experts among which the router of a layer chooses; 0: there are none."""
+        """Number of experts that a layer's router chooses from; 0: the model has none."""
         return 0
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head is the transposed embedding."""
         return False
 
     def resolved(self) -> Self:
-        """The same with every size filled in that follows from others where it is not given."""
+        """The same configuration with every derived size filled in that is not given."""
         return self
 
     def parameter_count(self) -> int:
@@ -57,45 +57,53 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         raise NotImplementedError
 
     def active_parameter_count(self) -> int:
-        """Number of parameters that one token goes through: of routed experts those it chooses."""
+        """Number of parameters per token: of routed experts only the chosen ones count."""
         return self.parameter_count()
 
     def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs that training is said to take a token, by which utilisation is measured."""
+        """Model FLOPs of training per token, from which utilisation (MFU) is computed."""
         raise NotImplementedError
 
     def flops_of_documents(self, documents: Mapping[int, int]) -> float:
-        """FLOPs of so many documents of each length, in which attention looks no further."""
+        """Model FLOPs of documents, given as counts by length; attention stays in a document."""
         return sum(
             length * count * self.flops_per_token(length) for length, count in documents.items()
         )
 
     def part(self, tp: int) -> Self:
-        """A model that has whole what each of `tp` devices has of this one's layers."""
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
         raise NotImplementedError
 
     def broken_rules(self, tp: int) -> Iterator[str]:
-        """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`."""
         raise NotImplementedError
 
     def product_sizes(self, tp: int) -> dict[str, int]:
-        """The sizes of a layer's products on one of `tp` devices, by the settings they are of.
+        """Dims of a layer's products on one of `tp` devices, by the settings that set them.
 
-        No size at all: its products cannot be made in 8-bit floats.
+        Empty: the family does not support fp8.
         """
         return {}
 
     def unmet_needs(self, platform: str) -> Iterator[str]:
-        """A sentence for everything that devices of this `jax.Device.platform` do not have."""
+        """Yield a sentence for every requirement that devices of this platform do not meet.
+
+        `platform` is a `jax.Device.platform`.
+        """
         return iter(())
 
     def unmet_by_context(
-        self, sequence: WholeSequence, *, tp: int, dtype: str, packed: bool
+        self, sequence: FullSequence, *, tp: int, dtype: str, packed: bool
     ) -> Iterator[str]:
-        """A sentence for every reason why replicas cannot share a `sequence` as it says.
+        """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
 
-        Each is one of `tp` devices that share the layers, in `dtype`. `packed`: rows hold
-        documents.
+        Args:
+          sequence: how the replicas share a sequence.
+          tp: number of devices that share each layer of a replica.
+          dtype: dtype in which they compute.
+          packed: whether rows hold several documents.
+
+        `parallel.cp_method` must be `gather` in families of models that implement no other.
         """
         if sequence.heads:
             yield (
@@ -107,10 +115,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def unmet_by_packing(
         self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
     ) -> Iterator[str]:
-        """A sentence for every reason why documents that share a row could not be kept apart.
+        """Yield a sentence for every reason why documents in a packed row cannot be kept apart.
 
-        `capability` is the GPUs' compute capability; None: there are none, or it is not yet known.
-        `rows`: how many a device computes at once, and their tokens, in `dtype`.
+        Args:
+          capability: the GPUs' compute capability; None: there are no GPUs, or it is not yet known.
+          rows: rows that a device computes at once, and tokens per row.
+          dtype: dtype in which it computes.
+          tp: number of devices that share each layer.
+
+        `data.packing` must be `none` in families of models that cannot keep documents apart.
         """
         yield (
             f"the documents of a packed row see each other in models of the family "
@@ -119,17 +132,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Model(Protocol):
-    """A model as functions: what the pipeline runs, and initial values for what it reads."""
+    """A model as functions: what the pipeline runs, and the initial values of its parameters."""
 
     @property
     def functions(self) -> "StageFunctions":
         """The model as pipeline stages see it."""
 
     def init_ends(self, key: "jax.Array") -> Tree:
-        """Float32 values of the leaves that no layer has."""
+        """Initial float32 values of the parameters that belong to no layer (`embed_head`)."""
 
     def init_layer(self, key: "jax.Array", index: "jax.Array | int", kind: str) -> Tree:
-        """Float32 values of layer `index`, which is of that kind.
+        """Initial float32 values of layer `index`, which is of that kind.
 
         They depend on key, index and names alone, whatever the layout.
         """
@@ -137,14 +150,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. What needs jax is named, and imported when it is first used.
+    """One model family. Modules that need jax are named here, and imported on first use.
 
     Attributes:
-      name: as in `model.family`.
-      config: the record of `[model]`.
-      presets: published models: the fields of `config` that they have.
-      model: "module:name" of what makes a `Model`, called as `build` says.
-      huggingface: the module that is its `HuggingFace`; "" where there is none.
+      name: value of `model.family`.
+      config: the class of `[model]`.
+      presets: published models by name, with the fields of `config` that they fill.
+      model: "module:name" of a callable that returns a `Model`, with the arguments of `build`.
+      huggingface: the module that implements `HuggingFace`; "": there is none.
     """
 
     name: str
@@ -154,14 +167,14 @@ class Family:
     huggingface: str = ""
 
     def build(self, config: ModelConfig, **sharing: Any) -> Model:
-        """The functions of one model: on one device, or as devices share it.
+        """Return the functions of one model, on one device or as devices share it.
 
-        `sharing` has any of: `devices` that share the layers and `end_devices` that share the ends,
-        if these are others (`OneDevice` or the like); `sequence`, of which replicas have stretches;
-        `slices` of it in time; `loss_chunks`, of which the loss is made one by one; the `seed` of
-        what is dropped; `z_loss`, a coefficient, with which the head has a second loss of that
-        name; the most `documents` of a row that do not see each other, where rows are packed; the
-        `replicas` that have `routed_experts` in parts; and the `precision` of layers' products.
+        `sharing` has any of these arguments (see `CausalDecoder`): `devices` that share the layers,
+        and `end_devices` that share embedding and head if they differ (`OneDevice` or a subclass);
+        `sequence`, for context parallelism; `slices`, the number of sequence slices; `loss_chunks`,
+        the chunks in which the loss is computed; `seed` of dropout; `z_loss`, the coefficient of a
+        second loss of that name; `documents`, the most documents in a packed row; `replicas` over
+        which experts are sharded; and `precision` of the layers' products.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)
@@ -169,7 +182,7 @@ class Family:
 
     @property
     def published(self) -> HuggingFace:
-        """How Hugging Face writes it; `LookupError` where that is not known."""
+        """The family's `HuggingFace` module; raises `LookupError` where there is none."""
         if not self.huggingface:
             raise LookupError(f"the family {self.name!r} has no form at Hugging Face")
         return importlib.import_module(self.huggingface)  # type: ignore[return-value]

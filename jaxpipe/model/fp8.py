@@ -1,14 +1,13 @@
-"""Products of layers in 8-bit floats: e4m3 in forward, e5m2 for gradients, one scale a tensor.
+"""Layer products in 8-bit floats: e4m3 in forward, e5m2 for gradients, one scale per tensor.
 
 Micikevicius et al. 2022, "FP8 formats for deep learning". A product has three operands: x, the
-weight, and dy, the gradient at what it makes. Each is divided by its scale and rounded to 8 bits,
-F makes x w, B dy w^T, W x^T dy, each of two 8-bit operands, and what they make is multiplied with
-both scales. Scales are powers of two, so dividing and multiplying by them rounds nothing, and a
-result depends on a scale only through what falls out of the range. What is larger than an 8-bit
-float can be is made the largest.
+weight w, and dy, the gradient of its output. Each is divided by its scale and rounded to 8 bits. F
+computes x w, B dy w^T and W x^T dy, each from two 8-bit operands, and the result is multiplied by
+both scales. Scales are powers of two, so that scaling itself rounds nothing, and a result depends
+on a scale only through values outside the format's range. Values above it are clipped.
 
-A scale is known before the product (`history`: delayed scaling, from the largest absolute values of
-so many last steps), or is made from the operand (current scaling).
+A scale is either known before the product (delayed scaling, from the largest absolute values of the
+last `history` steps) or computed from the operand (current scaling).
 """
 
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.parts import Dot
 from jaxpipe.partition.devices import OneDevice
 
 Tree = Any
-_LEAST = 2.0**-100  # absolute values below are taken for zero
+_LEAST = 2.0**-100  # smaller absolute values count as zero
 
 
 class Format(NamedTuple):
@@ -39,16 +38,16 @@ class Format(NamedTuple):
 
 E4M3 = Format(jnp.float8_e4m3fn, 448.0, 8)
 E5M2 = Format(jnp.float8_e5m2, 57344.0, 15)
-# Of x, weight and dy: their format, and before a step is seen what the largest is expected to be, a
+# The format of x, weight and dy, and a guess of its largest absolute value before the first step, a
 # power of two. The range is wide: normal numbers then reach down to 8e-3, 1e-4 and 6e-11.
 _OPERANDS = ((E4M3, 64.0), (E4M3, 1.0), (E5M2, 2.0**-6))
 
 
 def scale_of(largest: jax.Array, form: Format) -> jax.Array:
-    """What to divide by where absolute values are up to `largest`: a power of two, in float32.
+    """The divisor for absolute values up to `largest`: a power of two, in float32.
 
-    Of the format's range a factor of 1.75 to 3.5 is left, for values that grow. 1 of zeros; not
-    finite where the values are not.
+    It leaves headroom for values that grow, a factor of 1.75 to 3.5 of the format's range. It is 1
+    for zeros, and not finite where the values are not.
 
     >>> [float(scale_of(jnp.float32(x), E4M3)) for x in (0.0, 1.0, 255.0, 256.0)]
     [1.0, 0.0078125, 1.0, 2.0]
@@ -59,7 +58,7 @@ def scale_of(largest: jax.Array, form: Format) -> jax.Array:
 
 
 def rounded(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
-    """x divided by its scale, as 8-bit floats."""
+    """x divided by its scale, clipped and rounded to 8-bit floats."""
     scaled = x * (1 / scale).astype(x.dtype)
     return jnp.clip(scaled, -form.largest, form.largest).astype(form.dtype)
 
@@ -68,18 +67,20 @@ def rounded(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
 class Fp8Dot(Dot):
     """Products of activations with weights by 8-bit operands, in the activations' dtype.
 
-    `scales` has those of x, weight and dy of each product, `[3]`, by its name. None: they are made
-    from the operands, from what is largest on all `devices` that share the layer.
+    Attributes:
+      devices: the devices that share the layer.
+      scales: by product name the scales `[3]` of x, weight and dy. None: each scale is computed
+        from the operand's largest absolute value over all devices.
     """
 
     devices: OneDevice
     scales: Mapping[str, jax.Array] | None
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
-        """As `Dot` says; x has the scale of the first weight.
+        """Multiply as `Dot` does; x has the scale of the first weight.
 
-        Of experts' products each has scales of its own where they are made from the operands. What
-        the gradient leaves at given scales is the largest absolute value of each operand.
+        With current scaling every expert has scales of its own. With given scales, their "gradient"
+        is the largest absolute value of each operand.
         """
         every = tuple(weight.astype(x.dtype) for weight in weights.values())
         scales = None if self.scales is None else tuple(self.scales[name] for name in weights)
@@ -101,7 +102,7 @@ class _Rounding(NamedTuple):
     experts: int
 
     def of(self, place: int, x: jax.Array, scales: Any) -> _Operand:
-        """x, the weight or dy (0, 1, 2)."""
+        """Round operand number `place`: x, the weight or dy (0, 1, 2)."""
         (form, _), dims = _OPERANDS[place], tuple(range(self.experts, x.ndim))
         largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
         scale = scale_of(self.devices.largest(largest), form) if scales is None else scales[place]
@@ -110,7 +111,7 @@ class _Rounding(NamedTuple):
     def product(
         self, left: _Operand, right: _Operand, sums: Any, dtype: Any, precision: Any
     ) -> jax.Array:
-        """The product, summed over these dims of both."""
+        """The product of two operands, contracted over the dims `sums` of both."""
         dims = sums, (tuple(range(self.experts)),) * 2
         made = lax.dot_general(
             left.values, right.values, dims, precision, preferred_element_type=dtype
@@ -119,12 +120,12 @@ class _Rounding(NamedTuple):
 
 
 def _with_dims(scale: jax.Array, ndim: int) -> jax.Array:
-    """A scale, or those of E experts, with further dims of 1."""
+    """A scale, or those of E experts, with dims of 1 appended up to `ndim`."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
 
-# On Hopper products add up with fewer bits unless the highest precision is asked for, which is
-# accurate enough for F alone (flax's and Transformer Engine's defaults).
+# Hopper's fp8 products accumulate in fewer bits unless the highest precision is requested. Fewer
+# bits are accurate enough for F only (flax and Transformer Engine have the same defaults).
 _FORWARD, _BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
 
@@ -163,23 +164,23 @@ _products.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class Precision:
-    """How layers multiply with their weights: in the dtype of the stream."""
+    """The precision of products with layers' weights: here the dtype of the stream."""
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """Variables at which a layer's gradient leaves what it has seen (`LayerKind.observed`)."""
+        """Names of the statistics variables (`LayerKind.statistics`)."""
         return ()
 
     def variables(self, layers: int, products: int) -> dict[str, Any]:
-        """First values of the state of a model of so many layers, of so many products each."""
+        """Initial variables of a model with that many layers, and products per layer."""
         return {}
 
-    def next_variables(self, variables: Tree, side: Side) -> Tree:
-        """The state after a step."""
+    def next_variables(self, variables: Tree, side: Aux) -> Tree:
+        """The variables after a step."""
         return {}
 
     def dot(self, products: tuple[str, ...], devices: OneDevice, context: Context) -> Dot:
-        """What multiplies in a layer of these products, which the devices share."""
+        """The `Dot` of a layer that has these products, and that `devices` share."""
         return Dot()
 
 
@@ -188,21 +189,21 @@ PLAIN = Precision()
 
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """In 8-bit floats; scales come from so many last steps, or with 0 from each operand alone.
+    """fp8 products; scales follow from the last `history` steps, or with 0 from each operand.
 
-    Over the history N layers have for each of P products three scales, and the largest absolute
-    values of H steps, those of the last step first.
+    With a history the variables are, for N layers with P products of three operands, the scales and
+    the largest absolute values of the last H steps, the most recent first.
     """
 
     history: int = 0
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """The scales, at which the largest absolute values are left."""
+        """The scales, whose cotangent carries the largest absolute values."""
         return ("fp8_scale",) if self.history else ()
 
     def variables(self, layers: int, products: int) -> dict[str, Any]:
-        """Scales `[N, P, 3]` of what is expected, and an empty history `[N, P, 3, H]`."""
+        """Scales `[N, P, 3]` for the expected values, and an empty history `[N, P, 3, H]`."""
         if not self.history:
             return {}
         expected = [largest * 2.0 ** (1 - form.exponent) for form, largest in _OPERANDS]
@@ -210,8 +211,8 @@ class Fp8(Precision):
         history = np.zeros((*scales.shape, self.history), np.float32)
         return {"fp8_scale": scales.copy(), "fp8_history": history}
 
-    def next_variables(self, variables: Tree, side: Side) -> Tree:
-        """Scales of the largest of the history; where nothing was seen they stay."""
+    def next_variables(self, variables: Tree, side: Aux) -> Tree:
+        """Scales for the largest values in the history; a scale without any stays as it is."""
         seen = side.maxima["fp8_scale"]
         seen = jnp.where(jnp.isfinite(seen), seen, 0)[..., None]
         history = jnp.concatenate([seen, variables["fp8_history"][..., :-1]], axis=-1)
@@ -221,7 +222,7 @@ class Fp8(Precision):
         return {"fp8_scale": scales, "fp8_history": history}
 
     def dot(self, products: tuple[str, ...], devices: OneDevice, context: Context) -> Dot:
-        """With the scales of this layer, if they are known."""
+        """A `Dot` with the scales of this layer, if there is a history."""
         if not self.history:
             return Fp8Dot(devices, None)
         scales = jnp.asarray(context.variables["fp8_scale"])[context.index]

@@ -1,12 +1,12 @@
-"""Fused attention of cuDNN: of all tokens, and of blocks that are put together elsewhere.
+"""cuDNN's fused attention: over all tokens, and over blocks that are merged elsewhere.
 
-Of a block of queries and keys the kernel gives what is mixed and the log of the sum behind it; its
-gradient, given those of all keys, is the block's part of the whole one (`jaxpipe.model.blocks`). So
-blocks are made by its two calls directly, and not by jax's function, whose gradient leaves out that
-at the log of the sum.
+For a block of queries and keys the kernel returns the output and its log-sum-exp. Given the output
+and log-sum-exp over all keys, the kernel's gradient is the block's contribution to the full
+gradient (`jaxpipe.model.blocks`). So blocks use cuDNN's two calls directly, and not jax's function,
+whose gradient ignores the cotangent of the log-sum-exp.
 
-The calls can be traced anywhere, and run on GPUs alone. jax's function cannot be traced without a
-GPU: what a model costs is planned within `stand_ins`, where the calls stand for it.
+The calls can be traced anywhere, and run on GPUs only. jax's function cannot be traced without a
+GPU: a plan traces the model within `stand_ins`, where the calls replace the function.
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ def fused_attention(
     mask_11LS: jax.Array | None,
     window: int = 0,
 ) -> jax.Array:
-    """Attention where the mask is true; without one to all tokens before, or the window's last.
+    """Attention where the mask is true; without a mask causal, in the window if it is not 0.
 
-    The library counts how many tokens are seen to the left of a query, which is not one of them.
+    jax counts a window as tokens to the left of a query, without the query itself.
     """
     if standing_in():
         return _stand_in(mask_11LS is None, window, q_BLHK, k_BSGK, v_BSGK)
@@ -53,7 +53,7 @@ _of_library = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Traces within it have stand-ins in place of kernels that need their device."""
+    """Replace kernels that cannot be traced without their device by stand-ins, in this context."""
     token = _STANDING_IN.set(True)
     try:
         yield
@@ -62,31 +62,32 @@ def stand_ins() -> Iterator[None]:
 
 
 def standing_in() -> bool:
-    """Whether this is within `stand_ins`."""
+    """Whether `stand_ins` is active."""
     return _STANDING_IN.get()
 
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of `jaxpipe.model.blocks` by the kernel, of which every query sees all keys before it.
+    """Blocks of `jaxpipe.model.blocks` by cuDNN's kernel.
 
-    There is no mask: neither windows nor documents may end a query's sight.
+    There is no mask: every query attends to all keys before it, so neither windows nor documents
+    can limit attention.
     """
 
     def attended(self, queries: Queries, keys: Keys, _: None = None) -> Made:
-        """What queries mix of a block that they see all of."""
+        """Output of queries over a block of keys to all of which they attend."""
         return self._made(queries, keys, causal=False)
 
     def causal(self, queries: Queries, keys: Keys) -> Made:
-        """What queries mix of their own tokens."""
+        """Output of queries over their own tokens."""
         return self._made(queries, keys, causal=True)
 
     def gradients(self, queries: Queries, keys: Keys, _: None = None) -> Gradients:
-        """What a block that they see all of adds to the gradients."""
+        """Gradients of a block of keys to all of which the queries attend."""
         return self._gradients(queries, keys, causal=False)
 
     def causal_gradients(self, queries: Queries, keys: Keys) -> Gradients:
-        """What their own tokens add to the gradients."""
+        """Gradients of attention over the queries' own tokens."""
         return self._gradients(queries, keys, causal=True)
 
     def _made(self, queries: Queries, keys: Keys, *, causal: bool) -> Made:
@@ -106,7 +107,7 @@ _FORWARD, _BACKWARD = cudnn.primitive("fused"), cudnn.primitive("fused_gradient"
 
 @_FORWARD.def_abstract_eval
 def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, **_: Any) -> list[ShapedArray]:
-    """What is mixed, and the log of the sum of exponentials of every query, `[B, H, L]`."""
+    """The output, and the log-sum-exp of every query, `[B, H, L]`."""
     examples, queries, heads, _ = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
     return [ShapedArray(q.shape, q.dtype), ShapedArray((examples, heads, queries), wide)]
@@ -114,7 +115,7 @@ def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, **_: Any) -> list[ShapedAr
 
 @_BACKWARD.def_abstract_eval
 def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: Any, **__: Any) -> list[ShapedArray]:
-    """Gradients at q, k and v."""
+    """Gradients of q, k and v."""
     return [ShapedArray(a.shape, a.dtype) for a in (q, k, v)]
 
 
@@ -133,14 +134,14 @@ def _lower_backward(
 
 
 def _unused(q: jax.Array) -> list[jax.Array]:
-    """A bias, lengths, offsets and page tables, of queries and of keys: there are none."""
+    """Empty bias, lengths, offsets and page tables, of queries and of keys."""
     return [jnp.zeros(0, q.dtype)] * 7
 
 
 def _of_cudnn(
     name: str, q: jax.Array, causal: bool, window: int
 ) -> tuple[Primitive, dict[str, Any]]:
-    """The call on such queries; raises `ValueError` where cuDNN has no kernel for them."""
+    """cuDNN's call for such queries; raises `ValueError` where it has no kernel for them."""
     for sentence in unmet_by_kernel(q.shape[-1], q.dtype.name):
         raise ValueError(sentence)
     return cudnn.call(name, q.shape[-1], "CAUSAL" if causal else "NO_MASK", window)

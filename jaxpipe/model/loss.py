@@ -1,6 +1,6 @@
 """Token cross-entropy as a sum and a count, so that microbatches add up exactly.
 
-Shapes: B examples, L tokens, V vocabulary (this device's part of it, where devices share it).
+Shapes: B examples, L tokens, V vocabulary (this device's shard of it, where devices share it).
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from jax import lax
 from jaxpipe.model.parts import own_entries
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
-IGNORE = -100  # a target that counts for nothing
+IGNORE = -100  # target of tokens that the loss ignores
 
 
 def cross_entropy_sum(
@@ -25,15 +25,15 @@ def cross_entropy_sum(
 ) -> jax.Array:
     """Sum over the tokens that are not ignored of -log softmax(logits)[target], in nats.
 
-    Computed in float32, or in the logits' own dtype if that is wider. Of devices that share the
-    vocabulary each has the whole sum; only maxima, sums and the targets' logits are exchanged.
+    Computed in float32, or in the logits' own dtype if that is wider. Where devices share the
+    vocabulary, each returns the full sum; only maxima, sums and the targets' logits are exchanged.
 
-    With `z_loss` the result is `[2]`: that sum, and over the same tokens that of z_loss * log(Z)^2,
-    Z being the sum of the exponentials of a token's logits. Trained on, it keeps Z near 1
-    (Chowdhery et al. 2022, PaLM, section 5).
+    With `z_loss` the result is `[2]`: that sum, and the sum over the same tokens of z_loss *
+    log(Z)^2, where Z is the sum of the exponentials of a token's logits. Training on it keeps Z
+    near 1 (Chowdhery et al. 2022, PaLM, section 5).
 
-    `vocabulary` is its size (None: that of all parts): logits beyond it are padding, which counts
-    as if it were not there, and has no gradient.
+    `vocabulary` is the size of the full vocabulary (None: that of all shards). Logits beyond it are
+    padding, which neither counts nor has a gradient.
     """
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
     logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
@@ -54,7 +54,7 @@ def cross_entropy_sum(
 def _without_padding(
     logits_BLV: jax.Array, devices: OneDevice, vocabulary: int | None
 ) -> jax.Array:
-    """Minus infinity for the logits that no entry of the vocabulary has."""
+    """Set the logits beyond the vocabulary to minus infinity."""
     own = logits_BLV.shape[-1]
     if vocabulary is None or own * devices.size == vocabulary:
         return logits_BLV
@@ -66,8 +66,9 @@ def _without_padding(
 def _picked(logits_BLV: jax.Array, index_BL: jax.Array) -> jax.Array:
     """The logits at an index: `[B, L]`.
 
-    The gradient compares indices. jax would scatter it, for which XLA on GPUs keeps the gradient of
-    all logits in float32; this is an elementwise part of it, of the same bits.
+    The gradient compares indices. jax's own would be a scatter, for which XLA on GPUs keeps the
+    gradient of all logits in float32; this one is an elementwise term of that gradient, with the
+    same bits.
     """
     return jnp.take_along_axis(logits_BLV, index_BL[..., None], axis=-1)[..., 0]
 
@@ -95,11 +96,12 @@ def chunked_cross_entropy_sum(
     z_loss: float = 0.0,
     vocabulary: int | None = None,
 ) -> jax.Array:
-    """`cross_entropy_sum(x @ head, targets)`, never holding more than L / `chunks` rows of logits.
+    """`cross_entropy_sum(x @ head, targets)`, with the logits of one chunk live at a time.
 
-    The gradients are made together with the loss, chunk by chunk, since the loss is only ever
-    scaled, and a second one alike: each chunk's logits are computed once and dropped. Those of the
-    head are summed in float32 or wider.
+    A chunk has L / `chunks` of the tokens. The gradients are computed together with the loss, chunk
+    by chunk, so that each chunk's logits are computed once and dropped. This is possible because
+    the losses are only ever scaled afterwards, both by the same factor. The head's gradient is
+    summed in float32 or wider.
     """
 
     def one(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -159,7 +161,7 @@ def _cut(values_BL: jax.Array, chunks: int) -> jax.Array:
 
 
 def _no_loss(x_BLD: jax.Array, z_loss: float) -> jax.Array:
-    """What sums of losses begin with."""
+    """Zeros from which sums of losses start."""
     return jnp.zeros((2,) if z_loss else (), _wide(x_BLD))
 
 

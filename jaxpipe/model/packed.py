@@ -1,13 +1,12 @@
-"""Fused attention of cuDNN within documents that share rows, by its packed form.
+"""cuDNN's fused attention within the documents of packed rows, by its packed form.
 
-cuDNN takes each document as a sequence of its own, found by its first token and its length
-(cuDNN's "ragged offsets", which are made here), so there is neither a mask nor a bias.
+cuDNN takes each document as a sequence of its own, given by its first token and its length (cuDNN's
+"ragged offsets", which are computed here), so there is neither a mask nor a bias.
 
-Shapes are those of `jaxpipe.model.attention`, with N documents that a row may hold. Operands:
-`q [B, L, H, K]`, a stretch of the sequence that begins at token `begin`; keys and values
-`[B, S, G, K]` of the whole; `first` and `length`, `[B, N]`, of `documents_of`. Results: what is
-mixed, and the log of the sum of exponentials of every query, `[B, H, L]`. The primitives can be
-traced anywhere; only GPUs run them.
+Shapes are those of `jaxpipe.model.attention`, with at most N documents per row. Operands:
+`q [B, L, H, K]`, a sequence shard that starts at token `begin`; keys and values `[B, S, G, K]` of
+the full sequence; `first` and `length`, `[B, N]`, from `documents_of`. Results: the output, and the
+log-sum-exp of every query, `[B, H, L]`. The primitives can be traced anywhere; only GPUs run them.
 """
 
 from functools import partial
@@ -25,10 +24,12 @@ from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
 
 class Documents(NamedTuple):
-    """What a row's tokens belong to, `[B, L]` each.
+    """The documents that a row's tokens belong to, `[B, L]` each.
 
-    `segments` number the documents of a row from 0 on, in the order of their tokens, -1 is padding
-    at its end; `positions` count the tokens of each document from 0 on.
+    Attributes:
+      segments: number of each token's document in the row, from 0 in token order; -1 is padding at
+        the end of the row.
+      positions: number of each token in its document, from 0.
     """
 
     segments: jax.Array
@@ -36,11 +37,12 @@ class Documents(NamedTuple):
 
 
 def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """First token and length of the documents in a stretch, `[B, most]`.
+    """First token and length of the documents in a sequence shard, `[B, most]` int32.
 
-    The stretch begins at token `begin` of the sequence. A document that began before it is counted
-    from its own first token on, and any to the end of the stretch. Padding extends the last one; a
-    stretch of nothing else is one. Those that a row lacks have length 0.
+    The shard starts at token `begin` of the sequence. A document that starts before the shard
+    counts from its own first token, and every document ends with the shard at the latest. Padding
+    extends the last document; a shard of padding alone is one document. Missing documents have
+    length 0.
 
     >>> row = Documents(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
     >>> [found.tolist() for found in documents_of(row, 8, most=3)]
@@ -61,7 +63,7 @@ def packed_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
     begin: jax.Array, window: int,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to those of its document up to itself, or the window's last."""
+    """Attention of every token to its document's tokens up to itself, in the window if not 0."""
     return _FORWARD.bind(q, k, v, first, length, begin, window=window)[0]
 
 
@@ -95,10 +97,11 @@ def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: Any, window: int) -> l
 
 
 class _Packing(NamedTuple):
-    """Where cuDNN's packed form has the tokens and documents of one call.
+    """Where cuDNN's packed form finds the tokens and documents of one call.
 
-    A stretch stands in a row as long as the sequence, so that a document's queries and keys have
-    the same places; rows follow one another, and so do the N sequences of each.
+    A sequence shard is placed in a row as long as the full sequence, so that a document's queries
+    and keys have the same positions. Rows follow one another, and so do the N sequences of each
+    row.
     """
 
     first_BN: jax.Array
@@ -108,18 +111,18 @@ class _Packing(NamedTuple):
     tokens: int
 
     def placed(self, own_BLHK: jax.Array) -> jax.Array:
-        """The stretch in its place in a row of S tokens, zeros elsewhere."""
+        """The shard at its place in a row of S tokens, zeros elsewhere."""
         if self.queries == self.tokens:
             return own_BLHK
         wide = jnp.zeros((own_BLHK.shape[0], self.tokens, *own_BLHK.shape[2:]), own_BLHK.dtype)
         return lax.dynamic_update_slice_in_dim(wide, own_BLHK, self.begin, axis=1)
 
     def own(self, x_BSHK: jax.Array) -> jax.Array:
-        """The stretch, out of a row of S tokens."""
+        """The shard, sliced out of a row of S tokens."""
         return lax.dynamic_slice_in_dim(x_BSHK, self.begin, self.queries, axis=1)
 
     def seen(self, x_BSGK: jax.Array) -> jax.Array:
-        """Zeros at tokens of no document here: of these cuDNN writes nothing."""
+        """x with zeros at tokens of no document in this shard, where cuDNN writes nothing."""
         if self.queries == self.tokens:
             return x_BSGK
         token_1S, end = jnp.arange(self.tokens)[None], self.begin + self.queries
@@ -127,16 +130,16 @@ class _Packing(NamedTuple):
         return jnp.where(seen_BS[..., None, None], x_BSGK, 0)
 
     def offsets(self, heads: int, width: int) -> jax.Array:
-        """Where each sequence begins, in elements of an array `[B, S, heads, width]`."""
+        """Start of each sequence, in elements of an array `[B, S, heads, width]`."""
         examples, most = self.first_BN.shape
         row_B1 = self.tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
         first = jnp.minimum(self.first_BN, self.tokens) + row_B1
-        # An end to every row as jax has it; cuDNN reads B * N + 1 of them.
+        # jax's shape has an end offset in every row; cuDNN reads the first B * N + 1 offsets.
         first = jnp.pad(first.ravel(), (0, examples), constant_values=examples * self.tokens)
         return (first * (heads * width)).reshape(examples, most + 1)
 
     def places(self, heads: int) -> tuple[jax.Array, ...]:
-        """Of every query of a head the sequence, the head, and the place in the sequence."""
+        """Indices of every query in cuDNN's log-sum-exp: sequence, head, place in the sequence."""
         examples, most = self.first_BN.shape
         token_L = self.begin + jnp.arange(self.queries)
         end_BN1 = (self.first_BN + self.length_BN)[..., None]
@@ -150,7 +153,7 @@ def _lower_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
     begin: jax.Array, *, window: int,
 ) -> list[jax.Array]:  # fmt: skip
-    """cuDNN keeps S numbers of every query head and sequence, of which one sequence's are used."""
+    """cuDNN's log-sum-exp is `[B * N, H, S]`; a query's value is that of its own sequence."""
     packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
     q = packing.placed(q)
     primitive, how = _of_cudnn("fwd", q, window)
@@ -176,14 +179,14 @@ def _lower_backward(
 
 
 def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
-    """What cuDNN's calls are given, in the order of jax's primitives."""
+    """Operands of cuDNN's calls, in the order of jax's primitives."""
     unused, length = jnp.zeros(0, q.dtype), packing.length_BN
     offsets = packing.offsets(*q.shape[2:]), packing.offsets(*k.shape[2:])
     return q, k, v, unused, length, length, *offsets, unused, unused
 
 
 def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
-    """The call on queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
+    """The call for queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
     for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
         raise ValueError(sentence)
     return cudnn.call(name, q.shape[-1], "PADDING_CAUSAL", window)

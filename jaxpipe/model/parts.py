@@ -1,4 +1,4 @@
-"""What layers and ends of every family are built of: initial values, norms, products, look-ups.
+"""Building blocks of layers, embeddings and heads: initial values, norms, products, look-ups.
 
 Shapes: B examples, L tokens, D model, V entries of a table, K any last dim. Parameters may be
 stored in any dtype; a layer computes in the dtype of its input, norms in float32 (or wider, if the
@@ -19,16 +19,16 @@ from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.packed import Documents
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
-from jaxpipe.partition.leaf import PP, TP, Leaf
+from jaxpipe.partition.leaf import PP, TP, ParamSpec
 
-# (name, shape, standard deviation: 0 for zeros, None for ones; how devices share it)
-Init = Callable[[str, tuple[int, ...], float | None, Leaf], nnx.Param]
+# (name, shape, standard deviation (0: zeros, None: ones), sharding) -> parameter
+Init = Callable[[str, tuple[int, ...], float | None, ParamSpec], nnx.Param]
 
 
 def init_from(key: jax.Array) -> Init:
     """Normal initial values that depend on the key and the parameter's name alone."""
 
-    def init(name: str, shape: tuple[int, ...], std: float | None, _: Leaf) -> nnx.Param:
+    def init(name: str, shape: tuple[int, ...], std: float | None, _: ParamSpec) -> nnx.Param:
         if std is None:
             return nnx.Param(jnp.ones(shape, jnp.float32))
         if std == 0:
@@ -40,14 +40,14 @@ def init_from(key: jax.Array) -> Init:
 
 
 def along_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector in x's dtype and number of dims, for the last of these."""
+    """A vector in x's dtype, reshaped to broadcast along x's last dim."""
     return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dim (Zhang and Sennrich 2019)."""
 
-    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: Leaf):
+    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec):
         self.scale = init(f"{name}/scale", (size,), None, leaf)
         self.eps = eps
 
@@ -61,7 +61,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / deviation * scale + bias over the last dim (Ba et al. 2016)."""
 
-    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: Leaf):
+    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec):
         self.scale = init(f"{name}/scale", (size,), None, leaf)
         self.bias = init(f"{name}/bias", (size,), 0.0, leaf)
         self.eps = eps
@@ -77,21 +77,25 @@ class LayerNorm(nnx.Module):
 
 @dataclass(frozen=True)
 class Dot:
-    """The products of activations with weights, in the dtype of the activations."""
+    """Products of activations with weights, in the dtype of the activations."""
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
-        """Of each weight, by its name in its layer, `[..., in] x [in, out] -> [..., out]`.
+        """Multiply x with each weight, `[..., in] x [in, out] -> [..., out]`.
 
-        Of E experts `[E, ..., in] x [E, in, out] -> [E, ..., out]`.
+        Keywords are the weights' names in their layer. Products of E experts are
+        `[E, ..., in] x [E, in, out] -> [E, ..., out]`.
         """
         return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
 
 
 class Given(NamedTuple):
-    """What a call of a layer is given beside the stream: what may differ from call to call.
+    """The arguments of a layer call besides the stream, which may differ from call to call.
 
-    Of a slice the `past`, `masks` of what is dropped, of packed rows the `documents`, and `dot`,
-    which multiplies with weights.
+    Attributes:
+      past: keys and values of earlier slices; None without slices.
+      masks: dropout masks.
+      documents: the documents of packed rows; None: a row is one text.
+      dot: multiplies with weights.
     """
 
     past: Past | None = None
@@ -101,10 +105,14 @@ class Given(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a layer is built of besides its own maths: what may be chosen without editing it.
+    """What a layer is built with besides its own maths, exchangeable without editing the layer.
 
-    `devices` share the layer, `attend` mixes tokens, of a layer's experts `replicas` have parts,
-    `product` multiplies groups of rows with theirs, and whose a token's are may be `recorded`.
+    Attributes:
+      devices: the devices that share the layer.
+      attend: attention.
+      replicas: the replicas over which the layer's experts are sharded.
+      product: grouped matrix product with the experts' weights.
+      recorded: whether the layer returns the chosen experts.
     """
 
     devices: OneDevice
@@ -113,19 +121,24 @@ class Parts(NamedTuple):
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False
 
-    def cut(self, dim: int) -> Leaf:
-        """Of a parameter of which each of the devices has an equal part along a dim."""
-        return Leaf(cuts=((TP, dim),))
+    def cut(self, dim: int) -> ParamSpec:
+        """The spec of a parameter that is sharded over the devices along `dim`."""
+        return ParamSpec(sharded=((TP, dim),))
 
-    def own(self, *, differs: bool) -> Leaf:
-        """Of a parameter that each has whole; if its use `differs`, gradients must be added up."""
-        return Leaf(summed=(TP,) if differs else ())
+    def own(self, *, differs: bool) -> ParamSpec:
+        """The spec of a replicated parameter; if its use `differs`, gradients are partial.
+
+        A use differs where each device applies the parameter to its own heads or tokens; partial
+        gradients are summed over tp.
+        """
+        return ParamSpec(partial_grad_axes=(TP,) if differs else ())
 
 
 class EndParts(NamedTuple):
-    """What embedding and head are built of: the `devices` that share their vocabulary.
+    """What embedding and head are built with: the `devices` that share their vocabulary.
 
-    Where these are of one rank, each stage adds to the gradients of what it uses.
+    If these devices are of one pipeline rank, gradients are partial over pp: each stage adds those
+    of the parameters it uses.
     """
 
     devices: OneDevice
@@ -134,32 +147,34 @@ class EndParts(NamedTuple):
     def _of_ranks(self) -> tuple[str, ...]:
         return () if PP in self.devices.axes else (PP,)
 
-    def cut(self, dim: int) -> Leaf:
-        """Of a parameter of which each of the devices has an equal part along the vocabulary.
+    def cut(self, dim: int) -> ParamSpec:
+        """The spec of a parameter that is sharded over the devices along its vocabulary dim.
 
-        What they do not divide is padded (`uneven`): no token looks the padding up, and the loss
-        leaves its logits out.
+        A vocabulary that they do not divide is padded (`uneven`): no token looks the padding up,
+        and the loss leaves its logits out.
         """
         cuts = tuple((axis, dim) for axis in self.devices.axes)
-        return Leaf(cuts=cuts, summed=self._of_ranks, uneven=True)
+        return ParamSpec(sharded=cuts, partial_grad_axes=self._of_ranks, uneven=True)
 
-    def own(self) -> Leaf:
-        """Of a parameter that each has whole, and uses for its tokens of the stream."""
-        return Leaf(summed=(*self._of_ranks, TP) if self.devices.sequence else self._of_ranks)
+    def own(self) -> ParamSpec:
+        """The spec of a replicated parameter that each device applies to its tokens."""
+        return ParamSpec(
+            partial_grad_axes=(*self._of_ranks, TP) if self.devices.sequence else self._of_ranks
+        )
 
-    def of_first(self) -> Leaf:
-        """Of a parameter that each has whole, of which the first alone makes use."""
-        return Leaf(summed=(PP, TP))
+    def of_first(self) -> ParamSpec:
+        """The spec of a replicated parameter that only the first device uses."""
+        return ParamSpec(partial_grad_axes=(PP, TP))
 
     def look_up(self, table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
-        """Entries of a table that is cut along V, `[B, L, D]`: zeros where another device's."""
+        """Entries of a table sharded along V, `[B, L, D]`; zeros for entries of other devices."""
         if self.devices.size == 1:
             return table_VD[ids_BL]
         own_BL, index_BL = own_entries(ids_BL, table_VD.shape[0], self.devices)
         return jnp.where(own_BL[..., None], table_VD[index_BL], 0)
 
     def by_first(self, x: jax.Array) -> jax.Array:
-        """What only the first device adds to what `leave` sums."""
+        """x on the first device and zeros on the others, as a summand of what `leave` sums."""
         return x if self.devices.size == 1 else jnp.where(self.devices.index() == 0, x, 0)
 
 

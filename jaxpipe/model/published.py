@@ -1,17 +1,18 @@
-"""How Hugging Face writes models: what a family says of it, and what families have in common."""
+"""How Hugging Face stores models: the interface of a family's module, and shared helpers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
 class Theirs(NamedTuple):
-    """Where Hugging Face has one of our leaves.
+    """Where Hugging Face stores one of our parameters.
 
     Attributes:
-      name: the tensor's, behind what all of a layer begin with. With `{}` in it there is a tensor
-        for every index of our first dim, which stands there, and all else is said of each.
-      transposed: whether its last two dims are ours exchanged.
-      part, parts: ours is this one of so many equal parts of it, which lie along our last dim.
+      name: the tensor's name after the prefix of its layer. With `{}` in it there is one tensor for
+        every index of our first dim, which replaces `{}`; the other attributes then hold for each.
+      transposed: whether the tensor's last two dims are ours exchanged.
+      part, parts: our parameter is part number `part` of `parts` equal parts of the tensor, which
+        lie along our last dim.
     """
 
     name: str
@@ -21,15 +22,18 @@ class Theirs(NamedTuple):
 
 
 class HuggingFace(Protocol):
-    """How Hugging Face writes a family: a module of these names.
+    """How Hugging Face stores a family: a module with these names.
 
-    `MODELS` says which models it has. `ENDS` and `LAYER` give for every leaf, by our path, where
-    theirs is; names of layer i begin with `PREFIX.format(i)`. Where no name begins with `BASE`, the
-    file is of the model without its head, and all names lack it. Tensors that end with one of
-    `BUFFERS` hold no parameters. `EMBED` and `HEAD` are their names of one tensor where `tied` says
-    so, which some checkpoints hold twice. `FUSED` gives for some leaves of a layer where they are
-    in checkpoints that do not have the tensors of `LAYER`. `ARCHITECTURES` are the names that
-    config.json may give the model.
+    Attributes:
+      ARCHITECTURES: the names that config.json may give the model.
+      MODELS: the models that the module covers, in words.
+      BASE: prefix of tensor names. If no name has it, the checkpoint is of the model without its
+        head, and all names lack it.
+      PREFIX: prefix of the names of layer i, as `PREFIX.format(i)`.
+      LAYER, ENDS: location of every parameter of a layer, and of embedding and head, by our path.
+      FUSED: location of some layer parameters in checkpoints that lack the tensors of `LAYER`.
+      BUFFERS: endings of the names of tensors that hold no parameters.
+      HEAD, EMBED: names of one tensor if the model is `tied`, which some checkpoints store twice.
     """
 
     ARCHITECTURES: tuple[str, ...]
@@ -44,25 +48,25 @@ class HuggingFace(Protocol):
     EMBED: str
 
     def tied(self, model: Any) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head is the transposed embedding."""
 
     def with_defaults(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A config.json with what its absent fields mean to transformers, as far as it matters.
+        """A config.json with transformers' defaults for absent fields, as far as they matter.
 
         Raises `ValueError` as `expected` does.
         """
 
     def expected(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of `[model]` that a config.json asks for.
+        """The fields of `[model]` that a config.json implies.
 
-        Raises `ValueError` with the end of a sentence that begins with the file, where it describes
-        a model that the family does not have.
+        Raises `ValueError`, with the end of a sentence that begins with the file, where it
+        describes a model that the family does not support.
         """
 
     def trained(self, theirs: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Fields of `[model]` that only training reads, as a config.json of this model has them.
+        """The fields of `[model]` that only training reads, as a model's config.json has them.
 
-        A run may have others: an import reports them and compares none.
+        A run may have other values: an import reports these fields but does not compare them.
         """
 
     def written(self, model: Any, dtype: str, max_positions: int) -> dict[str, Any]:
@@ -73,7 +77,7 @@ class HuggingFace(Protocol):
 
 
 def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
-    """The architecture that a config.json names; `ValueError` where it is none of those known."""
+    """The architecture that a config.json names; raises `ValueError` if it is not in `known`."""
     names = theirs.get("architectures") or [None]
     if names[0] not in known:
         some, last = ", ".join(known[:-1]), known[-1]
@@ -85,9 +89,9 @@ def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
 
 
 def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
-    """Sizes by our names, which have no default that a checkpoint could mean.
+    """Sizes by our names, for fields that have no default.
 
-    `ours` has our names by theirs. Raises `ValueError` where one is missing.
+    `ours` maps Hugging Face's names to ours. Raises `ValueError` where a field is missing.
     """
     for name in ours:
         if name not in theirs:
@@ -98,7 +102,7 @@ def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_only(theirs: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `ValueError` where a field has another value than allowed; the first is the default."""
+    """Raise `ValueError` where a field has a value not in `allowed`; the first is the default."""
     for name, values in allowed.items():
         if theirs.get(name, values[0]) not in values:
             raise ValueError(

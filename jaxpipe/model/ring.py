@@ -1,16 +1,17 @@
 """Causal attention over the keys of a sequence that devices share, and that comes in slices.
 
-Every device computes with the keys that are here while those of the device before it are on their
-way, in a ring (Liu et al. 2023, "Ring Attention"); a ring of one device is that device. Of a slice
-its queries are of two stretches, one early and one late, so that in each turn it has two half
-blocks to make, whichever device the keys are of (the order is known as zigzag). Of the slices
-before, queries see all keys: a loop goes over as many slices as there are, and the keys of each go
-round like those of the last. The gradient goes round once more, with the gradients at keys and
-values behind these. F leaves queries, what they mix and the log of the sum over all keys; keys and
-values of a device's own tokens too, or these are in the state that slices hand on.
+In a ring every device computes with the keys it has while those of the device before it are in
+flight (Liu et al. 2023, "Ring Attention"); a ring of one device sends nothing. A device's queries
+of a slice are two chunks, one early and one late (zigzag sharding), so that each ring step has two
+half blocks to compute, whichever device the keys are from. Queries attend to all keys of earlier
+slices: a loop runs over these slices, and the keys of each go round like those of the current
+slice. The backward pass goes round once more, and the gradients of keys and values follow behind
+these. F leaves queries, output and log-sum-exp as residuals; keys and values of a device's own
+tokens too, unless they are in the state that slices hand on.
 
-Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens of a slice, half of them of each
-stretch, and S those of all slices. Where keys are gathered, S are the tokens of all devices.
+Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens of a slice, half of them from
+each chunk, and S its tokens of all slices. Where keys are all-gathered, S are the tokens of all
+devices.
 """
 
 from collections.abc import Callable
@@ -35,20 +36,20 @@ from jaxpipe.model.blocks import (
     in_backward,
     of_seen,
 )
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import FullSequence
 
 
 @dataclass(frozen=True)
 class Course:
-    """How keys come to the queries of a device.
+    """How keys reach the queries of a device.
 
     Attributes:
-      sequence: which of them other devices have, in whose ring they go round.
-      tokens: those of a slice that are here.
-      blocks: what makes blocks of those that are here.
+      sequence: the devices that hold the sequence's shards, in whose ring the keys go round.
+      tokens: number of a slice's keys on this device.
+      blocks: the kernel that computes blocks.
     """
 
-    sequence: WholeSequence
+    sequence: FullSequence
     tokens: int
     blocks: Blocks
 
@@ -58,10 +59,10 @@ def ring_attention(
     course: Course, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, sight: Sight,
     begin: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to those that it sees, `[B, L, H, K]`.
+    """Attention of every token to the keys in its `sight`, `[B, L, H, K]`.
 
-    They are tokens of the slice that begins at token `begin` of S. A device that has all keys of
-    the slice, but only some of the queries, masks the slice's.
+    The queries are tokens of the slice that starts at index `begin` of S. A device that has all
+    keys of the slice, but only some of the queries, masks the slice's block.
     """
     return _forward(course, q_BLHK, k_BSGK, v_BSGK, sight, begin)[0]
 
@@ -105,13 +106,13 @@ def _backward(course: Course, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> 
     slices = _Slices(course, k_BSGK, v_BSGK)
 
     def of_own(turn: int, there: Keys, found: Gradients | None) -> Gradients:
-        """Beside those at queries, those at the keys that are here, of the devices before."""
+        """Gradients of queries, and of the current keys with what the devices before added."""
         if not turn:
             if q_BLHK.shape[1] == course.tokens:
                 return blocks.causal_gradients(queries, there)
             return blocks.gradients(queries, there, sight.mask(there.place_BS))
         dq, *at_keys = found
-        arrived = sequence.turned(at_keys)
+        arrived = sequence.rotate(at_keys)
         late, which = _late_and_chosen(sequence, turn, blocks.gradients, queries, there)
         early_dq, late_dq = _halves(dq)
         late_dq = late_dq + late.dq_BLHK
@@ -126,18 +127,18 @@ def _backward(course: Course, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> 
     def of_earlier(turn: int, there: Keys, found: Gradients) -> Gradients:
         dq, *at_keys = of_seen(blocks.gradients, queries, there)
         if turn:
-            at_keys = map(jnp.add, sequence.turned(found[1:]), at_keys)
+            at_keys = map(jnp.add, sequence.rotate(found[1:]), at_keys)
         return Gradients(found.dq_BLHK + dq, *at_keys)
 
     def with_slice(index: jax.Array, found: Gradients) -> Gradients:
         place = index * course.tokens
         of_slice = _around(sequence, slices.keys(place), of_earlier, found)
-        at_keys = slices.put(found[1:], sequence.turned(of_slice[1:]), place)
+        at_keys = slices.put(found[1:], sequence.rotate(of_slice[1:]), place)
         return Gradients(of_slice.dq_BLHK, *at_keys)
 
     of_slice = _around(sequence, slices.keys(begin), of_own)
     nothing = jnp.zeros_like(k_BSGK), jnp.zeros_like(v_BSGK)
-    at_keys = slices.put(nothing, sequence.turned(of_slice[1:]), begin)
+    at_keys = slices.put(nothing, sequence.rotate(of_slice[1:]), begin)
     found = Gradients(of_slice.dq_BLHK, *at_keys)
     if slices.several:
         found = lax.fori_loop(*slices.before(begin, sight), with_slice, found)
@@ -147,15 +148,15 @@ def _backward(course: Course, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> 
 ring_attention.defvjp(_forward, _backward)
 
 
-def places_in_slice(sequence: WholeSequence, own: int) -> jax.Array:
-    """Where in a slice a device's `own` tokens stand, `[own]`: no constant where they count up."""
+def places_in_slice(sequence: FullSequence, own: int) -> jax.Array:
+    """Positions of a device's `own` tokens in a slice, `[own]`; no constant if they count up."""
     if sequence.ring == 1:
         return sequence.start(own) + jnp.arange(own, dtype=jnp.int32)
-    return sequence.places(own)
+    return sequence.positions(own)
 
 
 class _Slices:
-    """The keys and values of a device in slices of a sequence."""
+    """The keys and values of a device in all slices of a sequence."""
 
     def __init__(self, course: Course, k_BSGK: jax.Array, v_BSGK: jax.Array):
         self.sequence, self.tokens = course.sequence, course.tokens
@@ -163,7 +164,7 @@ class _Slices:
         self.several = k_BSGK.shape[1] > course.tokens
 
     def keys(self, begin: jax.Array) -> Keys:
-        """Those of the slice that begins there."""
+        """Keys and values of the slice that starts at index `begin`."""
         parts = self.whole
         if self.several:
             parts = (lax.dynamic_slice_in_dim(x, begin, self.tokens, axis=1) for x in parts)
@@ -172,9 +173,9 @@ class _Slices:
         return Keys(*parts, jnp.broadcast_to(place_S.astype(jnp.int32), shape))
 
     def before(self, begin: jax.Array, sight: Sight) -> tuple[Any, Any]:
-        """The first of the slices before it that any query sees, and the end of these.
+        """Range of the earlier slices: the first that any query attends to, and the end.
 
-        Where keys go round they are all slices, for devices that do not see as far back.
+        In a ring the range has all earlier slices, for devices that do not look back as far.
         """
         first = 0
         if sight.first_BL is not None and self.sequence.ring == 1:
@@ -182,7 +183,10 @@ class _Slices:
         return first, begin // self.tokens
 
     def put(self, at_whole: Any, at_slice: Any, begin: jax.Array) -> list[jax.Array]:
-        """The gradients at all keys and values with those of a slice, which has none yet."""
+        """Write a slice's gradients of keys and values into those of all slices.
+
+        The slice has no gradients there before.
+        """
         parts = [part.astype(whole.dtype) for whole, part in zip(at_whole, at_slice)]
         if not self.several:
             return parts
@@ -193,45 +197,45 @@ class _Slices:
 
 
 def _around(
-    sequence: WholeSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any],
+    sequence: FullSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any],
     made: Any = None,
 ) -> Any:  # fmt: skip
-    """What is made of own keys, and of those of the device so many turns before, one by one.
+    """Fold `with_turn` over the ring steps: own keys first, then those of the device before.
 
-    The next keys are on their way meanwhile, and no others: those after them set out when a turn's
-    blocks are made, or else a scheduler could have all of them come at once, behind nothing.
+    The barrier lets only the next step's keys be in flight during a step. Without it a scheduler
+    could start all later permutes at once, with no blocks left to hide them.
     """
     for turn in range(sequence.ring - 1):
-        coming = sequence.turned(keys)
+        coming = sequence.rotate(keys)
         made, keys = lax.optimization_barrier((with_turn(turn, keys, made), coming))
     return with_turn(sequence.ring - 1, keys, made)
 
 
 def _late_and_chosen(
-    sequence: WholeSequence, turn: int, op: Op, queries: Queries, there: Keys
+    sequence: FullSequence, turn: int, op: Op, queries: Queries, there: Keys
 ) -> tuple[Any, Any]:
-    """The two half blocks of a turn.
+    """The two half blocks of a ring step.
 
-    Late queries see all early keys. If the keys are of a device before this one, early queries see
-    its early keys too; if of one behind, late queries see its late keys.
+    Late queries attend to all early keys. If the keys are from a device before this one, early
+    queries attend to its early keys too; if from one behind, late queries attend to its late keys.
     """
     (early, late), (early_keys, late_keys) = _halves(queries), _halves(there)
     chosen = _chosen(sequence, turn, early, late), _chosen(sequence, turn, early_keys, late_keys)
     return of_seen(op, late, early_keys), of_seen(op, *chosen)
 
 
-def _from_before(sequence: WholeSequence, turn: int) -> jax.Array:
-    """Whether the keys that are here are of a device with earlier ones."""
+def _from_before(sequence: FullSequence, turn: int) -> jax.Array:
+    """Whether the current keys are from a device before this one, which has earlier keys."""
     return sequence.index() >= turn
 
 
-def _chosen(sequence: WholeSequence, turn: int, early: Any, late: Any) -> Any:
+def _chosen(sequence: FullSequence, turn: int, early: Any, late: Any) -> Any:
     before = _from_before(sequence, turn)
     return jax.tree.map(lambda *both: jnp.where(before, *both), early, late)
 
 
-def _put_back(sequence: WholeSequence, turn: int, halves: tuple[Any, Any], chosen: Any) -> Any:
-    """Both halves in one, of which one is what was made of the chosen one."""
+def _put_back(sequence: FullSequence, turn: int, halves: tuple[Any, Any], chosen: Any) -> Any:
+    """Concatenate early and late half, one of which is replaced by `chosen`."""
     before = _from_before(sequence, turn)
 
     def whole(early: jax.Array, late: jax.Array, new: jax.Array) -> jax.Array:
@@ -242,15 +246,15 @@ def _put_back(sequence: WholeSequence, turn: int, halves: tuple[Any, Any], chose
 
 
 def _at_halves(
-    sequence: WholeSequence, turn: int, of_late: jax.Array, of_chosen: jax.Array
+    sequence: FullSequence, turn: int, of_late: jax.Array, of_chosen: jax.Array
 ) -> jax.Array:
-    """Gradients at the keys of a turn: late queries' at early keys, and the other block's."""
+    """Key gradients of a ring step: of late queries at early keys, and of the other block."""
     before, nothing = _from_before(sequence, turn), jnp.zeros_like(of_late)
     early = of_late + jnp.where(before, of_chosen, nothing)
     return jnp.concatenate([early, jnp.where(before, nothing, of_chosen)], 1)
 
 
 def _halves(tree: Any) -> tuple[Any, Any]:
-    """Those of the early stretch and those of the late one, of all leaves `[B, L, ...]`."""
+    """The early and the late chunk of all leaves `[B, L, ...]`."""
     early = jax.tree.map(lambda x: x[:, : x.shape[1] // 2], tree)
     return early, jax.tree.map(lambda x: x[:, x.shape[1] // 2 :], tree)

@@ -1,30 +1,40 @@
-"""The device mesh, what is stored where on it, and what devices do together."""
+"""The device mesh, the sharding of every array on it, and the collectives inside layers."""
 
 from jaxpipe.parallel.experts import ExpertParallel
-from jaxpipe.parallel.layout import StageLayout, is_stage_form
-from jaxpipe.parallel.mesh import DP, EP, PP, REPLICAS, RP, SHARDS, TP, Factors, make_mesh
-from jaxpipe.parallel.sequence import ContextParallel, deal_batch
-from jaxpipe.parallel.sharding import Sharding, Stored, batch_spec
+from jaxpipe.parallel.layout import StageLayout, is_stage_stacked
+from jaxpipe.parallel.mesh import (
+    DP,
+    EP,
+    PP,
+    REPLICA_AXES,
+    RP,
+    TP,
+    ZERO_AXES,
+    ReplicaFactors,
+    make_mesh,
+)
+from jaxpipe.parallel.sequence import ContextParallel, shard_batch
+from jaxpipe.parallel.sharding import ParamSharding, Sharding, batch_spec
 from jaxpipe.parallel.tensor import TensorParallel, VocabularyParallel
 
 __all__ = [
     "DP",
     "EP",
     "PP",
-    "REPLICAS",
+    "REPLICA_AXES",
     "RP",
-    "SHARDS",
     "TP",
+    "ZERO_AXES",
     "ContextParallel",
     "ExpertParallel",
-    "Factors",
+    "ParamSharding",
+    "ReplicaFactors",
     "Sharding",
     "StageLayout",
-    "Stored",
     "TensorParallel",
     "VocabularyParallel",
     "batch_spec",
-    "deal_batch",
-    "is_stage_form",
+    "is_stage_stacked",
     "make_mesh",
+    "shard_batch",
 ]

@@ -1,4 +1,4 @@
-"""What replicas that have experts in parts do together."""
+"""The all-to-all between replicas that share the experts of a layer."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from jaxpipe.partition.experts import AllExperts
 
 @dataclass(frozen=True)
 class ExpertParallel(AllExperts):
-    """`size` neighbouring replicas along the mesh's ep axis, each with its part of the experts.
+    """`size` neighbouring replicas along the mesh axis ep, each with a shard of the experts.
 
-    The exchange is its own transpose. It is of equal parts and not ragged, as `ragged_all_to_all`
-    does not run on XLA:CPU (jaxlib 0.12.0).
+    The exchange is its own transpose. Its blocks have equal sizes because `ragged_all_to_all` does
+    not run on XLA:CPU (jaxlib 0.12.0).
     """
 
     def exchange(self, rows: jax.Array) -> jax.Array:
-        """Of `[size, ...]` the i-th part to device i; what comes back has theirs in order."""
+        """All-to-all of `[size, ...]`: block i goes to device i; results are in device order."""
         return lax.all_to_all(rows, EP, split_axis=0, concat_axis=0, tiled=True)

@@ -1,8 +1,8 @@
-"""The (pp, rp, dp, ep, tp) mesh. A coordinate on pp is a rank; tp varies fastest, so it stays in a
-host.
+"""The (pp, rp, dp, ep, tp) mesh. tp varies fastest, so that its devices stay within a host.
 
-Replicas are on three axes: rp, over which nothing is cut, dp, and ep, over which alone a leaf may
-be. Where these are not wanted they have a single coordinate.
+A coordinate on pp is a pipeline rank. Data-parallel replicas are on three axes: rp, over which
+nothing is sharded; dp; and ep, over which a model may shard parameters (experts). An axis that is
+not used has size 1.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxpipe.partition.leaf import DP, EP, PP, REPLICAS, RP, SHARDS, TP
+from jaxpipe.partition.leaf import DP, EP, PP, REPLICA_AXES, RP, TP, ZERO_AXES
 
-__all__ = ["DP", "EP", "PP", "REPLICAS", "RP", "SHARDS", "TP", "Factors", "make_mesh"]
+__all__ = ["DP", "EP", "PP", "REPLICA_AXES", "RP", "TP", "ZERO_AXES", "ReplicaFactors", "make_mesh"]
 
 
-class Factors(NamedTuple):
-    """Of the number of replicas: how many have all parts each, and how many are on ep."""
+class ReplicaFactors(NamedTuple):
+    """Factors of the number of replicas.
+
+    Attributes:
+      rp: number of replica groups that hold all shards (HSDP).
+      ep: number of replicas that share the experts of a layer.
+    """
 
     rp: int = 1
     ep: int = 1
@@ -31,17 +36,28 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     pipeline_first: bool = False,
-    factors: Factors = Factors(),  # noqa: B008
+    factors: ReplicaFactors = ReplicaFactors(),  # noqa: B008
 ) -> Mesh:
-    """Mesh with device `(p * dp + d) * tp + t` at rank p, replica d and place t in a layer.
+    """The mesh; device `(p * dp + d) * tp + t` is pipeline rank p, replica d and tp index t.
 
-    With `pipeline_first` it is device `(d * pp + p) * tp + t`: neighbouring ranks are close and
-    replicas far apart. Which device stands where changes no number. Replica d is at the coordinates
-    of rp, dp and ep that count it, ep fastest; dp's size is what `factors` leave of the replicas.
+    With `pipeline_first` it is device `(d * pp + p) * tp + t`: neighbouring pipeline ranks are
+    close and replicas are distant. The order of devices changes no number. Replica d is at the
+    coordinates of rp, dp and ep that count it, ep fastest; the mesh axis dp has the replicas that
+    `factors` leave.
 
-    Axes are `Auto`: arguments may come in any sharding and are moved, where jax's default
-    (`Explicit`) would reject them. Raises `ValueError` unless pp * dp * tp devices are given
-    (`devices`; None: all there are) and the factors divide dp.
+    Axes are `Auto`: arguments may arrive in any sharding and are moved, whereas jax's default
+    (`Explicit`) would reject them.
+
+    Args:
+      pp: pipeline ranks.
+      dp: data-parallel replicas.
+      tp: devices that share every layer.
+      devices: pp * dp * tp devices; None: all devices.
+      pipeline_first: order of devices, as above.
+      factors: how many of the replicas are on rp and on ep.
+
+    Raises:
+      ValueError: the number of devices differs, or rp * ep does not divide dp.
 
     >>> dict(make_mesh(pp=1, devices=jax.devices()[:1]).shape)
     {'pp': 1, 'rp': 1, 'dp': 1, 'ep': 1, 'tp': 1}

@@ -1,1 +1,1 @@
-"""How parameters, layers and sequences are divided among devices. Nothing here needs jax."""
+"""How parameters, layers and sequences are sharded over devices. Imports no jax."""

@@ -1,9 +1,10 @@
-"""Tensor parallelism as a model sees it: how parameters are cut, and what devices do together.
+"""Tensor parallelism as a model sees it: the operators that a layer calls.
 
-A layer's devices hold equal parts of its matrices (Shoeybi et al. 2019, section 3). A model names
-the part of each parameter by a `Leaf`, and calls `enter` where values go into matrices cut along
-their outputs, `leave` where they come out of matrices cut along their inputs. This module has the
-case of a single device; `jaxpipe.parallel.TensorParallel` is the other.
+The tp devices of a layer hold equal shards of its matrices (Shoeybi et al. 2019, section 3). A
+model declares the shard of each parameter by a `ParamSpec`. It calls `enter` before column-parallel
+matrices (sharded along their outputs) and `leave` after row-parallel ones (sharded along their
+inputs). This module has the case of a single device; `jaxpipe.parallel.TensorParallel` is the case
+of several.
 """
 
 from dataclasses import dataclass
@@ -14,34 +15,39 @@ from jaxpipe.partition.leaf import TP
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A layer that no other device shares: everything is whole, nothing needs to be sent."""
+    """A layer on a single device: all arrays are full, and every operator is the identity.
+
+    Attributes:
+      size: number of devices that share the layer.
+      sequence: whether the stream between sublayers is sharded along the sequence.
+    """
 
     size: int = 1
-    sequence: bool = False  # is the stream between sublayers cut along the sequence?
+    sequence: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes along which the devices stand, largest parts first."""
+        """The mesh axes of the devices that share the layer, largest shards first."""
         return (TP,)
 
     def index(self) -> Any:
-        """This device's place among those that share the layer."""
+        """This device's index among those that share the layer."""
         return 0
 
     def enter(self, x: Any) -> Any:
-        """The stream as matrices cut along their outputs take it: whole."""
+        """The full stream, as input of column-parallel matrices (Megatron's f)."""
         return x
 
     def leave(self, x: Any) -> Any:
-        """What matrices cut along their inputs make, added up over the devices."""
+        """The output of row-parallel matrices, summed over the devices (Megatron's g)."""
         return x
 
     def total(self, x: Any) -> Any:
-        """The sum of the devices' values, which each of them goes on to use alike."""
+        """The sum over the devices, for a value that all use alike afterwards."""
         return x
 
     def largest(self, x: Any) -> Any:
-        """The elementwise maximum of the devices' values, without a gradient."""
+        """The elementwise maximum over the devices, without a gradient."""
         return x
 
 

@@ -1,8 +1,8 @@
-"""Expert parallelism as a model sees it: which replicas have a layer's experts in parts.
+"""Expert parallelism as a model sees it: how tokens reach experts on other devices.
 
-Neighbouring replicas may have an equal part of every sparse layer's experts each, and send a token
-to those that have its experts (Lepikhin et al. 2020, "GShard"). This module has the case of a
-device that has all experts; `jaxpipe.parallel.ExpertParallel` is the other.
+Neighbouring replicas may hold an equal shard of the experts of every sparse layer, and send each
+token to the devices that hold its experts (Lepikhin et al. 2020, "GShard"). This module has the
+case of a device that holds all experts; `jaxpipe.parallel.ExpertParallel` is the case of several.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AllExperts:
-    """A device that has all experts of its layers: nothing needs to be sent.
+    """A device that holds all experts of its layers, so that it sends nothing.
 
-    `room` is how many rows a device can send to each of `size` devices, over the mean of what their
-    tokens choose; 0: as many as there can be.
+    Attributes:
+      size: number of devices that share the experts.
+      room: rows that a device can send to each of the `size` devices, as a multiple of the mean
+        load; 0: the worst case, so that nothing overflows.
     """
 
     size: int = 1
     room: float = 0.0
 
     def exchange(self, rows: Any) -> Any:
-        """Of `[size, ...]` the i-th part to device i; what comes back has theirs in order."""
+        """All-to-all of `[size, ...]`: block i goes to device i; results are in device order."""
         return rows
 
 

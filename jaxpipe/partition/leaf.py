@@ -1,17 +1,18 @@
-"""One record for a parameter, and the rule by which it is cut over the mesh: plain arithmetic.
+"""How a parameter declares its sharding, and the rule that shards it over the mesh.
 
-A model declares a `Leaf` with every parameter: along which mesh axes devices have parts of it, and
-whose gradients add up. All else follows, for storing and for planning: what outlives a step is cut
-further, layers over the ranks of their stages, shared leaves over pp along the first dim that it
-divides, and from ZeRO stage 1 on everything over replicas (Rajbhandari et al. 2020), along the
-first dim that they divide, or else along one that nothing else cuts, in blocks of 32 and padded
-with zeros. Zeros also pad a vocabulary that the devices which share it do not divide.
+A model declares a `ParamSpec` with every parameter: over which mesh axes it is sharded, and over
+which its gradient is partial. The rule derives the rest, for storage and for planning. What
+outlives a step is sharded further: layers over pp by stage, embedding and head over pp along the
+first dim that pp divides, and from ZeRO stage 1 on everything over replicas (Rajbhandari et al.
+2020). Replicas shard the first dim that they divide, otherwise a dim that nothing else shards, in
+blocks of 32 values and padded with zeros. A vocabulary that its devices do not divide is also
+padded with zeros.
 
-The replicas are on the mesh axes rp, dp and ep, from far to near. Nothing is ever cut over rp: each
-of its coordinates has all parts (hybrid sharding: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2),
-so what is gathered comes from neighbours, and only sums of gradients go further. A leaf may be cut
-over ep, the innermost, like any other axis (experts): it is then stored in parts over dp alone, and
-its gradient is summed over rp and dp.
+Data-parallel replicas are on the mesh axes rp, dp and ep, the most distant first. Nothing is
+sharded over rp: each of its coordinates has all shards (hybrid sharding: Zhao et al. 2023, "PyTorch
+FSDP", section 3.2.2), so all-gathers stay among neighbours and only gradient reductions cross rp. A
+parameter may declare itself sharded over ep, the innermost axis (experts): ZeRO then shards it over
+dp alone, and its gradient is summed over rp and dp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,101 +20,122 @@ from dataclasses import dataclass
 from math import prod
 
 PP, RP, DP, EP, TP = "pp", "rp", "dp", "ep", "tp"
-SHARDS = (DP, EP)  # the replicas that ZeRO lets hold parts
-REPLICAS = (RP, *SHARDS)  # which train on other examples each; neighbours are on the innermost
+ZERO_AXES = (DP, EP)  # the axes of replicas over which ZeRO shards
+REPLICA_AXES = (
+    RP,
+    *ZERO_AXES,
+)  # data-parallel replicas; neighbouring devices are on the innermost axis
 Names = tuple[str, ...]
-_BLOCK = 32  # values along a padded dim, of which every replica has whole blocks
+_BLOCK = 32  # a shard of a padded dim is a multiple of this many values
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """What a model says of one parameter.
+class ParamSpec:
+    """How a model declares one parameter.
 
     Attributes:
-      cuts: `(mesh axis, dim)` for every axis whose devices have an equal part each, largest parts
-        first where they cut the same dim: what ops read is the part, and nobody gathers it. Dims
-        are those of the parameter as its layer sees it.
-      summed: the axes, other than the replicas, along which every device has all of it but the
-        gradient of its own heads, tokens or stages alone, so that gradients must be added up.
-      shape: the whole parameter's, of which what is stored may be a padded form; where it is not
-        known, None, nothing is padded.
-      matrix: its input and output dim if it is a matrix, or a stack of matrices along other dims;
-        None: a vector. Weight decay and Muon go by this.
-      uneven: whether the axes of `cuts` need not divide their dims: then these are padded with
-        zeros, and ops must make nothing of the zeros at the end of the last parts.
+      sharded: `(mesh axis, dim)` for every axis over which the layer consumes the parameter
+        sharded, in equal shards that are never gathered; the axis of the largest shards first where
+        several shard one dim. Dims are numbered as in the layer.
+      partial_grad_axes: axes other than the replicas' over which the parameter is replicated, but
+        its gradient is partial (of this device's heads, tokens or stages) and must be summed.
+      shape: shape of the full parameter without padding; None: unknown, and nothing is padded.
+      matrix: input and output dim of a matrix or of a stack of matrices; None: a vector. Weight
+        decay and Muon depend on it.
+      uneven: whether the axes of `sharded` need not divide their dims. These dims are then padded
+        with zeros at the end, which ops must ignore.
 
-    Eight experts' matrices, of which each device along ep has its equal part:
+    Eight experts' matrices, sharded over ep:
 
-    >>> sorted(Leaf(cuts=(("ep", 0),), shape=(8, 64, 32), matrix=(1, 2)).parted)
+    >>> sorted(ParamSpec(sharded=(("ep", 0),), shape=(8, 64, 32), matrix=(1, 2)).sharded_axes)
     ['ep']
     """
 
-    cuts: tuple[tuple[str, int], ...] = ()
-    summed: Names = ()
+    sharded: tuple[tuple[str, int], ...] = ()
+    partial_grad_axes: Names = ()
     shape: tuple[int, ...] | None = None
     matrix: tuple[int, int] | None = None
     uneven: bool = False
 
     @property
-    def parted(self) -> frozenset[str]:
-        """The axes along which ops read parts."""
-        return frozenset(axis for axis, _ in self.cuts)
+    def sharded_axes(self) -> frozenset[str]:
+        """The mesh axes over which the layer consumes the parameter sharded."""
+        return frozenset(axis for axis, _ in self.sharded)
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How a leaf is stored.
+class ShardingPlan:
+    """How a parameter is stored.
 
     Attributes:
-      names: for every dim the mesh axes that cut it, largest parts first.
-      padding: for every dim how many zeros are put to its end; none in those that nothing cuts.
+      dim_axes: for every dim the mesh axes that shard it, the axis of the largest shards first.
+      padding: for every dim the zeros that are appended to it; 0 where nothing shards the dim.
     """
 
-    names: tuple[Names, ...]
+    dim_axes: tuple[Names, ...]
     padding: tuple[int, ...]
 
-    def part_size(self, shape: Sequence[int], mesh: Mapping[str, int], *, whole: Names = ()) -> int:
-        """Values on one device of a leaf of this shape, put together along the axes in `whole`.
+    def shard_size(
+        self, shape: Sequence[int], mesh: Mapping[str, int], *, gathered: Names = ()
+    ) -> int:
+        """Number of values on one device of a parameter of this shape, gathered over some axes.
 
-        >>> how = Cutting((("pp",), ("dp",), ("tp",)), (0, 0, 0))
-        >>> how.part_size((4, 32, 48), {"pp": 4, "dp": 2, "tp": 2})
+        Args:
+          shape: of the full parameter, without padding.
+          mesh: sizes of the mesh axes.
+          gathered: mesh axes over which the parameter is all-gathered.
+
+        >>> plan = ShardingPlan((("pp",), ("dp",), ("tp",)), (0, 0, 0))
+        >>> plan.shard_size((4, 32, 48), {"pp": 4, "dp": 2, "tp": 2})
         384
         """
         sizes = [
-            size + padding * bool(set(names).difference(whole))
-            for size, padding, names in zip(shape, self.padding, self.names)
+            size + padding * bool(set(names).difference(gathered))
+            for size, padding, names in zip(shape, self.padding, self.dim_axes)
         ]
-        parts = prod(mesh[name] for entry in self.names for name in entry if name not in whole)
+        parts = prod(
+            mesh[name] for entry in self.dim_axes for name in entry if name not in gathered
+        )
         return prod(sizes) // parts
 
 
-def cutting(
-    shape: Sequence[int], leaf: Leaf, mesh: Mapping[str, int], *, of_layer: bool, zero_stage: int
-) -> Cutting:
-    """How a leaf in stage form is cut; `shape` is without padding.
+def plan_sharding(
+    shape: Sequence[int],
+    param: ParamSpec,
+    mesh: Mapping[str, int],
+    *,
+    is_layer: bool,
+    zero_stage: int,
+) -> ShardingPlan:
+    """The sharding of a stage-stacked parameter.
 
-    `mesh` has the sizes of the axes; rp and ep may be left out. A layer's leaf has a leading dim of
-    ranks.
+    Args:
+      shape: full shape without padding; a layer's parameter has a leading dim of pipeline ranks.
+      param: its declaration, whose dims do not count that leading dim.
+      mesh: sizes of the mesh axes; rp and ep may be missing.
+      is_layer: whether it belongs to a layer (otherwise to `embed_head`).
+      zero_stage: from 1 on it is sharded over replicas too.
 
     >>> mesh = {"pp": 4, "dp": 2, "tp": 2}
-    >>> wide = Leaf(cuts=(("tp", 1),), shape=(32, 48))
-    >>> cutting((4, 32, 48), wide, mesh, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=(0, 0, 0))
-    >>> cutting((64, 32), Leaf(cuts=(("tp", 0),)), mesh, of_layer=False, zero_stage=0)
-    Cutting(names=(('tp', 'pp'), ()), padding=(0, 0))
-    >>> cutting((63, 32), Leaf((("tp", 0),), uneven=True), mesh, of_layer=False, zero_stage=0)
-    Cutting(names=(('tp', 'pp'), ()), padding=(1, 0))
-    >>> cutting((4, 4096, 1024), wide, mesh | {"dp": 6}, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('dp',), ('tp',)), padding=(0, 128, 0))
-    >>> experts = Leaf(cuts=(("ep", 0),), shape=(8, 64, 32))
-    >>> cutting((4, 8, 64, 32), experts, mesh | {"ep": 4}, of_layer=True, zero_stage=1)
-    Cutting(names=(('pp',), ('ep', 'dp'), (), ()), padding=(0, 0, 0, 0))
+    >>> wide = ParamSpec(sharded=(("tp", 1),), shape=(32, 48))
+    >>> plan_sharding((4, 32, 48), wide, mesh, is_layer=True, zero_stage=1)
+    ShardingPlan(dim_axes=(('pp',), ('dp',), ('tp',)), padding=(0, 0, 0))
+    >>> plan_sharding((64, 32), ParamSpec((("tp", 0),)), mesh, is_layer=False, zero_stage=0)
+    ShardingPlan(dim_axes=(('tp', 'pp'), ()), padding=(0, 0))
+    >>> odd = ParamSpec((("tp", 0),), uneven=True)
+    >>> plan_sharding((63, 32), odd, mesh, is_layer=False, zero_stage=0)
+    ShardingPlan(dim_axes=(('tp', 'pp'), ()), padding=(1, 0))
+    >>> plan_sharding((4, 4096, 1024), wide, mesh | {"dp": 6}, is_layer=True, zero_stage=1)
+    ShardingPlan(dim_axes=(('pp',), ('dp',), ('tp',)), padding=(0, 128, 0))
+    >>> experts = ParamSpec(sharded=(("ep", 0),), shape=(8, 64, 32))
+    >>> plan_sharding((4, 8, 64, 32), experts, mesh | {"ep": 4}, is_layer=True, zero_stage=1)
+    ShardingPlan(dim_axes=(('pp',), ('ep', 'dp'), (), ()), padding=(0, 0, 0, 0))
     """
     names: list[Names] = [()] * len(shape)
     padding = [0] * len(shape)
-    first = int(of_layer)
-    for _, dim in leaf.cuts if leaf.uneven else ():
-        parts = prod(mesh.get(axis, 1) for axis, of in leaf.cuts if of == dim)
+    first = int(is_layer)
+    for _, dim in param.sharded if param.uneven else ():
+        parts = prod(mesh.get(axis, 1) for axis, of in param.sharded if of == dim)
         padding[first + dim] = -shape[first + dim] % parts
     sizes = [size + more for size, more in zip(shape, padding)]
 
@@ -127,34 +149,34 @@ def cutting(
         return False
 
     every = range(first, len(sizes))
-    if of_layer:
+    if is_layer:
         divide((PP,), [0])
-    for axis, dim in leaf.cuts:
+    for axis, dim in param.sharded:
         if mesh.get(axis, 1) > 1 or axis == PP:
             divide((axis,), [first + dim])
-    if not of_layer and PP not in leaf.parted:
+    if not is_layer and PP not in param.sharded_axes:
         divide((PP,), every)
     replicas = tuple(
         axis
-        for axis in reversed(SHARDS)
-        if axis not in leaf.parted and (axis == DP or mesh.get(axis, 1) > 1)
+        for axis in reversed(ZERO_AXES)
+        if axis not in param.sharded_axes and (axis == DP or mesh.get(axis, 1) > 1)
     )
     parts = prod(mesh.get(axis, 1) for axis in replicas)
-    if zero_stage and parts > 1 and not divide(replicas, every) and leaf.shape is not None:
+    if zero_stage and parts > 1 and not divide(replicas, every) and param.shape is not None:
         free = [dim for dim in every if not names[dim]]
         found = _least_padded(free, sizes, parts)
         if found is not None:
             dim, padding[dim] = found
             names[dim] = replicas
-    return Cutting(tuple(names), tuple(padding))
+    return ShardingPlan(tuple(names), tuple(padding))
 
 
 def _least_padded(
     free: Sequence[int], sizes: Sequence[int], replicas: int
 ) -> tuple[int, int] | None:
-    """The dim that replicas can cut with the least padding for its length, and that padding.
+    """The dim that replicas can shard with the least relative padding, and that padding.
 
-    Dims count that consist of blocks; None where a part of none would be smaller than the whole.
+    Only dims that are multiples of `_BLOCK` count; None if no shard would be smaller than the dim.
     """
     parts = {
         dim: -(-sizes[dim] // (replicas * _BLOCK)) * _BLOCK

@@ -1,10 +1,11 @@
 """Context parallelism as a model sees it: which tokens of a sequence a device has.
 
-Replicas along dp may share every sequence instead of having sequences of their own: each then has
-one stretch of its tokens, and attention alone looks beyond it (Fast-LLM's `sequence_data_parallel`;
-keys and values are gathered as in Grattafiori et al. 2024, section 3.3.2). This module has the case
-of whole sequences; `jaxpipe.parallel.ContextParallel` is the other. A device that has whole
-sequences need not look at keys after its queries: `query_blocks`.
+Replicas may share every sequence instead of having sequences of their own. Each then has one
+sequence shard, and only attention reads tokens of other shards (Fast-LLM's
+`sequence_data_parallel`; keys and values are gathered as in Grattafiori et al. 2024, section
+3.3.2). This module has the case of unsharded sequences; `jaxpipe.parallel.ContextParallel` is the
+case of sharded ones. `query_blocks` says how causal attention over unsharded sequences avoids keys
+that come after its queries.
 """
 
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ Method = Literal["gather", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
-class WholeSequence:
-    """A device that has all tokens of its sequences.
+class FullSequence:
+    """A device that has all tokens of its sequences; exchanges are the identity.
 
-    Where `size` devices share one, this is how attention reaches the tokens of others: `heads`
-    neighbours exchange theirs, so that each has all of these tokens for a share of the heads, and
-    groups of so many form a `ring`, round which keys and values go. With 0 keys and values of all
-    are gathered.
+    Attributes:
+      size: number of devices that share each sequence.
+      heads: how attention reaches the other devices' tokens. `heads` neighbours exchange heads by
+        all-to-all, so that each has all of the group's tokens for a share of the heads, and these
+        groups form a `ring` around which keys and values travel. 0: all-gather keys and values.
     """
 
     size: int = 1
@@ -30,55 +32,59 @@ class WholeSequence:
 
     @property
     def ring(self) -> int:
-        """Groups round which keys and values go; 1: they do not.
+        """Number of groups in the ring of keys and values; 1: there is no ring.
 
-        >>> [WholeSequence(4, heads).ring for heads in (0, 1, 2, 4)]
+        >>> [FullSequence(4, heads).ring for heads in (0, 1, 2, 4)]
         [1, 4, 2, 1]
         """
         return self.size // self.heads if self.heads else 1
 
     @property
-    def exchanged(self) -> "WholeSequence":
-        """The same sequence where heads are exchanged: a group of neighbours is as one device."""
+    def after_exchange(self) -> "FullSequence":
+        """This sequence after the exchange of heads: each group acts as one device."""
         return self
 
     def start(self, own: int) -> Any:
-        """Where in the sequence this device's first token stands, of `own` in their order."""
+        """Index of this device's first token among its group's (without a ring: in the sequence).
+
+        Args:
+          own: number of this device's tokens.
+        """
         return 0
 
-    def places(self, own: int) -> Any:
-        """Where in the sequence this device's `own` tokens stand, `[own]`."""
+    def positions(self, own: int) -> Any:
+        """Positions in the sequence of this device's `own` tokens, `[own]`."""
         return self.start(own) + np.arange(own)
 
     def gather(self, x: Any) -> Any:
-        """The `[B, L, ...]` of all tokens, from those of this device's."""
+        """`[B, L, ...]` of all tokens, gathered from this device's `[B, L / size, ...]`."""
         return x
 
-    def turned(self, tree: Any) -> Any:
-        """What the device before this one has, in the ring of an `exchanged` sequence."""
+    def rotate(self, tree: Any) -> Any:
+        """The values of the previous device in the ring; call it on `after_exchange`."""
         return tree
 
-    def together(self, x: Any) -> Any:
-        """The `[B, L, ...]` of the tokens of neighbours that exchange heads."""
+    def gather_group(self, x: Any) -> Any:
+        """`[B, L, ...]` of the tokens of all neighbours that exchange heads with this device."""
         return x
 
     def to_heads(self, x: Any) -> Any:
-        """The tokens of such neighbours for a share of the heads, from its own for all."""
+        """The group's tokens for a share of the heads, from this device's tokens for all heads."""
         return x
 
     def to_tokens(self, x: Any) -> Any:
-        """All heads of this device's tokens, from a share of them of all neighbours'."""
+        """This device's tokens for all heads, from the group's tokens for a share of the heads."""
         return x
 
 
-WHOLE_SEQUENCE = WholeSequence()
+FULL_SEQUENCE = FullSequence()
 
 
 def query_blocks(length: int) -> int:
-    """In how many blocks of queries causal attention is made, each with the keys up to its end.
+    """Number of query blocks in causal attention, each with the keys up to its end.
 
-    Of n blocks (n + 1) / 2n of the square is computed. Each is code of its own to compile, so they
-    are two, and one where they would be unequal or of fewer than 128 queries.
+    With n blocks (n + 1) / 2n of the square is computed. Every block is compiled separately, so
+    there are two; or one where the two would differ in length or have fewer than 128 queries.
 
     >>> [query_blocks(length) for length in (16, 256, 257, 4096)]
     [1, 2, 1, 2]
@@ -86,17 +92,21 @@ def query_blocks(length: int) -> int:
     return 2 if length % 2 == 0 and length >= 256 else 1
 
 
-def padded_length(longest: int, *, bucket: int, multiple: int, stretches: int, most: int) -> int:
-    """What rows are padded to, so that few lengths differ and every device has as many tokens.
+def padded_length(longest: int, *, bucket: int, multiple: int, shards: int, most: int) -> int:
+    """Length to which rows are padded: few distinct lengths, and equal shards.
 
-    That is `longest`, rounded up to a multiple of `bucket` (0: of 1), and so that each of its equal
-    `stretches` is one of `multiple`; but never more than `most`.
+    Args:
+      longest: tokens of the longest row.
+      bucket: the length is rounded up to a multiple of it; 0: not rounded.
+      multiple: every shard of the sequence is rounded up to a multiple of it.
+      shards: equal shards of a sequence.
+      most: upper limit of the result.
 
-    >>> [padded_length(n, bucket=1024, multiple=128, stretches=2, most=4096) for n in (9, 1025)]
+    >>> [padded_length(n, bucket=1024, multiple=128, shards=2, most=4096) for n in (9, 1025)]
     [1024, 2048]
-    >>> padded_length(300, bucket=0, multiple=128, stretches=2, most=4096)
+    >>> padded_length(300, bucket=0, multiple=128, shards=2, most=4096)
     512
     """
     length = -(-longest // bucket) * bucket if bucket else longest
-    unit = multiple * stretches
+    unit = multiple * shards
     return min(-(-length // unit) * unit, most)

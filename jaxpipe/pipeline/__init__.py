@@ -1,6 +1,6 @@
-"""Pipelined training as one SPMD program: any schedule is a table that one scan reads."""
+"""Pipeline-parallel training as one SPMD program: one scan runs the tables of any schedule."""
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, Side, StageFunctions
+from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.pipeline.cut import POLICIES
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.executor import Pipeline, loss_and_gradients
@@ -14,13 +14,13 @@ from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 __all__ = [
     "POLICIES",
+    "Aux",
     "Context",
     "Execution",
     "LayerKind",
     "LayerOutput",
     "LayerSplit",
     "Pipeline",
-    "Side",
     "StageFunctions",
     "StepOutput",
     "loss_and_gradients",

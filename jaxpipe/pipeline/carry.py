@@ -1,42 +1,45 @@
-"""The state of the scan on one rank."""
+"""The carry of the scan over ticks, on one device."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.contract import Side
-from jaxpipe.pipeline.rings import Rings
+from jaxpipe.contract import Aux
+from jaxpipe.pipeline.rings import RingBuffers
 
 Tree = Any
 
 
 class Carry(NamedTuple):
-    """What a rank hands from tick to tick.
+    """What a tick hands on to the next; a forward-only pass has no dx, stash or gradients.
 
-    `y`, `dx`: what this rank made last. `arriving`: with two-tick transfers, what the permutes of
-    the last tick brought. `inbox` is a ring of messages; `rings` are those of each ring slot,
-    which all chunks share; `for_head` and `for_embed` are rings of what the ends' deferred
-    gradients take. The tables' slots point into them. `layer_gradients` are by chunk and
-    layer slot. `losses`: each microbatch's share of the loss, `[M]`, or `[M, K]` of the head's K;
-    `aux_losses`: its share of the losses that layers make, `[M]`, None where they make none;
-    `side`: the sums and maxima of what layers make beside; `observed`: the maxima of what they
-    leave at variables that they observe; `outputs`: what of every microbatch the
-    model gives back, `[M, ...]`, where this rank has made it, else zeros. A forward-only pass has
-    no `dx`, residuals, stash or gradients.
+    Attributes:
+      y, dx: the last outputs of F and of B or BW on this pipeline rank.
+      arriving: with two-tick transfers, the messages received in the last tick.
+      inbox: ring buffer of received messages.
+      rings: ring buffers of every ring slot, shared by all chunks.
+      head_ring, embed_ring: ring buffers of the inputs of deferred head and embedding gradients.
+      layer_gradients: gradient sums, by chunk and layer slot.
+      embed_head_gradients: gradient sums of embedding and head.
+      losses: each microbatch's share of the loss, `[M]`, or `[M, K]` for K losses of the head.
+      aux_losses: its share of the layers' auxiliary losses, `[M]`; None: they have none.
+      aux: sums, maxima and per-example values of the layers.
+      statistics: maxima of the cotangents of statistics variables, by name.
+      outputs: model outputs, `[M, ...]`; zeros where another rank computes them.
     """
 
     y: jax.Array
     dx: Any
     arriving: Any
     inbox: jax.Array
-    rings: tuple[Rings, ...]
-    for_head: Any
-    for_embed: Any
+    rings: tuple[RingBuffers, ...]
+    head_ring: Any
+    embed_ring: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]
-    shared_gradients: Tree
+    embed_head_gradients: Tree
     losses: jax.Array
     aux_losses: jax.Array | None
-    side: Side
-    observed: Mapping[str, jax.Array]
+    aux: Aux
+    statistics: Mapping[str, jax.Array]
     outputs: Tree

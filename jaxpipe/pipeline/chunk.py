@@ -1,4 +1,4 @@
-"""F, B, W and BW of one chunk: the loop over its layers."""
+"""F, B, W and BW of one chunk, as loops over its layers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.contract import Context, Side
-from jaxpipe.parallel import DP, Stored
-from jaxpipe.pipeline.kind import RunKind, add_side, larger
-from jaxpipe.pipeline.rings import Kept, Rings
+from jaxpipe.contract import Aux, Context
+from jaxpipe.parallel import DP, ParamSharding
+from jaxpipe.pipeline.kind import TracedKind, add_aux, elementwise_max
+from jaxpipe.pipeline.rings import GradientInputs, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Op, Row
 
@@ -21,81 +21,90 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LayerSlot:
-    """A layer slot of a chunk, on one rank.
+    """A layer slot of a chunk, on one pipeline rank.
 
     Attributes:
-      kind: of its layer.
-      params: the layer's parameters, or with `stored` this device's part of them.
-      index: which layer of the model it is.
-      active: whether this rank has a layer there; None: every rank does.
-      ring: which ring slot it uses.
-      stored: how the leaves are stored if only a part over the replicas is held: then every action
-        gathers the layer when it comes to it, and adds to sums of its part.
-      reduced: makes of the sums of its gradients what this device keeps, summed over replicas.
-      reduce_dtype: in which gradients go over the replicas if an action does it; None: their own.
+      kind: the traced kind of its layer.
+      params: parameters of the layer, or this device's shards of them where `shardings` is set.
+      index: index of the layer in the model, an int32 scalar.
+      active: whether the slot holds a layer on this pipeline rank; None: it does on every rank.
+      ring: index of the ring slot that it uses.
+      shardings: `ParamSharding` of every parameter with `reshard_after_forward`: every action then
+        gathers the layer when it needs it, and accumulates gradient shards; None: gathered already.
+      reduce: reduces the layer's gradient sums over data-parallel replicas to this device's shards.
+      reduce_dtype: dtype in which an action reduces gradients over replicas; None: their own.
     """
 
-    kind: RunKind
+    kind: TracedKind
     params: Tree
     index: jax.Array
     active: jax.Array | None
     ring: int
-    stored: Tree = None
-    reduced: Callable[[Tree], Tree] = lambda total: total
+    shardings: Tree = None
+    reduce: Callable[[Tree], Tree] = lambda total: total
     reduce_dtype: Any = None
 
     @property
     def on_host(self) -> bool:
-        """Whether what it leaves for backward waits in the host's memory."""
+        """Whether the residuals of the layer are stored in host memory."""
         return self.kind.rings.on_host
 
-    def whole(self) -> Tree:
-        """The layer's whole parameters."""
-        if self.stored is None:
+    def gather_params(self) -> Tree:
+        """Return the parameters of the layer, all-gathered where `shardings` is set."""
+        if self.shardings is None:
             return self.params
-        return jax.tree.map(lambda how, part: how.whole(part), self.stored, self.params)
+        return jax.tree.map(
+            lambda how, part: how.gather_for_compute(part), self.shardings, self.params
+        )
 
-    def added(self, totals: Tree, gradients: Tree) -> Tree:
-        """Totals plus gradients, in the totals' own dtype; None where there is nothing to add."""
+    def add_gradients(self, totals: Tree, gradients: Tree) -> Tree:
+        """Return totals plus gradients, in the dtype of the totals; a None gradient adds nothing.
 
-        def add(total: jax.Array, gradient: jax.Array | None, *stored: Stored) -> jax.Array:
+        With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
+        """
+
+        def add(total: jax.Array, gradient: jax.Array | None, *stored: ParamSharding) -> jax.Array:
             if gradient is None:
                 return total
             gradient = gradient.astype(total.dtype)
-            if stored and stored[0].dim(DP) is not None:
+            if stored and stored[0].dim_of(DP) is not None:
                 gradient = stored[0].reduce_over_replicas(
-                    gradient, stored[0].shards, self.reduce_dtype
+                    gradient, stored[0].zero_axes, self.reduce_dtype
                 )
             return total + gradient
 
-        stored = () if self.stored is None else (self.stored,)
+        stored = () if self.shardings is None else (self.shardings,)
         return jax.tree.map(add, totals, gradients, *stored)
 
-    def if_active(self, layer: Callable[..., tuple[Any, ...]], *passed: Any) -> tuple[Any, ...]:
-        """Run the layer, or pass everything on where this rank has none here."""
+    def run_if_active(self, layer: Callable[..., tuple[Any, ...]], *passed: Any) -> tuple[Any, ...]:
+        """Run the layer, or return `passed` unchanged where this slot is empty on this rank."""
         if self.active is None:
             return layer(*passed)
         return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
 
-    def beside(
+    def run_and_prefetch(
         self, after: "LayerSlot | None", layer: Callable[..., tuple[Any, ...]], *passed: Any
     ) -> tuple[tuple[Any, ...], Tree]:
-        """`if_active`, and the whole parameters of the layer after it (None: there is none).
+        """Return `run_if_active` and the gathered parameters of the layer slot that runs `after`.
 
-        If they must be gathered, that begins when what is passed first, x or dy, is there: no more
-        than two layers are ever whole.
+        A barrier ties the gather to the first of `passed`, x or dy, so it cannot start before this
+        layer does and at most two layers are gathered at once. None where no layer runs after.
         """
-        if after is None or after.stored is None:
-            return self.if_active(layer, *passed), after and after.params
+        if after is None or after.shardings is None:
+            return self.run_if_active(layer, *passed), after and after.params
         x, part = lax.optimization_barrier((passed[0], after.params))
-        whole = replace(after, params=part).whole()
-        return self.if_active(layer, x, *passed[1:]), whole
+        whole = replace(after, params=part).gather_params()
+        return self.run_if_active(layer, x, *passed[1:]), whole
 
 
-class Given(NamedTuple):
-    """What an action is given beside what rings hold.
+class ActionInputs(NamedTuple):
+    """Inputs of an action that do not come from ring buffers.
 
-    `rows` are its microbatch's, `dloss` is the gradient at the losses that layers make.
+    Attributes:
+      row: the row of the tables.
+      rows: the batch rows of the action's microbatch.
+      variables: the model's variables.
+      dloss: cotangent of the layers' auxiliary losses, a scalar.
     """
 
     row: Row
@@ -104,177 +113,214 @@ class Given(NamedTuple):
     dloss: jax.Array
 
     def context(self, slot: LayerSlot, state: Tree) -> Context:
-        """For the layer in a slot."""
+        """Return the context of the layer in a slot."""
         return Context(self.rows, slot.index, state, self.variables)
 
 
-class Made(NamedTuple):
-    """What F leaves: y, the rings, sums and maxima, and the losses of its layers (None: none).
+class ForwardOutputs(NamedTuple):
+    """Outputs of F.
 
-    `whole`: between layers the parameters of the next one, if they have been gathered ahead.
+    Attributes:
+      y: output activation; between layers, and as the input of F, the current activation.
+      rings: the ring buffers that F writes, by ring slot.
+      aux: sums, maxima and per-example values so far.
+      loss: sum of the auxiliary losses of the layers; None: they have none.
+      next_params: between layers, the parameters of the next layer if gathered ahead.
     """
 
     y: jax.Array
-    rings: tuple[Rings, ...]
-    side: Side
+    rings: tuple[RingBuffers, ...]
+    aux: Aux
     loss: jax.Array | None
-    whole: Tree = None
+    next_params: Tree = None
 
 
-class Gradients(NamedTuple):
-    """What a gradient action changes: dx (W: nothing), rings, and the sums by layer slot.
+class BackwardOutputs(NamedTuple):
+    """Outputs of a gradient action.
 
-    `observed` are maxima, by the names of the variables that layers observe. `whole` is as in
-    `Made`.
+    Attributes:
+      dx: gradient at the input (W passes it through); as the input of B or BW, dy.
+      rings: the ring buffers that the action writes, by ring slot.
+      grad_sums: gradient accumulators, by layer slot.
+      statistics: elementwise maxima, by name of the statistics variable.
+      next_params: as in `ForwardOutputs`.
     """
 
     dx: jax.Array
-    rings: tuple[Rings, ...]
-    totals: tuple[Tree, ...]
-    observed: Mapping[str, jax.Array] = {}
-    whole: Tree = None
+    rings: tuple[RingBuffers, ...]
+    grad_sums: tuple[Tree, ...]
+    statistics: Mapping[str, jax.Array] = {}
+    next_params: Tree = None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The layers of one of the stages that a rank computes."""
+    """The layers of one of the stages that a pipeline rank computes."""
 
     slots: tuple[LayerSlot, ...]
 
     @property
     def hooks(self) -> list[Callable[..., Any] | None]:
-        """`LayerKind.pair` of each layer, in F's order."""
+        """`LayerKind.pair` of every layer, in the order of F."""
         return [slot.kind.kind.pair for slot in self.slots]
 
-    def forward(self, given: Given, before: Made) -> Made:
-        """F of the chunk on `before.y`, which is x."""
-        return in_order(self.forwards(given), before)
+    def forward(self, given: ActionInputs, before: ForwardOutputs) -> ForwardOutputs:
+        """Run F of the chunk on `before.y`, which is x."""
+        return run_in_order(self.forward_layers(given), before)
 
-    def forwards(self, given: Given) -> list[Callable[[Made], Made]]:
-        """The same layer by layer, each on what the one before it left."""
+    def forward_layers(
+        self, given: ActionInputs
+    ) -> list[Callable[[ForwardOutputs], ForwardOutputs]]:
+        """Return F of every layer as a function of the outputs of the layer before it."""
         around = zip((None, *self.slots), self.slots, (*self.slots[1:], None))
         return [partial(_layer_forward, given, *slots) for slots in around]
 
     def gradient(
-        self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
+        self, op: Op, given: ActionInputs, before: BackwardOutputs,
+        kept: Callable[[int, RingBuffers], GradientInputs],
         *, in_turn: bool = False,
-    ) -> Gradients:  # fmt: skip
-        """B, W or BW on `before.dx`, which is dy; the rest as in `gradients`."""
-        return in_order(self.gradients(op, given, kept, in_turn=in_turn), before)
+    ) -> BackwardOutputs:  # fmt: skip
+        """Run B, W or BW on `before.dx`, which is dy; other arguments as in `gradient_layers`."""
+        return run_in_order(self.gradient_layers(op, given, kept, in_turn=in_turn), before)
 
     def last_gradient(
-        self, op: Op, given: Given, before: Gradients, kept: Callable[[int, Rings], Kept],
+        self, op: Op, given: ActionInputs, before: BackwardOutputs,
+        kept: Callable[[int, RingBuffers], GradientInputs],
         runs: jax.Array,
-    ) -> Gradients:  # fmt: skip
-        """The step's last gradient of the chunk, with its sums reduced.
+    ) -> BackwardOutputs:  # fmt: skip
+        """Run the step's last gradient action of the chunk and reduce its gradient sums.
 
-        It is computed on every rank, and counts where it `runs`. The sums of a layer are reduced
-        from the W of the layer before it on, and nothing waits for them.
+        Every pipeline rank computes it, and its results count only where `runs` is set. The
+        gradient sums of a layer are reduced as soon as the next layer in backward order has run,
+        and no later computation depends on them, so the reduction overlaps with compute.
         """
         made, last = before, len(self.slots) - 1
-        for done, layer in enumerate(self.gradients(op, given, kept, in_turn=True)):
-            place, had = last - done, made.totals[last - done]
+        for done, layer in enumerate(self.gradient_layers(op, given, kept, in_turn=True)):
+            place, had = last - done, made.grad_sums[last - done]
             made = layer(made)
-            totals = list(made.totals)
+            totals = list(made.grad_sums)
             totals[place] = jax.tree.map(partial(jnp.where, runs), totals[place], had)
             if done:
-                totals[place + 1] = self.slots[place + 1].reduced(totals[place + 1])
-            made = made._replace(totals=tuple(totals))
-        first, *others = made.totals
-        observed = jax.tree.map(partial(jnp.where, runs), made.observed, before.observed)
-        return made._replace(totals=(self.slots[0].reduced(first), *others), observed=observed)
+                totals[place + 1] = self.slots[place + 1].reduce(totals[place + 1])
+            made = made._replace(grad_sums=tuple(totals))
+        first, *others = made.grad_sums
+        observed = jax.tree.map(partial(jnp.where, runs), made.statistics, before.statistics)
+        return made._replace(grad_sums=(self.slots[0].reduce(first), *others), statistics=observed)
 
-    def reduced(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """Of the sums of all layers what this device keeps, summed over replicas."""
-        return tuple(slot.reduced(total) for slot, total in zip(self.slots, totals))
+    def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """Reduce the gradient sums of all layers over replicas to this device's shards."""
+        return tuple(slot.reduce(total) for slot, total in zip(self.slots, totals))
 
-    def gradients(
-        self, op: Op, given: Given, kept: Callable[[int, Rings], Kept], *, in_turn: bool = False
-    ) -> list[Callable[[Gradients], Gradients]]:
-        """B, W or BW layer by layer, from the last to the first.
+    def gradient_layers(
+        self,
+        op: Op,
+        given: ActionInputs,
+        kept: Callable[[int, RingBuffers], GradientInputs],
+        *,
+        in_turn: bool = False,
+    ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:
+        """Return B, W or BW of every layer as functions, from the last layer to the first.
 
-        `kept` gives what it reads, by ring slot and the rings there as the op finds them. Layers
-        are gathered one ahead in BW alone: W reads little of them, and in B XLA does no worse.
+        Only BW gathers parameters one layer ahead: W reads few of them, and in B XLA schedules the
+        gathers as well without.
 
-        `in_turn`: in BW, W of a layer is done before B of the next but one begins; else XLA on GPU
-        may put all W last, to hide collectives, and hold the stash of every layer (a tenth of the
-        memory with 20 layers of the 70B, tp=4, full remat).
+        Args:
+          op: B, W or BW.
+          given: inputs of the action.
+          kept: returns the inputs that a layer reads from ring buffers, given its ring slot and the
+            ring buffers of that slot that the op writes, in their current state.
+          in_turn: in BW, finish W of a layer before B of the next but one starts. Otherwise XLA on
+            GPU may move every W to the end to hide collectives, and the stash of all layers stays
+            live (a tenth of the memory for 20 layers of a 70B model, tp=4, full remat).
         """
         last = len(self.slots) - 1
 
-        def run(place: int, slot: LayerSlot, before: Gradients) -> Gradients:
-            def layer(*passed: Any) -> tuple[jax.Array, Tree, Tree, Rings]:
-                params = slot.whole() if before.whole is None else before.whole
+        def run(place: int, slot: LayerSlot, before: BackwardOutputs) -> BackwardOutputs:
+            def layer(*passed: Any) -> tuple[jax.Array, Tree, Tree, RingBuffers]:
+                params = slot.gather_params() if before.next_params is None else before.next_params
                 return _layer_gradient(op, slot, params, given, kept(slot.ring, passed[-1]), passed)
 
             after = self.slots[place - 1] if place and op is Op.BW else None
-            dy, rings, totals = before.dx, list(before.rings), list(before.totals)
-            passed = dy, totals[place], before.observed, rings[slot.ring]
-            made, whole = slot.beside(after, layer, *passed)
+            dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
+            passed = dy, totals[place], before.statistics, rings[slot.ring]
+            made, whole = slot.run_and_prefetch(after, layer, *passed)
             dy, totals[place], observed, rings[slot.ring] = made
             if in_turn and op is Op.BW and place < last:
                 dy, totals[place + 1] = lax.optimization_barrier((dy, totals[place + 1]))
-            return Gradients(dy, tuple(rings), tuple(totals), observed, whole)
+            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, whole)
 
         return [partial(run, place, slot) for place, slot in reversed(list(enumerate(self.slots)))]
 
 
-def in_order(layers: Iterable[Callable[[Any], Any]], before: Any) -> Any:
-    """What layers leave, each of which takes what the one before it left."""
+def run_in_order(layers: Iterable[Callable[[Any], Any]], before: Any) -> Any:
+    """Run layers in order, each on the output of the one before it, and return the last output."""
     return reduce(lambda made, layer: layer(made), layers, before)
 
 
 def _layer_forward(
-    given: Given, earlier: LayerSlot | None, slot: LayerSlot, later: LayerSlot | None, before: Made
-) -> Made:
-    """F of one layer, which stands between two others of its chunk."""
+    given: ActionInputs,
+    earlier: LayerSlot | None,
+    slot: LayerSlot,
+    later: LayerSlot | None,
+    before: ForwardOutputs,
+) -> ForwardOutputs:
+    """Run F of one layer; `earlier` and `later` are its neighbours in the chunk, if any."""
 
-    def run(x: jax.Array, ring: Rings, side: Side, loss: Any) -> tuple[jax.Array, Rings, Side, Any]:
+    def run(
+        x: jax.Array, ring: RingBuffers, side: Aux, loss: Any
+    ) -> tuple[jax.Array, RingBuffers, Aux, Any]:
         plan = slot.kind.rings
-        context = given.context(slot, plan.before_f(ring, given.row))
-        params = slot.whole() if before.whole is None else before.whole
+        context = given.context(slot, plan.state_before(ring, given.row))
+        params = slot.gather_params() if before.next_params is None else before.next_params
         output, kept = slot.kind.forward(params, x, context)
-        more = output.side.loss
+        more = output.aux.loss
         loss = loss if more is None else loss + more.astype(loss.dtype)
-        ring = plan.after_f(ring, kept, output.state, given.row)
-        return output.y, ring, add_side(side, output.side, given.row.forward_mb), loss
+        ring = plan.write_forward(ring, kept, output.state, given.row)
+        return output.y, ring, add_aux(side, output.aux, given.row.forward_mb), loss
 
     x, rings, side, loss, _ = before
     rings = list(rings)
-    made, whole = slot.beside(later, run, x, rings[slot.ring], side, loss)
+    made, whole = slot.run_and_prefetch(later, run, x, rings[slot.ring], side, loss)
     x, rings[slot.ring], side, loss = made
     if earlier is not None and earlier.on_host:
-        # What it left has had this layer's time to be copied.
+        # The device-to-host copy of the earlier layer's residuals overlaps with this layer and must
+        # end with it.
         x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
-    if slot.stored is not None and later is not None:
-        # Else XLA begins some of its gathers only in the next layer. A BW has products
-        # enough for them, and would with this wait for its collectives over tp.
+    if slot.shardings is not None and later is not None:
+        # Without this barrier XLA delays some of the prefetch gathers into the next layer. BW has
+        # enough matmuls to hide them, and the barrier would make it wait for tp collectives.
         x, whole = lax.optimization_barrier((x, whole))
-    return Made(x, tuple(rings), side, loss, whole)
+    return ForwardOutputs(x, tuple(rings), side, loss, whole)
 
 
 def _layer_gradient(
-    op: Op, slot: LayerSlot, params: Tree, given: Given, kept: Kept,
-    before: tuple[jax.Array, Tree, Tree, Rings],
-) -> tuple[jax.Array, Tree, Tree, Rings]:  # fmt: skip
-    """B, W or BW of one layer: dx, the sums of its gradients, maxima, and what B and BW leave.
+    op: Op, slot: LayerSlot, params: Tree, given: ActionInputs, kept: GradientInputs,
+    before: tuple[jax.Array, Tree, Tree, RingBuffers],
+) -> tuple[jax.Array, Tree, Tree, RingBuffers]:  # fmt: skip
+    """Run B, W or BW of one layer on its gathered `params`.
 
-    `params` are whole. `before` has dy, and the sums, maxima and rings as they were.
+    Takes (in `before`) dy, gradient sums, statistics and ring buffers, and returns dx and the
+    updated gradient sums, statistics and ring buffers.
     """
     dy, total, observed, ring = before
-    if op is Op.B and slot.kind.rings.pooled:
-        # All is read before anything is written to the same ring: else XLA copies it.
+    if op is Op.B and slot.kind.rings.shares_stash:
+        # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
         kept, ring = lax.optimization_barrier((kept, ring))
     split = slot.kind.split
-    context, loss = given.context(slot, kept.state), split.output.side.loss
+    context, loss = given.context(slot, kept.state), split.output.aux.loss
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
     if op is Op.W:
         gradients = split.backward_weight(params, context, kept.residuals.for_w, kept.stash, dloss)
-        return dy, slot.added(total, gradients), observed, ring
+        return dy, slot.add_gradients(total, gradients), observed, ring
     at_output, stash = Cotangent(dy, kept.dstate, dloss), ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
     else:
         dx, gradients, stash = split.backward_input(params, context, kept.residuals, at_output)
-    ring = slot.kind.rings.after_b(ring, stash, dx.state, given.row)
-    return dx.value, slot.added(total, gradients), larger(observed, dx.observed), ring
+    ring = slot.kind.rings.write_backward(ring, stash, dx.state, given.row)
+    return (
+        dx.value,
+        slot.add_gradients(total, gradients),
+        elementwise_max(observed, dx.statistics),
+        ring,
+    )

@@ -1,13 +1,14 @@
-"""Where a layer is cut: which values cross from F to B and W, and from B to W.
+"""Find which values cross from F to B and W (residuals), and from B to W (the W stash).
 
-Residuals are the forward values that B or W reads *and that depend on x*; what depends only on
-parameters, constants or the microbatch's own data is computed again, never stored, and so is what
-elementwise equations make of other residuals. The stash is what W reads of B. Rematerialisation is
-the same cut made elsewhere: a policy says which forward values may be stored, and B computes the
-others again from those. Values with a name that must be kept are stored whatever the policy says.
+Residuals are the forward values that B or W reads *and that depend on x*. Values that depend only
+on parameters, constants or the microbatch's rows are recomputed, never stored, and so are values
+that elementwise equations compute from other residuals. The W stash are the values of B that W
+reads. Rematerialisation is the same split with fewer residuals: a policy says which forward values
+may be stored, and B recomputes the others. Values with a name in `keep` are stored whatever the
+policy says.
 
 Effects (`jax.debug.print`, callbacks) happen once: those of the forward in F, those that depend on
-the gradient in B. What an equation with an effect returns is stored like a value that must be kept.
+the gradient in B. Outputs of an equation with an effect are stored as if named in `keep`.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ from jaxpipe.pipeline.jaxpr import dependents, equations_to, has_effects, reads,
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
 
-# Equations that only rearrange, widen or narrow an operand: cheaper to repeat than to store. What
-# is gathered over tp is stored in parts too, and gathered again (Korthikanti et al. 2022, 4.2.2);
-# so are the rows that a token's experts take.
+# Equations that only rearrange, widen or narrow an operand are cheaper to repeat than to store.
+# Values all-gathered over tp are stored as shards and gathered again (Korthikanti et al. 2022,
+# 4.2.2), and the rows that experts take are gathered again from the tokens.
 _LAYOUT = {
     "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "gather",
     "neg", "reshape", "squeeze", "transpose",
@@ -32,7 +33,7 @@ _LAYOUT = {
 
 
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Store the outputs of weight matrices, summed over devices, and of fused attention."""
+    """Store the outputs of weight matmuls, all-reduced or reduce-scattered, and of attention."""
     stored = ("dot_product_attention", "psum", "ragged_dot", "reduce_scatter")
     name = params["name"] if primitive.name == "name" else primitive.name
     if name.startswith(stored) or name == PRODUCT:
@@ -40,7 +41,7 @@ def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
 
-# Computed value by value from operands of the same shape, or only moved about, on one device.
+# Elementwise or data-moving equations without communication.
 _ELEMENTWISE = _LAYOUT - {"all_gather"} | {
     "abs", "add", "add_any", "and", "concatenate", "cos", "div", "eq", "erf", "exp", "expm1", "ge",
     "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
@@ -57,12 +58,12 @@ POLICIES: dict[str, Policy] = {
 
 
 class Ports(NamedTuple):
-    """The variables of a layer's jaxpr, forward and backward, by what they are.
+    """The input and output variables of a layer's jaxpr, by name; optional ones are tuples.
 
-    Inputs: `x` and the `state` of slices before this one; `dy`, `dstate` and `dloss`, the gradients
-    at the outputs. Outputs: `y`, `next_state`, `loss` and what else is made `beside` them; `dx` and
-    `dstate_before`; what is left at variables that are `observed`; `gradients` of the parameters,
-    of which `in_b` says whether B makes them. Those that a layer may lack are tuples.
+    Inputs: `x` and the `state` that earlier slices left; `dy`, `dstate` and `dloss`, the gradients
+    at the outputs. Outputs of the forward: `y`, `next_state`, `loss` and `other_outputs`. Outputs
+    of the backward: `dx`, `dstate_before`, gradients at `statistics` variables, and `gradients` of
+    parameters, for which `in_b` says whether B computes them (else W does).
     """
 
     x: Var
@@ -73,34 +74,38 @@ class Ports(NamedTuple):
     y: Any
     next_state: tuple[Any, ...]
     loss: tuple[Any, ...]
-    beside: tuple[Any, ...]
+    other_outputs: tuple[Any, ...]
     dx: Any
     dstate_before: tuple[Any, ...]
-    observed: tuple[Any, ...]
+    statistics: tuple[Any, ...]
     gradients: tuple[Any, ...]
     in_b: tuple[bool, ...]
 
     def gradients_of(self, *, b: bool) -> list[Any]:
-        """The parameters' gradients that B makes, or that W does."""
+        """The parameter gradients that B computes, or those that W computes."""
         return [gradient for gradient, in_b in zip(self.gradients, self.in_b) if in_b is b]
 
     @property
     def made_by_b(self) -> list[Any]:
-        """What B makes, in the order in which it does."""
-        return [self.dx, *self.dstate_before, *self.observed, *self.gradients_of(b=True)]
+        """The outputs of B, in order."""
+        return [self.dx, *self.dstate_before, *self.statistics, *self.gradients_of(b=True)]
 
 
 class Residuals(NamedTuple):
-    """Forward values kept for the backward: `for_b` until B, `for_w` until W."""
+    """Forward values that the backward reads: `for_b` live until B, `for_w` until W."""
 
     for_b: tuple[Any, ...]
     for_w: tuple[Any, ...]
 
 
 class Crossing(NamedTuple):
-    """What crosses: residuals, the stash, and what both B and W gather of values in parts.
+    """The values that cross between F, B and W.
 
-    `effects_in_f` and `effects_in_b` are the equations that F and B run for their effects.
+    Attributes:
+      residuals: from F to B and W.
+      stash: from B to W.
+      gathered: all-gather outputs that both B and W need; BW computes them once.
+      effects_in_f, effects_in_b: the equations that F and B run for their effects.
     """
 
     residuals: Residuals
@@ -110,10 +115,10 @@ class Crossing(NamedTuple):
     effects_in_b: tuple[JaxprEqn, ...]
 
 
-def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
-    """Find what crosses; `keep` are names of values that F stores if B or W reads them.
+def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
+    """Find the values that cross; F stores values named in `keep` if B or W reads them.
 
-    Raises `ValueError` where B would need the state as it was before this slice, or W any of it.
+    Raises `ValueError` where B would need the state from before this slice, or W any state.
     """
     after = {ports.dy, *ports.dstate}
     free = {*jaxpr.constvars, *jaxpr.invars, *ports.next_state} - {ports.x, *ports.state, *after}
@@ -134,11 +139,11 @@ def cut(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Cr
         if var in once
         or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
     }
-    # Of what may be stored, all that B and W read, but what B makes again of the rest.
+    # Store the allowed values that B and W read, except those that B can cheaply recompute.
     backward, made_before = [*b_outputs, *w_outputs], free | saved | after
     saved &= {*reads(equations_to(jaxpr, backward, made_before), backward)}
     saved -= _repeated(jaxpr, saved, on_x)
-    # W stops at what B has made and at forward values that B will compute again for it.
+    # W starts from values that B has computed, and from forward values that B recomputes for it.
     by_b = {var for eqn in equations_to(jaxpr, b_outputs, free, in_b) for var in eqn.outvars}
     handed = ((by_b & on_dy) | (on_x - saved) | after) - layout
     in_w = equations_to(jaxpr, w_outputs, free | saved | handed)
@@ -170,10 +175,11 @@ def _may_store(eqn: JaxprEqn, policy: Policy) -> bool:
 
 
 def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
-    """What elementwise equations make of the rest of `saved`, and of what does not depend on x.
+    """Return the `saved` values that elementwise equations can recompute from the others.
 
-    B makes it again for less than it costs to store: the sigmoid of a stored gate, probabilities
-    beside their exponentials, the input of a matrix that is a norm's output.
+    The equations may also read values that do not depend on x. To recompute costs less than to
+    store: the sigmoid of a stored gate, probabilities whose exponentials are stored, the input of a
+    matmul that is a norm's output.
     """
     cheap = [
         eqn
@@ -192,9 +198,9 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the equation moves or casts an operand, a gather's first, and makes it no smaller.
+    """Whether the equation only names an operand, or moves or casts it and makes it no smaller.
 
-    Or whether it only names it.
+    The operand of a `gather` is its first.
     """
     name = eqn.primitive.name
     if name == "name":

@@ -1,4 +1,4 @@
-"""The ends of the model in a tick: embedding and loss, by one rank alone or by all together."""
+"""Embedding and head in a tick: on the end stages, or vocabulary-parallel on all ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.split import Cotangent, LayerSplit
-from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.schedule import Row, Tables
 
 Tree = Any
@@ -26,39 +26,39 @@ class Mean(NamedTuple):
     """How a sum of losses becomes a mean over the whole batch.
 
     Attributes:
-      share: one over the number of its terms; 0 where there are none.
-      seed: the gradient at the sum.
+      share: one over the number of terms; 0 where there are none.
+      seed: cotangent of the sum.
     """
 
     share: jax.Array
     seed: jax.Array
 
     def recorded(self, losses: jax.Array, loss: jax.Array, m: jax.Array) -> jax.Array:
-        """Losses `[M, ...]` with a microbatch's share of the mean added."""
+        """Return losses `[M, ...]` with microbatch m's share of the mean added."""
         return losses.at[m].add((loss * self.share).astype(losses.dtype))
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What no tick changes, on one rank.
+    """What stays constant during a step, on one device.
 
     Attributes:
-      tables: what every tick does.
-      shared: the leaves that no layer has, as ops read them.
-      batch: leaves `[M, B, ...]`.
-      variables: the model's state that is no parameter.
+      tables: the lowered schedule.
+      embed_head: parameters of embedding and head, gathered for compute.
+      batch: arrays `[M, B, ...]`.
+      variables: the model's variables.
       loss: shape and dtype of what the head returns.
-      outputs: shapes and dtypes of what the model gives back of a microbatch.
-      head: the mean of the head's losses over the batch's terms.
-      aux: the mean of the layers' losses over the batch's tokens.
-      counts: the terms of the head's losses in each microbatch, of all replicas, `[M]`.
-      unscale: what the sums of gradients are multiplied with at the end; None: nothing.
-      poison: whether idle messages and free slots are to hold NaN.
-      printer: what prints messages; None: nothing does.
+      outputs: shapes and dtypes of the model outputs of a microbatch.
+      head: the mean of the head's losses over the terms of the batch.
+      aux: the mean of the layers' auxiliary losses over the tokens of the batch.
+      counts: number of terms of the head's losses per microbatch, over all replicas, `[M]`.
+      unscale: factor of the gradient sums at the end of the step; None: 1.
+      poison: fill idle messages and free slots with NaN.
+      printer: prints messages; None: no printing.
     """
 
     tables: Tables
-    shared: Tree
+    embed_head: Tree
     batch: Tree
     variables: Tree
     loss: jax.ShapeDtypeStruct
@@ -71,15 +71,16 @@ class StepData:
     printer: MessagePrinter | None = None
 
     def rows(self, m: jax.Array) -> Tree:
-        """A microbatch's row data."""
+        """Return the rows of microbatch m."""
         return buffers.read(self.batch, m)
 
     def choose(
         self, flag: Callable[[Row], Any], row: Row, yes: Callable[[], Tree], no: Callable[[], Tree]
     ) -> Tree:
-        """One of two values by a flag of the row; the other alone where no row raises it.
+        """Return `yes()` where the flag of the row is set, else `no()`.
 
-        A branch that is never taken has memory of its own all the same.
+        Where no row of the tables sets the flag, only `no` is compiled: XLA allocates memory even
+        for a branch that is never taken.
         """
         if not np.any(flag(self.tables.columns)):
             return no()
@@ -87,41 +88,41 @@ class StepData:
 
 
 @dataclass(frozen=True)
-class Ends(ABC):
-    """Embedding and head of a rank's program; a forward-only pass has no `split` of the head."""
+class EmbedHead(ABC):
+    """Embedding and head of a device's program; `split` is the split head, None if forward-only."""
 
     functions: StageFunctions
-    embed: SharedPart
-    head: SharedPart
+    embed: EmbedHeadFunction
+    head: EmbedHeadFunction
     split: LayerSplit | None
     step: StepData
 
     @abstractmethod
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
-        """What stands before the actions of a tick."""
+        """Run the part that precedes the actions of a tick."""
 
     @abstractmethod
     def after_forward(self, carry: Carry, row: Row) -> Carry:
-        """What follows F."""
+        """Run the part that follows F."""
 
     @abstractmethod
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
-        """What follows B, W or BW."""
+        """Run the part that follows B, W or BW."""
 
     def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        """Loss, the gradient at y, and the totals with the head's gradients added."""
+        """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
         if self.split is None:
-            return self.functions.head(self.step.shared, y, rows), y, totals
-        params, context = self.head.pick(self.step.shared), Context(rows)
+            return self.functions.head(self.step.embed_head, y, rows), y, totals
+        params, context = self.head.pick(self.step.embed_head), Context(rows)
         output, kept = self.split.forward(params, y, context)
         dy, used = self.split.backward(params, context, kept, self._seed(output.y))
         return output.y, dy.value, self.head.add(totals, used)
 
     def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
-        """What the model gives back, with that of a microbatch added on the rank that is `here`."""
+        """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
         if self.functions.outputs is None:
             return outputs
-        made = self.functions.outputs(self.step.shared, y, self.step.rows(m))
+        made = self.functions.outputs(self.step.embed_head, y, self.step.rows(m))
         return jax.tree.map(
             lambda every, own: buffers.write(every, jnp.where(here, own, 0), m), outputs, made
         )
@@ -130,19 +131,19 @@ class Ends(ABC):
         return Cotangent(jnp.broadcast_to(self.step.head.seed.astype(loss.dtype), loss.shape))
 
     def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
-        """The totals with the embedding's gradients added."""
-        return self.embed.add(totals, self.embed.gradients(self.step.shared, rows, dx))
+        """Return `totals` with the embedding's gradients added."""
+        return self.embed.add(totals, self.embed.gradients(self.step.embed_head, rows, dx))
 
 
-class OwnEnds(Ends):
-    """Ends that the ranks of the first and last stages compute, where their F and B are."""
+class EndStageEmbedHead(EmbedHead):
+    """Embedding and head on the pipeline ranks of the first and last stage, next to F and B."""
 
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
-        """Before the actions of a tick: nothing."""
+        """Return the carry unchanged: nothing precedes the actions of a tick."""
         return carry
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
-        """The loss after the last layer; the gradient it leaves takes the place of y."""
+        """Compute the loss after the last layer; its gradient replaces y in the carry."""
         m = row.forward_mb
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Any, Tree]:
@@ -150,20 +151,20 @@ class OwnEnds(Ends):
             if self.step.tables.slots.head:
                 loss, dy, gradients, ring = self._loss_without_weights(carry, rows, row)
             else:
-                loss, dy, gradients = self._loss(carry.y, rows, carry.shared_gradients)
-                ring = carry.for_head
+                loss, dy, gradients = self._loss(carry.y, rows, carry.embed_head_gradients)
+                ring = carry.head_ring
             return self.step.head.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
 
-        passed = carry.losses, carry.y, carry.shared_gradients, carry.for_head, carry.outputs
+        passed = carry.losses, carry.y, carry.embed_head_gradients, carry.head_ring, carry.outputs
         losses, y, gradients, ring, outputs = self.step.choose(
             lambda row: row.head, row, run, lambda: passed
         )
         return carry._replace(
-            losses=losses, y=y, shared_gradients=gradients, for_head=ring, outputs=outputs
+            losses=losses, y=y, embed_head_gradients=gradients, head_ring=ring, outputs=outputs
         )
 
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
-        """What has waited of the head's gradients, and the embedding's."""
+        """Compute the head's deferred weight gradients and the embedding's gradients."""
         if self.step.tables.slots.head:
             carry = self._head_weight(carry, row)
         return self._gradient_of_embedding(carry, row) if self.step.tables.trains else carry
@@ -171,58 +172,58 @@ class OwnEnds(Ends):
     def _loss_without_weights(
         self, carry: Carry, rows: Tree, row: Row
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
-        """Loss, gradient at y, totals, and the ring with what the head's matrices wait for."""
-        params, context = self.head.pick(self.step.shared), Context(rows)
+        """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
+        params, context = self.head.pick(self.step.embed_head), Context(rows)
         output, kept = self.split.forward(params, carry.y, context)
         dy, used, stash = self.split.backward_input(params, context, kept, self._seed(output.y))
-        ring = buffers.write(carry.for_head, (kept.for_w, stash), row.head_write)
-        return output.y, dy.value, self.head.add(carry.shared_gradients, used), ring
+        ring = buffers.write(carry.head_ring, (kept.for_w, stash), row.head_write)
+        return output.y, dy.value, self.head.add(carry.embed_head_gradients, used), ring
 
     def _head_weight(self, carry: Carry, row: Row) -> Carry:
-        """The gradients of the head's matrices, where they have waited for W."""
+        """Run W of the head where its weight gradients are deferred."""
 
         def run() -> Tree:
             context = Context(self.step.rows(row.gradient_mb))
-            for_w, stash = buffers.read(carry.for_head, row.head_read)
-            params = self.head.pick(self.step.shared)
+            for_w, stash = buffers.read(carry.head_ring, row.head_read)
+            params = self.head.pick(self.step.embed_head)
             used = self.split.backward_weight(params, context, for_w, stash)
-            return self.head.add(carry.shared_gradients, used)
+            return self.head.add(carry.embed_head_gradients, used)
 
         gradients = self.step.choose(
-            lambda row: row.head_weight, row, run, lambda: carry.shared_gradients
+            lambda row: row.head_weight, row, run, lambda: carry.embed_head_gradients
         )
-        return carry._replace(shared_gradients=gradients)
+        return carry._replace(embed_head_gradients=gradients)
 
     def _gradient_of_embedding(self, carry: Carry, row: Row) -> Carry:
-        """From the dx of stage 0, just made or kept until W."""
+        """Add the embedding's gradient, from this tick's dx of stage 0 or a deferred one."""
         waited = self.step.tables.slots.embed
         if waited:
-            ring = buffers.write(carry.for_embed, carry.dx, row.dx_write)
-            carry = carry._replace(for_embed=ring)
+            ring = buffers.write(carry.embed_ring, carry.dx, row.dx_write)
+            carry = carry._replace(embed_ring=ring)
 
         def run() -> Tree:
-            dx = buffers.read(carry.for_embed, row.dx_read) if waited else carry.dx
-            rows, totals = self.step.rows(row.gradient_mb), carry.shared_gradients
+            dx = buffers.read(carry.embed_ring, row.dx_read) if waited else carry.dx
+            rows, totals = self.step.rows(row.gradient_mb), carry.embed_head_gradients
             if row.steps is not None:
-                totals = self.embed.begun(totals, row.steps.embeds > 0)
+                totals = self.embed.reset(totals, row.steps.embeds > 0)
             return self._embed_gradient(dx, rows, totals)
 
         gradients = self.step.choose(
-            lambda row: row.embed_gradient, row, run, lambda: carry.shared_gradients
+            lambda row: row.embed_gradient, row, run, lambda: carry.embed_head_gradients
         )
-        return carry._replace(shared_gradients=gradients)
+        return carry._replace(embed_head_gradients=gradients)
 
 
-class SharedEnds(Ends):
-    """Ends of which every rank computes a part of the vocabulary, all in the same tick.
+class VocabParallelEmbedHead(EmbedHead):
+    """Embedding and head with the vocabulary sharded over pp: all ranks compute them together.
 
-    The functions' collectives run over pp inside conds that all ranks enter alike: their columns
-    are the same on every rank. What one rank made is first brought to all, as a sum with zeros, and
-    what one rank will read is stored in its inbox.
+    The collectives over pp run inside conds that all pipeline ranks enter together, because the
+    columns of these conds are equal on every rank. The input is broadcast from the rank that has it
+    (by an all-reduce with zeros); the rank that reads a result stores it in its inbox.
     """
 
     def after_receiving(self, carry: Carry, row: Row) -> Carry:
-        """The loss and the embedding's gradient of what was made last; the embedding for now."""
+        """Compute loss and embedding gradient for the last tick, and the embedding for this one."""
         tables = self.step.tables
         for k, rank in enumerate(tables.last_ranks):
             carry = self._head_of(rank, carry, row, k)
@@ -233,52 +234,52 @@ class SharedEnds(Ends):
         return carry
 
     def after_forward(self, carry: Carry, row: Row) -> Carry:
-        """After F: nothing."""
+        """Return the carry unchanged: nothing follows F."""
         return carry
 
     def after_gradient(self, carry: Carry, row: Row) -> Carry:
-        """After B, W or BW: nothing."""
+        """Return the carry unchanged: nothing follows B, W or BW."""
         return carry
 
     def _head_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
-        """The loss of the y that a rank made, and the gradient at it for that rank's B."""
+        """Compute the loss of the y of a pipeline rank, and store dy for that rank's B."""
         m, slot = row.ends.head[k] - 1, row.ends.dy_write
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
             y = _from_rank(here, carry.y)
-            loss, dy, gradients = self._loss(y, self.step.rows(m), carry.shared_gradients)
+            loss, dy, gradients = self._loss(y, self.step.rows(m), carry.embed_head_gradients)
             losses = self.step.head.recorded(carry.losses, jnp.where(here, loss, 0), m)
             outputs = self._with_outputs(carry.outputs, y, m, here)
             return losses, self._stored(carry.inbox, dy, here, slot), gradients, outputs
 
-        passed = carry.losses, carry.inbox, carry.shared_gradients, carry.outputs
+        passed = carry.losses, carry.inbox, carry.embed_head_gradients, carry.outputs
         losses, inbox, gradients, outputs = self.step.choose(
             lambda row: row.ends.head[k] > 0, row, run, lambda: passed
         )
         return carry._replace(
-            losses=losses, inbox=inbox, shared_gradients=gradients, outputs=outputs
+            losses=losses, inbox=inbox, embed_head_gradients=gradients, outputs=outputs
         )
 
     def _embed_gradient_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
-        """From the dx of stage 0 that a rank made."""
+        """Add the embedding's gradient from the dx of stage 0 of a pipeline rank."""
         m = row.ends.embed_gradient[k] - 1
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
-            return self._embed_gradient(dx, self.step.rows(m), carry.shared_gradients)
+            return self._embed_gradient(dx, self.step.rows(m), carry.embed_head_gradients)
 
         gradients = self.step.choose(
-            lambda row: row.ends.embed_gradient[k] > 0, row, run, lambda: carry.shared_gradients
+            lambda row: row.ends.embed_gradient[k] > 0, row, run, lambda: carry.embed_head_gradients
         )
-        return carry._replace(shared_gradients=gradients)
+        return carry._replace(embed_head_gradients=gradients)
 
     def _embed_for(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
-        """The embedding for an F of this tick, for the rank that runs it."""
+        """Compute the embedding for an F of this tick; the rank that runs the F stores it."""
         m, slot = row.ends.embed[k] - 1, row.ends.embed_write
 
         def run() -> jax.Array:
-            x = self.functions.embed(self.step.shared, self.step.rows(m))
+            x = self.functions.embed(self.step.embed_head, self.step.rows(m))
             return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
         inbox = self.step.choose(lambda row: row.ends.embed[k] > 0, row, run, lambda: carry.inbox)
@@ -287,10 +288,10 @@ class SharedEnds(Ends):
     def _stored(
         self, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array
     ) -> jax.Array:
-        """The inbox with a value in a slot of the rank that is `here`."""
+        """Write a value to an inbox slot where `here` is true, elsewhere to the dummy slot."""
         return buffers.write(inbox, value, jnp.where(here, slot, self.step.tables.slots.inbox))
 
 
 def _from_rank(here: jax.Array, value: jax.Array) -> jax.Array:
-    """What the rank that is `here` has, on all ranks."""
+    """Broadcast the value of the pipeline rank where `here` is true to all pipeline ranks."""
     return lax.psum(jnp.where(here, value, 0), PP)

@@ -1,4 +1,4 @@
-"""The ways of running a schedule."""
+"""Execution options: how a schedule is run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,32 +12,30 @@ from jaxpipe.schedule import Lockstep
 
 @dataclass(frozen=True)
 class Execution:
-    """How a schedule is run; only the dtypes change what is computed.
+    """Options of a run of a schedule; only the dtypes change what is computed.
 
-    `lockstep` says how the schedule is laid out in ticks; its `vocab_parallel` is for functions
-    whose collectives span pp too. `remat` names a policy of `jaxpipe.pipeline.split.POLICIES`, or
-    is one of `jax.checkpoint_policies`, such as `save_only_these_names(...)`: it says what F may
-    store for B and W.
-
-    Parameters are cast to `compute_dtype` once a step (None: kept); gradients are accumulated in
-    the parameters' own dtype. In float16, without a loss scale, they are divided by the number of
-    the loss's terms only at the end: a term's share of the mean would be lost below its least
-    number.
-
-    `zero_stage` says what the replicas along dp hold parts of (Rajbhandari et al. 2020): 1 all that
-    outlives a step, 2 the gradients too, which are then scattered as they are summed; 3 the
-    parameters also within a step if `reshard_after_forward`, where every action gathers a layer
-    anew and scatters its gradient. Otherwise parameters are gathered once a step. Gradients go over
-    the replicas in `grad_reduce_dtype` (None: as they are accumulated).
-
-    What the first `offload_layers` layers of every stage leave for B and W waits in the memory of
-    the device's host (Wan et al. 2025, arXiv 2503.01328). It is copied while other layers compute.
-
-    With `overlap_sums` the last tick that has a gradient stands behind the scan: there the sums
-    over replicas of a layer's gradient run while the layers before it compute (`ticks.py`).
-
-    `poison_bubbles` fills idle messages and free slots with NaN, to show that no result
-    depends on them. A `printer` prints messages between ranks.
+    Attributes:
+      lockstep: how the schedule is laid out in ticks. Its `vocab_parallel` needs model functions
+        whose collectives span pp.
+      remat: name of a policy in `jaxpipe.pipeline.POLICIES`, or one of `jax.checkpoint_policies`:
+        which values F may store for B and W.
+      compute_dtype: parameters are cast to it once per step (None: not cast). Gradients are
+        accumulated in the dtype of the parameters. In float16, without a loss scale, they are
+        divided by the number of loss terms only at the end of the step, since the share of one term
+        would underflow.
+      zero_stage: what is sharded over the dp replicas (Rajbhandari et al. 2020). 1: parameters and
+        optimizer state between steps; 2: also gradients, by a reduce-scatter; 3: also parameters
+        within a step, if `reshard_after_forward`.
+      reshard_after_forward: every action gathers its layers and reduce-scatters their gradients.
+        Otherwise parameters are gathered once per step.
+      grad_reduce_dtype: dtype of gradient reductions over replicas; None: that of accumulation.
+      offload_layers: number of layers at the start of every stage whose residuals are stored in
+        host memory (Wan et al. 2025, arXiv 2503.01328); copies overlap with other layers' compute.
+      overlap_sums: run the last tick with a gradient after the scan, so that the all-reduce of a
+        layer's gradient overlaps with the backward of the layers before it (`ticks.py`).
+      poison_bubbles: fill idle messages and free slots with NaN, to show that no result depends on
+        them.
+      printer: prints messages between pipeline ranks.
 
     >>> how = Execution(Lockstep(in_flight=7), remat="selective", compute_dtype=jnp.bfloat16)
     >>> how.zero_stage, how.divides_at_end
@@ -57,10 +55,10 @@ class Execution:
 
     @property
     def policy(self) -> Policy:
-        """Which values F may store."""
+        """The rematerialisation policy: which values F may store."""
         return POLICIES[self.remat] if isinstance(self.remat, str) else self.remat
 
     @property
     def divides_at_end(self) -> bool:
-        """Whether gradients are those of the summed loss until the step's end."""
+        """Whether gradients are of the summed loss and are divided at the end of the step."""
         return self.compute_dtype == jnp.float16

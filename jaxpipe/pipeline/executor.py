@@ -1,4 +1,4 @@
-"""The pipelined step: a model, a schedule and a mesh that fit together, and their `shard_map`."""
+"""The pipelined step: checks that model, schedule and mesh match, and wraps the `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.contract import Side, StageFunctions
-from jaxpipe.parallel import PP, REPLICAS, Sharding, StageLayout, batch_spec, is_stage_form
+from jaxpipe.contract import Aux, StageFunctions
+from jaxpipe.parallel import PP, REPLICA_AXES, Sharding, StageLayout, batch_spec, is_stage_stacked
 from jaxpipe.pipeline.execution import Execution
-from jaxpipe.pipeline.program import RankProgram
+from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.reference import StepOutput
-from jaxpipe.pipeline.updates import Update, Updated, UpdatingProgram
+from jaxpipe.pipeline.updates import Update, UpdateOutputs, UpdatingProgram
 from jaxpipe.schedule import Schedule, Tables, forward_only, lower
 
 Tree = Any
@@ -21,18 +21,18 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model, a schedule and a mesh that fit together: what runs a step.
+    """A model, a schedule and a mesh; its methods run a step.
+
+    The methods take stage-stacked params (`jaxpipe.parallel.StageLayout.stack`), a batch
+    `[M, B, ...]` with B sharded over data-parallel replicas, and the model's variables, if any.
+    They raise `ValueError` where these do not match the schedule or mesh. Call them in `jax.jit`.
 
     Attributes:
-      functions: the model as stages see it.
-      schedule: which rank does what in which order.
-      mesh: one of `make_mesh`; its pp must be the schedule's.
-      layers_per_stage: layers of each stage (None: every slot of every stage holds one).
-      execution: how the schedule is run.
-
-    The methods take parameters in stage form (`jaxpipe.parallel.StageLayout.stack`), a batch
-    `[M, B, ...]`, B cut over the replicas, and the model's variables, if it has any. They raise
-    `ValueError` where these do not fit the rest. They are to be called within `jax.jit`:
+      functions: the model: embedding, layers and head.
+      schedule: the ordered actions of every pipeline rank.
+      mesh: a mesh of `make_mesh`; its pp must be the schedule's.
+      layers_per_stage: number of layers of every stage; None: every layer slot holds a layer.
+      execution: execution options.
 
     >>> import jax.numpy as jnp
     >>> from jaxpipe.contract import LayerKind, LayerOutput
@@ -47,7 +47,8 @@ class Pipeline:
     >>> mesh = make_mesh(pp=2, devices=jax.devices()[:2])
     >>> pipeline = Pipeline(model, build("zb_h1", pp=2, microbatches=4), mesh, (1, 1))
     >>> layers = [{"gain": jnp.float32(2)}, {"gain": jnp.float32(3)}]
-    >>> params = {"shared": {"scale": jnp.float32(1)}, "layers": pipeline.layout(1).stack(layers)}
+    >>> slots = pipeline.layout(1).stack(layers)
+    >>> params = {"embed_head": {"scale": jnp.float32(1)}, "layers": slots}
     >>> got = jax.jit(pipeline.step)(params, {"inputs": jnp.ones((4, 2, 4))})
     >>> got.losses.tolist(), got.gradients["layers"][0]["gain"].tolist()
     ([9.0, 9.0, 9.0, 9.0], [36.0, 24.0])
@@ -61,35 +62,39 @@ class Pipeline:
 
     @cached_property
     def sharding(self) -> Sharding:
-        """How parameters, and gradients as they are returned, are stored."""
+        """How parameters and returned gradients are sharded on the mesh."""
         functions = self.functions
-        kinds = functions.by_name
+        kinds = functions.kinds_by_name
 
         def of_slot(slot: int) -> Tree:
             name = next(iter(kinds))
             if len(kinds) > 1:
                 name = self.layout(0).slot_kinds[slot]
-            return kinds[name].leaves
+            return kinds[name].param_specs
 
-        return Sharding(self.mesh, functions.leaves, of_slot, self.execution.zero_stage)
+        return Sharding(self.mesh, functions.embed_head_specs, of_slot, self.execution.zero_stage)
 
     def layout(self, slots: int) -> StageLayout:
-        """Where the layers are; of layers without an order, `slots` of a rank say how many."""
+        """Return the layout of layers over stages.
+
+        `slots` is the number of layer slots of a pipeline rank; it gives the number of layers
+        where neither `layers_per_stage` nor the model's `order` does.
+        """
         placement, order = self.schedule.placement, self.functions.order
         counts = self.layers_per_stage
         if counts is None:
             of_stage = len(order) // placement.stages if order else slots // placement.own_chunks
             counts = (of_stage,) * placement.stages
-        return StageLayout(tuple(counts), placement, self.functions.kinds_of(sum(counts)))
+        return StageLayout(tuple(counts), placement, self.functions.layer_kinds(sum(counts)))
 
     @cached_property
     def tables(self) -> Tables:
-        """The schedule as the scan reads it."""
+        """The schedule lowered to the tables that the scan reads."""
         return lower(self.schedule, self.execution.lockstep)
 
     @cached_property
     def forward_tables(self) -> Tables:
-        """The same of a forward-only pass, which keeps nothing that in_flight could limit."""
+        """Tables of a forward-only pass; it stores no activations that `in_flight` could limit."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
         plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0, turns=1)
@@ -102,54 +107,70 @@ class Pipeline:
         variables: Tree = None,
         loss_scale: jax.Array | None = None,
     ) -> StepOutput:
-        """Shares of the loss, gradients of their sum, and what layers make beside.
+        """Run a training step: losses, gradients of their sum, and auxiliary outputs.
 
-        The losses of the head are summed over all examples and divided by the number of their
-        terms, those of layers by the number of tokens (`StageFunctions.tokens`); either is 0 where
-        there are none. Gradients come in the form, dtype and sharding of `params`. Backward
-        computes them of the losses times `loss_scale`, a scalar, and divides them by it at the end
-        (None: see `Execution`).
+        The head's losses are summed over the batch and divided by the number of their terms;
+        auxiliary losses of layers are divided by the number of tokens (`StageFunctions.tokens`).
+        Either is 0 where that number is 0.
+
+        Args:
+          params: stage-stacked params.
+          batch: a tree of arrays `[M, B, ...]`.
+          variables: the model's variables.
+          loss_scale: scalar that multiplies the losses in backward and divides the gradients at the
+            end; None: see `Execution`.
+
+        Returns:
+          A `StepOutput`; its gradients have the structure, dtypes and shardings of `params`.
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
-    def updated(self, params: Tree, moments: Tree, batch: Tree, update: Update) -> Updated:
-        """What is left of a schedule of several steps: parameters and moments after each update.
+    def run_updates(
+        self, params: Tree, moments: Tree, batch: Tree, update: Update
+    ) -> UpdateOutputs:
+        """Run a schedule of several steps, with an optimizer update after each.
 
-        The batch is `[N M, B, ...]`, the microbatches of N steps in turn. `update` is `(gradients,
-        moments, params) -> (params, moments)`, value by value, since a device gives it its parts of
-        trees in stage form; other leaves of the moments (a count, say) are on every device.
+        Args:
+          params: stage-stacked params.
+          moments: optimizer state; its stage-stacked trees are sharded like `params`, other leaves
+            (a count, say) are replicated.
+          batch: arrays `[N * M, B, ...]`, the microbatches of N steps one after the other.
+          update: `(gradients, moments, params) -> (params, moments)`. It runs on a device's shards
+            and must therefore be elementwise.
 
-        Raises `ValueError` also for what steps that overlap cannot have (`updates.py`).
+        Raises `ValueError` also for options that overlapping steps do not support (`updates.py`).
         """
         self._check_fit(params, batch)
         self._check_updates()
-        specs = self.sharding.specs(params)
+        specs = self.sharding.partition_specs(params)
 
         def of(node: Tree) -> Tree:
-            return self.sharding.specs(node) if is_stage_form(node) else PartitionSpec()
+            return (
+                self.sharding.partition_specs(node) if is_stage_stacked(node) else PartitionSpec()
+            )
 
-        outlives = specs, jax.tree.map(of, moments, is_leaf=is_stage_form)
+        outlives = specs, jax.tree.map(of, moments, is_leaf=is_stage_stacked)
         program = self._rank_program(self.tables, params, self.schedule.updates)
         return jax.shard_map(
             UpdatingProgram(program, update),
             mesh=self.mesh,
             in_specs=(*outlives, batch_spec(), PartitionSpec(None, PP)),
-            out_specs=Updated(*outlives, *(PartitionSpec(),) * 4),
+            out_specs=UpdateOutputs(*outlives, *(PartitionSpec(),) * 4),
             check_vma=False,
         )(params, moments, batch, self.tables.columns)
 
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None
     ) -> tuple[jax.Array, Tree]:
-        """Each microbatch's share of the loss, `[M]` or `[M, K]`, and gradients of their sum."""
+        """Return each microbatch's share of the loss, `[M]` or `[M, K]`, and their gradients."""
         return self.step(params, batch, variables)[:2]
 
     def losses(self, params: Tree, batch: Tree, variables: Tree = None) -> jax.Array:
-        """Each microbatch's share of the loss, `[M]` or `[M, K]`, by a forward-only pass."""
+        """Return each microbatch's share of the loss, `[M]` or `[M, K]`, of a forward-only pass."""
         return self.forward(params, batch, variables).losses
 
     def forward(self, params: Tree, batch: Tree, variables: Tree = None) -> StepOutput:
-        """What `step` computes, but for gradients, by a forward-only pass."""
+        """Run a forward-only pass; it returns what `step` returns, without gradients."""
         return self._run(self.forward_tables, params, batch, variables)
 
     def _run(
@@ -160,8 +181,8 @@ class Pipeline:
         return self._program(tables, params)(params, batch, uncut, tables.columns)
 
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
-        """The step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
-        specs, all_have, rows = self.sharding.specs(params), PartitionSpec(), batch_spec()
+        """Return the step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
+        specs, all_have, rows = self.sharding.partition_specs(params), PartitionSpec(), batch_spec()
         return jax.shard_map(
             self._rank_program(tables, params),
             mesh=self.mesh,
@@ -169,17 +190,17 @@ class Pipeline:
             out_specs=StepOutput(
                 all_have,
                 specs if tables.trains else None,
-                Side(None, all_have, all_have, rows),
+                Aux(None, all_have, all_have, rows),
                 rows,
                 all_have,
                 all_have,
             ),
-            check_vma=False,  # the collectives stand outside everything differentiated
+            check_vma=False,  # not differentiated; psums in layers have their own VJPs
         )
 
-    def _rank_program(self, tables: Tables, params: Tree, steps: int = 0) -> RankProgram:
-        layout, stored = self.layout(len(params["layers"])), self.sharding.stored(params)
-        return RankProgram(self.functions, tables, self.execution, layout, stored, steps)
+    def _rank_program(self, tables: Tables, params: Tree, steps: int = 0) -> DeviceProgram:
+        layout, stored = self.layout(len(params["layers"])), self.sharding.param_shardings(params)
+        return DeviceProgram(self.functions, tables, self.execution, layout, stored, steps)
 
     def _check_updates(self) -> None:
         how, schedule = self.execution, self.schedule
@@ -194,9 +215,9 @@ class Pipeline:
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         schedule, functions = self.schedule, self.functions
         pp, dp = self.mesh.shape[PP], 1
-        for axis in REPLICAS:
+        for axis in REPLICA_AXES:
             dp *= self.mesh.shape[axis]
-        if (schedule.slices > 1) != functions.sliced:
+        if (schedule.slices > 1) != functions.has_slices:
             raise ValueError(
                 f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
                 f"only if, there is more than one."
@@ -217,7 +238,7 @@ class Pipeline:
         self._check_batch(batch, dp)
 
     def _check_batch(self, batch: Tree, dp: int) -> None:
-        schedule, reads = self.schedule, self.functions.reads
+        schedule, reads = self.schedule, self.functions.batch_keys
         unknown = [name for name in batch if reads is not None and name not in reads]
         if unknown:
             raise ValueError(
@@ -240,14 +261,24 @@ def loss_and_gradients(
     mesh: Mesh,
     **options: Any,
 ) -> tuple[jax.Array, Tree]:
-    """Loss and gradients of one step, by pipeline; `options` are further fields of `Pipeline`.
+    """Return loss and gradients of one pipelined step.
 
-    The loss is a scalar, the mean over the terms of the whole batch `[M, B, ...]`, and the mean of
-    the losses that layers make, over its tokens: what the gradients are of. These come in the form,
-    dtype and sharding of `params`, which are in stage form. Raises `ValueError` where model,
-    parameters, batch, schedule and mesh do not fit each other.
+    Args:
+      functions: the model.
+      params: stage-stacked params.
+      batch: a tree of arrays `[M, B, ...]`.
+      schedule: the schedule.
+      mesh: a mesh of `make_mesh`.
+      **options: further fields of `Pipeline`.
 
-    A regression through four layers on two ranks:
+    Returns:
+      The loss, a scalar: the head's loss as a mean over the terms of the batch, plus the auxiliary
+      losses of layers as a mean over its tokens; and its gradients, with the structure, dtypes and
+      shardings of `params`.
+
+    Raises `ValueError` where model, parameters, batch, schedule and mesh do not match.
+
+    A regression through four layers on two pipeline ranks:
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxpipe import schedule
@@ -261,7 +292,7 @@ def loss_and_gradients(
     ... )
     >>> layout = StageLayout((2, 2))
     >>> params = {
-    ...     "shared": {"enter": jnp.eye(4), "leave": jnp.ones((4, 1))},
+    ...     "embed_head": {"enter": jnp.eye(4), "leave": jnp.ones((4, 1))},
     ...     "layers": layout.stack([0.1 * jnp.eye(4)] * 4),
     ... }
     >>> batch = {"inputs": jnp.ones((8, 2, 4)), "targets": jnp.ones((8, 2, 1))}

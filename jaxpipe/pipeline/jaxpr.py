@@ -1,4 +1,4 @@
-"""Flat jaxprs: inline the calls, find what depends on what, and run only a slice."""
+"""Flat jaxprs: inline calls, find dependencies, and run only the equations that are needed."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -16,17 +16,16 @@ _WITH_BODIES = {primitives.cond_p, primitives.remat_p, primitives.scan_p, primit
 
 
 def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The jaxpr of `function` at the shapes of `args`, with every call inlined.
+    """Return the jaxpr of `function` at the shapes of `args`, with every call inlined.
 
-    A transposed matrix product `transpose(a @ b)`, as JAX writes a weight's gradient, becomes the
-    product `b @ a` that makes the same values in place. Of the first, XLA on CPU makes a product of
-    two transposed operands, which it has no fast kernel for: it takes 1.35 times as long.
+    A transposed matmul `transpose(a @ b)`, as JAX writes a weight's gradient, is replaced by the
+    matmul with swapped operands, which needs no transpose. XLA on CPU turns the former into a
+    matmul of two transposed operands, for which it has no fast kernel: it takes 1.35 times as long.
 
-    Sums of 16-bit floats (`reduce_sum`, `scatter-add`, `cumsum`) are made in float32 and rounded
-    once, those in the bodies of loops too; who reads the result `unrounded` has it in float32. The
-    gradient of a broadcast or of a look-up is such a
-    sum over tokens, and JAX writes it in the operand's dtype: n equal bfloat16 terms, added up in
-    bfloat16, stop growing at 256 of them.
+    Sums of 16-bit floats (`reduce_sum`, `scatter-add`, `cumsum`) are computed in float32 and
+    rounded once, also in the bodies of loops; `unrounded` returns the float32 result. The gradient
+    of a broadcast or of a look-up is such a sum over tokens, and JAX writes it in the operand's
+    dtype: a bfloat16 sum of n equal terms stops growing at 256 of them.
     """
     closed = jax.make_jaxpr(function)(*args)
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
@@ -38,7 +37,7 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def unrounded(jaxpr: Jaxpr, outputs: Iterable[Any]) -> list[Any]:
-    """Of each output the wider float that its equation rounds, if it does nothing else."""
+    """Replace every output that is only a rounded wider float by that float."""
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _rounds(eqn)}
     return [made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs]
 
@@ -58,9 +57,13 @@ def run_slice(
     outputs: Iterable[Any],
     effects: Collection[JaxprEqn] = (),
 ) -> list[Any]:
-    """Values of `outputs`, computed from the `known` ones by the equations that reach them.
+    """Return the values of `outputs`, running only the equations that they need.
 
-    Equations in `effects` are run too, though nothing may read what they make.
+    Args:
+      jaxpr: a flat jaxpr.
+      known: values of variables that are given.
+      outputs: variables or literals to compute.
+      effects: equations that are run too, even if no equation reads their outputs.
     """
     outputs = list(outputs)
     values = dict(known)
@@ -75,10 +78,7 @@ def equations_to(
     known: Collection[Var],
     effects: Collection[JaxprEqn] = (),
 ) -> list[JaxprEqn]:
-    """The equations, in order, that `outputs` need when the variables in `known` are given.
-
-    And those in `effects`, with what these need.
-    """
+    """Return, in order, the equations that `outputs` and `effects` need, given `known`."""
     wanted = {var for var in outputs if isinstance(var, Var) and var not in known}
     found = []
     for eqn in reversed(jaxpr.eqns):
@@ -89,22 +89,22 @@ def equations_to(
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether the equation does something besides what it returns, as `jax.debug.print` does.
+    """Whether the equation has a side effect, as `jax.debug.print` does.
 
-    That a collective names a mesh axis is an effect to JAX, but not one that anybody sees.
+    JAX also counts it as an effect that a collective names a mesh axis; that is ignored.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
-    """The variables that the equations take in, then the outputs themselves; each once."""
+    """Return the operands of the equations, then the outputs; every variable once."""
     every = [var for eqn in equations for var in variables_in(eqn)]
     every += [var for var in outputs if isinstance(var, Var)]
     return list(dict.fromkeys(every))
 
 
 def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
-    """`sources` and every variable computed from them."""
+    """Return `sources` and every variable computed from them."""
     found = set(sources)
     for eqn in jaxpr.eqns:
         if found.intersection(variables_in(eqn)):
@@ -113,14 +113,14 @@ def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
 
 
 def variables_in(eqn: JaxprEqn) -> list[Var]:
-    """The equation's operands that are variables."""
+    """Return the operands of an equation that are variables, not literals."""
     return [var for var in eqn.invars if isinstance(var, Var)]
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
     products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
-    sums: dict[Var, jax.Array] = {}  # in float32, by the variable that is to have it rounded
+    sums: dict[Var, jax.Array] = {}  # float32 sums, by the variable of the rounded sum
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.transpose_p and eqn.invars[0] in products:
             eqn = _swapped(products[eqn.invars[0]], eqn) or eqn
@@ -143,7 +143,7 @@ def _is_narrow(like: Any) -> bool:
 
 
 def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
-    """What an equation of one result makes, before it is rounded to narrow floats."""
+    """Evaluate an equation with one output on operands widened to float32."""
     operands = (jnp.asarray(read(values, var)) for var in eqn.invars)
     wide = [x.astype(jnp.float32) if _is_narrow(x) else x for x in operands]
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -154,7 +154,7 @@ def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
 
 
 def _with_wide_sums(param: Any) -> Any:
-    """The body of a loop, or of every branch, with its sums in float32; else what it is."""
+    """Return jaxprs of loop bodies and branches with float32 sums; other params unchanged."""
     if type(param) is tuple:
         return tuple(map(_with_wide_sums, param))
     if not isinstance(param, (Jaxpr, ClosedJaxpr)):
@@ -166,12 +166,12 @@ def _with_wide_sums(param: Any) -> Any:
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
-    """`transpose(a @ b)` as `b @ a`; None where that is not the same."""
+    """Return `transpose(a @ b)` as one product with swapped operands; None where not equal."""
     (left, right), (batch, _) = product.params["dimension_numbers"]
     ranks = [len(var.aval.shape) for var in product.invars]
     free, whole = ranks[0] - len(left), len(product.outvars[0].aval.shape)
     swaps = transpose.params["permutation"] == (*range(free, whole), *range(free))
-    sharding = product.params["out_sharding"]  # in a shard_map one of no axes
+    sharding = product.params["out_sharding"]  # names no axes inside a shard_map
     if batch or not swaps or (sharding is not None and any(sharding.spec)):
         return None
     precision = product.params["precision"]
@@ -189,7 +189,7 @@ def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
 
 
 def bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
-    """Run one equation, inlining it if it is a call, and note what it makes."""
+    """Run one equation, inlining it if it is a call, and store its outputs in `values`."""
     args = [read(values, var) for var in eqn.invars]
     if eqn.primitive.name in _INLINED:
         body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
@@ -201,5 +201,5 @@ def bind(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
 
 
 def read(values: dict[Var, Any], var: Any) -> Any:
-    """The value of a variable or a literal."""
+    """Return the value of a variable or a literal."""
     return var.val if isinstance(var, Literal) else values[var]

@@ -1,4 +1,4 @@
-"""One kind of layer as a step runs it: traced at a device's shapes, and cut if it trains."""
+"""A layer kind traced at a device's shapes, and split into F, B and W if the step trains."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, Side
+from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput
 from jaxpipe.pipeline.cut import Policy, Residuals
-from jaxpipe.pipeline.rings import NOTHING, RingPlan
+from jaxpipe.pipeline.rings import NOTHING, RingBufferPlan
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 from jaxpipe.schedule import Tables
 
@@ -17,27 +17,32 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class RunKind:
-    """A kind of layer at the shapes of one step.
+class TracedKind:
+    """A layer kind at the shapes of one step.
 
-    `output` and `state` have the shapes of what it returns and is given; `split` are its pieces,
-    None in a forward-only pass. `rings` says where they leave what waits.
+    Attributes:
+      kind: the layer kind.
+      output: shapes and dtypes of what the layer returns.
+      state: shapes and dtypes of the state between sequence slices; None: no slices.
+      split: the layer split into F, B and W; None: forward-only.
+      rings: the plan of its ring buffers.
     """
 
     kind: LayerKind
     output: LayerOutput
     state: Tree
     split: LayerSplit | None
-    rings: RingPlan | None = None
+    rings: RingBufferPlan | None = None
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None,
-    ) -> "RunKind":  # fmt: skip
-        """Trace it, before it has rings; without a `policy` for a forward-only pass.
+    ) -> "TracedKind":  # fmt: skip
+        """Trace a layer kind; `policy` None means a forward-only pass. `with_rings` adds the plan.
 
-        Raises `ValueError` where y is not like x, or the state it returns not like the one given.
+        Raises `ValueError` where y differs from x, or the returned state from the one it takes, in
+        shape or dtype.
         """
         state = None
         if kind.state is not None:
@@ -48,53 +53,59 @@ class RunKind:
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         split = None
         if policy is not None:
-            split = split_layer(kind.layer, params, x, context, policy, kind.keep, kind.observed)
+            split = split_layer(kind.layer, params, x, context, policy, kind.keep, kind.statistics)
         return cls(kind, output, state, split)
 
-    def with_rings(self, tables: Tables, *, on_host: bool = False) -> "RunKind":
-        """The same with rings for the slots of these tables."""
+    def with_rings(self, tables: Tables, *, on_host: bool = False) -> "TracedKind":
+        """Return the kind with a ring buffer plan for the slots of `tables`."""
         pairs = bool(tables.pairs)
-        rings = RingPlan.of(self.split, self.state, tables.slots_of, pairs=pairs, on_host=on_host)
+        rings = RingBufferPlan.of(
+            self.split, self.state, tables.slots_of, pairs=pairs, on_host=on_host
+        )
         return replace(self, rings=rings)
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
-        """F, of which an uncut layer leaves no residuals."""
+        """Run F; in a forward-only pass it returns no residuals."""
         if self.split is None:
             return self.kind.layer(params, x, context), NOTHING
         return self.split.forward(params, x, context)
 
 
-def empty_side(kinds: Iterable[RunKind], microbatches: int) -> Side:
-    """Sums of nothing, and the least maxima, by all names that the kinds give."""
+def empty_aux(kinds: Iterable[TracedKind], microbatches: int) -> Aux:
+    """Return zero sums and the least maxima, for all names of auxiliary outputs of the kinds."""
     sums, maxima, rows = {}, {}, {}
     for kind in kinds:
-        sums |= kind.output.side.sums
-        maxima |= kind.output.side.maxima
-        rows |= kind.output.side.rows
+        sums |= kind.output.aux.sums
+        maxima |= kind.output.aux.maxima
+        rows |= kind.output.aux.per_example
     sums = {name: jnp.zeros(like.shape, like.dtype) for name, like in sums.items()}
     rows = {name: jnp.zeros((microbatches, *like.shape), like.dtype) for name, like in rows.items()}
-    return Side(None, sums, {name: _least(like) for name, like in maxima.items()}, rows)
+    return Aux(None, sums, {name: _least(like) for name, like in maxima.items()}, rows)
 
 
-def first_observed(kinds: Iterable[RunKind], variables: Tree) -> dict[str, jax.Array]:
-    """The maxima of nothing that backward has seen, by the variables' names."""
-    names = {name for kind in kinds for name in kind.kind.observed}
+def empty_statistics(kinds: Iterable[TracedKind], variables: Tree) -> dict[str, jax.Array]:
+    """Return zeros for every statistics variable of the kinds, by name."""
+    names = {name for kind in kinds for name in kind.kind.statistics}
     return {name: jnp.zeros_like(variables[name]) for name in sorted(names)}
 
 
-def larger(total: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The maxima of both; names that only `total` has stay."""
+def elementwise_max(
+    total: Mapping[str, jax.Array], more: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Return elementwise maxima by name; names that only `total` has stay."""
     return {**total, **{name: jnp.maximum(total[name], value) for name, value in more.items()}}
 
 
-def add_side(total: Side, more: Side, m: jax.Array) -> Side:
-    """All with what a layer makes of the m-th microbatch; names that only `total` has stay."""
+def add_aux(total: Aux, more: Aux, m: jax.Array) -> Aux:
+    """Add a layer's auxiliary outputs for microbatch m; names that only `total` has stay."""
     sums = {name: total.sums[name] + value for name, value in more.sums.items()}
-    rows = {name: total.rows[name].at[m].add(value) for name, value in more.rows.items()}
-    maxima = larger(total.maxima, more.maxima)
-    return Side(total.loss, {**total.sums, **sums}, maxima, {**total.rows, **rows})
+    rows = {
+        name: total.per_example[name].at[m].add(value) for name, value in more.per_example.items()
+    }
+    maxima = elementwise_max(total.maxima, more.maxima)
+    return Aux(total.loss, {**total.sums, **sums}, maxima, {**total.per_example, **rows})
 
 
 def _least(like: Any) -> jax.Array:

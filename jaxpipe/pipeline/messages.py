@@ -1,4 +1,4 @@
-"""What pipeline ranks send each other, printed tick by tick: to debug a schedule (`[debug]`)."""
+"""Print the messages between pipeline ranks tick by tick, to debug a schedule (`[debug]`)."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.parallel import PP, REPLICAS, TP
+from jaxpipe.parallel import PP, REPLICA_AXES, TP
 from jaxpipe.schedule import Row, Tables
 
 
@@ -23,14 +23,14 @@ class MessagePrinter:
     pp_ranks: tuple[int, ...] = ()
 
     def sent(self, tables: Tables, row: Row, loads: list[jax.Array]) -> None:
-        """Print the norms of what leaves in this tick, but for lanes on which nobody waits."""
+        """Print the norms of the messages sent in this tick, except those that no rank reads."""
         for index, (lane, load) in enumerate(zip(tables.lanes, loads)):
             for place, kind in enumerate(lane.kinds, start=1):
                 text = f"sends {kind} to pp_rank {{other}}"
                 self._print(text, row, row.send[index] == place, lane.hop, load)
 
     def received(self, tables: Tables, row: Row, index: int, message: jax.Array) -> None:
-        """Print the norm of what a lane has brought, and its slot, unless it is dropped."""
+        """Print the norm and slot of the message received on a lane, unless it is dropped."""
         lane, slot = tables.lanes[index], row.arrive[index]
         text = f"receives {' or '.join(lane.kinds)} from pp_rank {{other}} into slot {{slot}}"
         real = slot < tables.slots.inbox
@@ -39,7 +39,7 @@ class MessagePrinter:
     def _print(
         self, text: str, row: Row, real: jax.Array, hop: int, message: jax.Array, **more: jax.Array
     ) -> None:
-        """Print a line if the message is `real`; `more` are further values that the text has."""
+        """Print a line if the message is `real`; `more` are further values for the text."""
         rank = lax.axis_index(PP)
         if self.ticks:
             first, last = self.ticks
@@ -51,7 +51,8 @@ class MessagePrinter:
             jax.debug.print(
                 f"tick {{tick}} pp_rank {{rank}} replica {{replica}} tp {{tp}} {text}: "
                 f"norm {{norm:.6e}}",
-                tick=row.tick, rank=rank, replica=lax.axis_index(REPLICAS), tp=lax.axis_index(TP),
+                tick=row.tick, rank=rank, replica=lax.axis_index(REPLICA_AXES),
+                tp=lax.axis_index(TP),
                 other=(rank + hop) % lax.axis_size(PP),
                 norm=jnp.linalg.norm(message.astype(jnp.float32)), **more,
             )  # fmt: skip

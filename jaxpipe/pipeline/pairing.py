@@ -1,9 +1,9 @@
-"""An F and a gradient in one cell, layer by layer: what runs together, and what waits.
+"""Run an F and a gradient action of one cell together, layer by layer (DualPipe).
 
-The hook of a layer kind (`LayerKind.pair`) says up to which of their points the two run in a round.
-Here both are traced, their equations are run in these parts, and behind a barrier the next part
-waits for the last one of both. No equation is added, left out or changed, so numbers are the same
-but for how XLA rounds in what it fuses.
+The hook of a layer kind (`LayerKind.pair`) returns rounds: up to which named point F and the
+gradient action run in each. Both are traced and their equations are run round by round; a barrier
+makes the next round of either wait for the last round of both. Equations stay the same, so numbers
+differ only by how XLA rounds within fusions.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT, Names
-from jaxpipe.pipeline.chunk import Gradients, Made, in_order
+from jaxpipe.pipeline.chunk import BackwardOutputs, ForwardOutputs, run_in_order
 from jaxpipe.pipeline.jaxpr import bind, read, reads, trace_flat
 
 Tree = Any
@@ -22,16 +22,23 @@ Work = tuple[Callable[[jax.Array], Tree], jax.Array]
 Hook = Callable[[Names, Names], Any] | None
 
 
-def paired(
-    forward: Sequence[Callable[[Made], Made]], made: Made,
-    gradient: Sequence[Callable[[Gradients], Gradients]], before: Gradients,
+def run_paired(
+    forward: Sequence[Callable[[ForwardOutputs], ForwardOutputs]], made: ForwardOutputs,
+    gradient: Sequence[Callable[[BackwardOutputs], BackwardOutputs]], before: BackwardOutputs,
     hooks: Sequence[Hook],
-) -> tuple[Made, Gradients]:  # fmt: skip
-    """What a chunk's F and another's gradient leave, both given layer by layer.
+) -> tuple[ForwardOutputs, BackwardOutputs]:  # fmt: skip
+    """Run F of a chunk and a gradient action of another; return the outputs of both.
 
-    The first layer that F runs is paired with the first that the gradient runs, the last of its
-    chunk, and so on as far as both have layers; `hooks` are those of F's layers. Behind one with a
-    hook the next layers wait for both. The rest of the longer one follows alone.
+    The i-th layer that F runs is paired with the i-th layer that the gradient action runs (which
+    starts at the last layer of its chunk); further layers of the longer chunk run alone at the end.
+    After a pair whose F layer has a hook, the next layers of both wait for both.
+
+    Args:
+      forward: F of every layer, in order.
+      made: input of F.
+      gradient: the gradient action of every layer, in order.
+      before: input of the gradient action.
+      hooks: `LayerKind.pair` of F's layers; None: the two layers run without order between them.
     """
     together = min(len(forward), len(gradient)) if any(hooks) else 0
     for ahead, back, hook in zip(forward[:together], gradient[:together], hooks):
@@ -40,19 +47,19 @@ def paired(
         else:
             run = lambda y, made=made, layer=ahead: layer(made._replace(y=y))  # noqa: E731
             undo = lambda dx, left=before, layer=back: layer(left._replace(dx=dx))  # noqa: E731
-            made, before = in_rounds((run, made.y), (undo, before.dx), hook)
+            made, before = run_in_rounds((run, made.y), (undo, before.dx), hook)
             y, dx = lax.optimization_barrier((made.y, before.dx))
             made, before = made._replace(y=y), before._replace(dx=dx)
-    return in_order(forward[together:], made), in_order(gradient[together:], before)
+    return run_in_order(forward[together:], made), run_in_order(gradient[together:], before)
 
 
-def in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]) -> list[Tree]:
-    """What F of a layer and the gradient of another make, in the rounds of a hook.
+def run_in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]) -> list[Tree]:
+    """Run F of a layer and the gradient of another in the rounds of a hook; return both outputs.
 
-    Each is given as a function and its x or dy. What does not follow from these two, as what the
-    gradient makes of residuals alone, waits for nothing. The hook is not asked where one of them
-    has no point to stop at, as in a slot that is empty on some rank. Raises `ValueError` where it
-    names a point that is not ahead.
+    Each is given as a function and its x or dy. Equations that depend on neither, such as those on
+    residuals alone, wait for nothing. The hook is not called where F or the gradient has no named
+    point, as in a layer slot that is empty on some rank. Raises `ValueError` where the hook names a
+    point that has been passed or does not exist.
     """
     halves = _Half(*forward, IN_FORWARD), _Half(*gradient, IN_GRADIENT)
     points = [tuple(half.points) for half in halves]
@@ -60,7 +67,7 @@ def in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]
         for half, stop in zip(halves, stops, strict=True):
             if stop is not None:
                 half.run_to(stop)
-        # What either runs from here on waits for all that both have run.
+        # The next round of either waits for everything that both have run.
         tied = lax.optimization_barrier([half.waiting for half in halves])
         for half, values in zip(halves, tied):
             half.waiting = values
@@ -68,7 +75,7 @@ def in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]
 
 
 class _Half:
-    """F or a gradient of one layer, as equations of which the first have been run."""
+    """F or a gradient of one layer, as equations that are run up to a point."""
 
     def __init__(self, run: Callable[[jax.Array], Tree], x: jax.Array, mark: str):
         def flat(x: jax.Array) -> list[Any]:
@@ -80,14 +87,14 @@ class _Half:
         self._given = dict(zip(closed.jaxpr.constvars, closed.consts))
         self._values: dict[Var, Any] = self._given | {closed.jaxpr.invars[0]: x}
         self._done = 0
-        self.points: dict[str, int] = {}  # by name how many equations come before it, with its own
+        self.points: dict[str, int] = {}  # by name, the number of equations to run
         for place, eqn in enumerate(closed.jaxpr.eqns):
             name = eqn.params["name"] if eqn.primitive.name == "name" else ""
             if name.startswith(mark):
                 self.points.setdefault(name.removeprefix(mark), place + 1)
 
     def run_to(self, name: str) -> None:
-        """Run the equations up to a point; raises `ValueError` where that is not ahead."""
+        """Run the equations up to a point; raise `ValueError` unless it is still ahead."""
         ahead = {point: place for point, place in self.points.items() if place > self._done}
         if name not in ahead:
             raise ValueError(
@@ -97,7 +104,7 @@ class _Half:
         self._run(ahead[name])
 
     def rest(self) -> Tree:
-        """Run what is left; what the whole half makes."""
+        """Run the remaining equations and return the outputs."""
         self._run(len(self._jaxpr.eqns))
         return jax.tree.unflatten(
             self._form, [read(self._values, var) for var in self._jaxpr.outvars]
@@ -105,7 +112,7 @@ class _Half:
 
     @property
     def waiting(self) -> list[Any]:
-        """What has been made, or is x or dy, and will be read."""
+        """The live values: computed so far (or x or dy) and read by a remaining equation."""
         return [self._values[var] for var in self._waiting()]
 
     @waiting.setter

@@ -1,4 +1,4 @@
-"""A rank's parameters: what its ops read in a step, and the gradients that the step leaves."""
+"""Parameters of one device: gathered for compute in a step, and their gradients reduced."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,32 +11,39 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.parallel import DP, PP, REPLICAS, TP, StageLayout, Stored
+from jaxpipe.parallel import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
 from jaxpipe.pipeline.chunk import Chunk, LayerSlot
 from jaxpipe.pipeline.execution import Execution
-from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.kind import TracedKind
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class RankParameters:
-    """One rank's parameters: local shapes, layers without their leading axis of ranks.
+class DeviceParameters:
+    """Parameters of one device: local shapes, layers without the leading axis of pipeline ranks.
 
-    `masters` are the parts that outlive the step, `stored` says how. `shared` and `layers` are what
-    ops read, in the compute dtype: put together over dp, but for layers that every action gathers.
+    Attributes:
+      execution: execution options.
+      shardings: `ParamSharding` of every parameter.
+      masters: the stored shards, in the stored dtype.
+      embed_head: parameters of embedding and head in the compute dtype, gathered for compute.
+      layers: by layer slot, parameters in the compute dtype, gathered for compute, or still shards
+        with `reshard_after_forward`, where every action gathers its layers.
     """
 
     execution: Execution
-    stored: Tree
+    shardings: Tree
     masters: Tree
-    shared: Tree
+    embed_head: Tree
     layers: tuple[Tree, ...]
 
     @classmethod
-    def of(cls, params: Tree, stored: Tree, execution: Execution) -> "RankParameters":
-        """Gathered from what this device stores of `params`, inside the `shard_map`."""
-        stored = stored | {"layers": jax.tree.map(lambda leaf: leaf.of_rank, stored["layers"])}
+    def gather(cls, params: Tree, stored: Tree, execution: Execution) -> "DeviceParameters":
+        """Cast and all-gather this device's shards of `params`, inside the `shard_map`."""
+        stored = stored | {
+            "layers": jax.tree.map(lambda leaf: leaf.without_stage_axis, stored["layers"])
+        }
         masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
         dtype = execution.compute_dtype
         held = masters
@@ -45,26 +52,29 @@ class RankParameters:
         layers = held["layers"]
         if not execution.reshard_after_forward:
             layers = _whole(stored["layers"], layers)
-        return cls(execution, stored, masters, _whole(stored["shared"], held["shared"]), layers)
+        return cls(
+            execution, stored, masters, _whole(stored["embed_head"], held["embed_head"]), layers
+        )
 
-    def one_layer(self, slot: int) -> Tree:
-        """Shapes of a slot's whole layer as ops read it."""
+    def layer_shapes(self, slot: int) -> Tree:
+        """Return the shapes of a layer slot's parameters, gathered for compute."""
         if not self.execution.reshard_after_forward:
             return jax.eval_shape(lambda layer: layer, self.layers[slot])
         return jax.eval_shape(
-            lambda layer: _whole(self.stored["layers"][slot], layer), self.layers[slot]
+            lambda layer: _whole(self.shardings["layers"][slot], layer), self.layers[slot]
         )
 
     def chunks(
-        self, layout: StageLayout, kinds: Sequence[RunKind], *, mirrored: bool
+        self, layout: StageLayout, kinds: Sequence[TracedKind], *, mirrored: bool
     ) -> tuple[Chunk, ...]:
-        """The stages this rank computes; where there are more than it holds, the rest is mirrored.
+        """Return the chunks of this pipeline rank; `kinds` are the kinds of the ring slots.
 
-        `kinds` are those of the ring slots.
-
-        A mirrored stage of rank r is held by rank P-1-r, which sends a copy of it once a step.
+        With `mirrored` (DualPipe), rank r also computes the stages of rank P-1-r, which sends it a
+        copy of its parameters once per step.
         """
-        table = np.array([[-1 if i is None else i for i in row] for row in layout.table], np.int32)
+        table = np.array(
+            [[-1 if i is None else i for i in row] for row in layout.layer_table], np.int32
+        )
         chunks = self._chunks(self.layers, table, layout, kinds)
         if mirrored:
             chunks += self._chunks(_mirror(self.layers), table[::-1], layout, kinds)
@@ -75,9 +85,9 @@ class RankParameters:
         layers: tuple[Tree, ...],
         table: np.ndarray,
         layout: StageLayout,
-        kinds: Sequence[RunKind],
+        kinds: Sequence[TracedKind],
     ) -> tuple[Chunk, ...]:
-        """Those of some layers; `table[r, slot]` is the layer that rank r has there, or -1."""
+        """Return the chunks of some layers; `table[r, slot]` is the layer index, -1 if empty."""
         here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
 
         def layer_slot(slot: int, ring: int) -> LayerSlot:
@@ -87,19 +97,19 @@ class RankParameters:
                 index=here[slot],
                 active=None if (table[:, slot] >= 0).all() else here[slot] >= 0,
                 ring=ring,
-                reduced=partial(self._of_layer, self.stored["layers"][slot]),
-                stored=self.stored["layers"][slot] if reshard else None,
+                reduce=partial(self._of_layer, self.shardings["layers"][slot]),
+                shardings=self.shardings["layers"][slot] if reshard else None,
                 reduce_dtype=self.execution.grad_reduce_dtype,
             )
 
         slots = iter(range(len(layers)))
         return tuple(
-            Chunk(tuple(layer_slot(next(slots), ring) for ring in layout.rings_of(chunk)))
+            Chunk(tuple(layer_slot(next(slots), ring) for ring in layout.ring_slots_of(chunk)))
             for chunk in range(len(layout.chunk_kinds))
         )
 
-    def totals(self, chunks: tuple[Chunk, ...]) -> Tree:
-        """Shapes and dtypes of the sums of gradients: the masters' dtype, as large as ops read."""
+    def gradient_shapes(self, chunks: tuple[Chunk, ...]) -> Tree:
+        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`."""
 
         def like(values: Tree, leaves: Tree) -> Tree:
             return jax.tree.map(
@@ -108,68 +118,76 @@ class RankParameters:
 
         own = iter(itertools.cycle(map(like, self.layers, self.masters["layers"])))
         return {
-            "shared": like(self.shared, self.masters["shared"]),
+            "embed_head": like(self.embed_head, self.masters["embed_head"]),
             "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
         }
 
     def gradients(
         self, shared: Tree, layers: tuple[tuple[Tree, ...], ...], *, reduced: bool
     ) -> Tree:
-        """This device's parts of the gradients, from the sums that the last tick left.
+        """Reduce the gradient sums of the last tick to this device's gradient shards.
 
-        Layers come by chunk and slot, their sums `reduced` or not, and leave as they are stored,
-        with the axis of ranks.
+        Args:
+          shared: gradient sums of embedding and head.
+          layers: gradient sums by chunk and layer slot.
+          reduced: the sums of layers are already reduced over replicas.
+
+        Returns:
+          Gradients sharded like the parameters, layers with the axis of pipeline ranks.
         """
         home = self._brought_home(layers)
         if not reduced:
-            home = tuple(map(self._of_layer, self.stored["layers"], home))
+            home = tuple(map(self._of_layer, self.shardings["layers"], home))
         return {
-            "shared": jax.tree.map(self._of_shared, self.stored["shared"], shared),
+            "embed_head": jax.tree.map(self._of_shared, self.shardings["embed_head"], shared),
             "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
 
     def _of_layer(self, stored: Tree, total: Tree) -> Tree:
-        """What this device keeps of a layer's sums."""
+        """Reduce the gradient sums of a layer to this device's shards."""
         return jax.tree.map(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
     def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
-        """Those of the layers that this rank holds, those of their mirrored copies added."""
+        """Return the gradient sums of this rank's layers, with those of mirrored copies added."""
         flat = tuple(tree for chunk in gradients for tree in chunk)
         own, mirrored = flat[: len(self.layers)], flat[len(self.layers) :]
         return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own
 
-    def _of_shared(self, stored: Stored, gradient: jax.Array) -> jax.Array:
-        """Of a leaf that no layer has: it is the ranks' sum, or the same on all, or parts of it."""
-        if PP not in stored.leaf.parted | set(stored.leaf.summed):
-            gradient = stored.part(gradient, {PP})
-        summed = {PP} & set(stored.leaf.summed)
-        return self._reduced(stored, gradient, summed | set(stored.replicas))
+    def _of_shared(self, stored: ParamSharding, gradient: jax.Array) -> jax.Array:
+        """Reduce a gradient of embedding or head to this device's shard.
 
-    def _unreduced(self, stored: Stored) -> set[str]:
-        """The axes over which a layer's gradient is still to be summed after the last tick."""
-        scattered = self.execution.reshard_after_forward and stored.dim(DP) is not None
-        return set(stored.replicas).difference(stored.shards if scattered else ())
+        Over pp it is partial and summed, or a shard already, or equal on all ranks and sharded.
+        """
+        if PP not in stored.param.sharded_axes | set(stored.param.partial_grad_axes):
+            gradient = stored.shard(gradient, {PP})
+        summed = {PP} & set(stored.param.partial_grad_axes)
+        return self._reduced(stored, gradient, summed | set(stored.grad_reduce_axes))
 
-    def _reduced(self, stored: Stored, gradient: jax.Array, axes: set[str]) -> jax.Array:
-        """The part of a gradient summed over these axes, and over tp where it must be."""
-        if TP in stored.leaf.summed:
+    def _unreduced(self, stored: ParamSharding) -> set[str]:
+        """Return the axes over which a layer's gradient must be summed after the last tick."""
+        scattered = self.execution.reshard_after_forward and stored.dim_of(DP) is not None
+        return set(stored.grad_reduce_axes).difference(stored.zero_axes if scattered else ())
+
+    def _reduced(self, stored: ParamSharding, gradient: jax.Array, axes: set[str]) -> jax.Array:
+        """Return the shard of a gradient summed over `axes`, and over tp where it is partial."""
+        if TP in stored.param.partial_grad_axes:
             gradient = lax.psum(gradient, TP)
-        replicas, how = axes.intersection(REPLICAS), self.execution
+        replicas, how = axes.intersection(REPLICA_AXES), self.execution
         if how.zero_stage != 1 and how.grad_reduce_dtype is None:
-            return stored.reduce(gradient, axes)
-        gradient = stored.reduce(gradient, axes - replicas)
+            return stored.reduce_scatter(gradient, axes)
+        gradient = stored.reduce_scatter(gradient, axes - replicas)
         return stored.reduce_over_replicas(
             gradient, replicas, how.grad_reduce_dtype, scatter=how.zero_stage != 1
         )
 
 
 def _whole(stored: Tree, held: Tree) -> Tree:
-    """Leaves as ops read them, from what is stored of them on this device."""
-    return jax.tree.map(lambda how, leaf: how.whole(leaf), stored, held)
+    """All-gather parameters for compute from this device's shards."""
+    return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, held)
 
 
 def _mirror(tree: Tree) -> Tree:
-    """What rank P-1-r has, on rank r."""
+    """Return on pipeline rank r the tree of rank P-1-r."""
     size = lax.axis_size(PP)
     across = [(r, size - 1 - r) for r in range(size)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, PP, across), tree)

@@ -1,4 +1,4 @@
-"""What one layer slot leaves in its rings, and where the tables say that it stands."""
+"""The ring buffers of one layer slot, and how actions read and write them by table slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
-from jaxpipe.pipeline.store import Store, Values
+from jaxpipe.pipeline.store import RingStore, Values
 from jaxpipe.schedule import Buffers, Op, Row
 
 Tree = Any
 NOTHING = Residuals((), ())
 
 
-class Rings(NamedTuple):
-    """The rings of a layer slot, by who writes them; empty where there is nothing to write.
+class RingBuffers(NamedTuple):
+    """The ring buffers of a layer slot; an empty field has no buffers.
 
     Attributes:
-      kept: residuals, by F; where B and F never share a branch also the stash, by B.
-      stash: by B, if not there.
-      state: what slices of a sequence leave for each other, by F; None: sequences are whole.
-      dstate: the gradient at it, by B and BW.
+      residuals: residuals, written by F; also the W stash, written by B, where they share.
+      stash: the W stash, written by B, where it has ring buffers of its own.
+      state: state between sequence slices, written by F; None: sequences are not sliced.
+      dstate: gradient at the state, written by B and BW.
     """
 
-    kept: tuple[jax.Array, ...] = ()
+    residuals: tuple[jax.Array, ...] = ()
     stash: tuple[jax.Array, ...] = ()
     state: Tree = None
     dstate: tuple[jax.Array, ...] = ()
 
 
-class Kept(NamedTuple):
-    """What a gradient action reads of one layer slot; None where it reads nothing."""
+class GradientInputs(NamedTuple):
+    """What a gradient action reads from the ring buffers of a layer slot; None: not read."""
 
     residuals: Residuals
     stash: Any
@@ -43,22 +43,31 @@ class Kept(NamedTuple):
     dstate: tuple[Any, ...]
 
 
-def sharing(residuals: Residuals, stash: Values, *, apart: bool) -> tuple[dict[str, Values], ...]:
-    """The values that share rings, by use: residuals and stash, or each alone.
+def values_by_use(
+    residuals: Residuals, stash: Values, *, separate: bool
+) -> tuple[dict[str, Values], ...]:
+    """Group residuals and W stash by use, into one set of shared ring buffers or two.
 
-    They are `apart` where residuals wait on the host, and where there are pairs: these run F and B
-    in one branch, neither of which may wait for what the other writes.
+    They are `separate` where residuals are offloaded to the host, and where cells pair F with B: in
+    such a branch a shared ring buffer would make B wait for what F writes.
     """
     kept, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
-    return (kept, stashed) if apart else (kept | stashed, {})
+    return (kept, stashed) if separate else (kept | stashed, {})
 
 
 @dataclass(frozen=True)
-class RingPlan:
-    """How the rings of one kind of layer are used, on this rank."""
+class RingBufferPlan:
+    """How the ring buffers of a layer kind are used on this pipeline rank.
 
-    kept: Store
-    stash: Store
+    Attributes:
+      residuals: store of the residuals, and of the W stash if they share.
+      stash: store of the W stash otherwise.
+      state: shapes and dtypes of the state between sequence slices.
+      slots: number of slots per use, the maximum over pipeline ranks.
+    """
+
+    residuals: RingStore
+    stash: RingStore
     state: Tree
     slots: Buffers[int]
 
@@ -66,68 +75,77 @@ class RingPlan:
     def of(
         cls, split: LayerSplit | None, state: Tree, slots_of: Sequence[Buffers[int]],
         *, pairs: bool, on_host: bool = False,
-    ) -> "RingPlan":  # fmt: skip
-        """For so many slots of every rank; a layer that is not cut leaves only a state.
+    ) -> "RingBufferPlan":  # fmt: skip
+        """Make the plan for the slot counts `slots_of` every pipeline rank.
 
-        `on_host`: residuals wait in the host's memory.
+        `split` is None in a forward-only pass, which stores only a state. `pairs`: some cell pairs
+        F with a gradient action. `on_host`: residuals are stored in host memory.
         """
         values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
-        kept, stash = sharing(*values, apart=pairs or on_host)
-        kept = Store.of(kept, slots_of, on_host=on_host)
+        kept, stash = values_by_use(*values, separate=pairs or on_host)
+        kept = RingStore.of(kept, slots_of, on_host=on_host)
         slots = Buffers(*map(max, zip(*slots_of)))
-        return cls(kept, Store.of(stash, slots_of), state, slots)
+        return cls(kept, RingStore.of(stash, slots_of), state, slots)
 
     @property
     def on_host(self) -> bool:
-        """Whether residuals wait in the host's memory."""
-        return self.kept.on_host
+        """Whether residuals are stored in host memory."""
+        return self.residuals.on_host
 
-    def empty(self, layer_slot: int, *, poison: bool = False) -> Rings:
-        """The rings of a layer slot before the first tick."""
+    def empty(self, layer_slot: int, *, poison: bool = False) -> RingBuffers:
+        """Return the ring buffers of a layer slot before the first tick."""
 
         def ring(slots: int, like: Tree) -> Tree:
             return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
 
-        # On the host each begins with another number: of equal ones XLA makes one and copies it.
-        return Rings(
-            self.kept.empty(fill=layer_slot * self.on_host, poison=poison),
+        # On the host every layer slot starts with a different number: XLA would merge equal
+        # buffers into one and copy it.
+        return RingBuffers(
+            self.residuals.empty(fill=layer_slot * self.on_host, poison=poison),
             self.stash.empty(poison=poison),
             ring(self.slots.state, self.state),
             ring(self.slots.dstate, inexact(self.state)) if self.slots.dstate else (),
         )
 
-    def part(self, rings: Rings, op: Op) -> Rings:
-        """The rings that an op writes; in place of the others nothing."""
-        return Rings()._replace(**{name: getattr(rings, name) for name in self._written_by(op)})
+    def written_by(self, rings: RingBuffers, op: Op) -> RingBuffers:
+        """Return the ring buffers that an op writes; other fields are empty."""
+        return RingBuffers()._replace(
+            **{name: getattr(rings, name) for name in self._written_by(op)}
+        )
 
-    def after(self, rings: Rings, op: Op, part: Rings) -> Rings:
-        """All rings, once an op has written its part of them."""
+    def with_written(self, rings: RingBuffers, op: Op, part: RingBuffers) -> RingBuffers:
+        """Return `rings` with those that an op writes replaced by `part`."""
         return rings._replace(**{name: getattr(part, name) for name in self._written_by(op)})
 
     def _written_by(self, op: Op) -> tuple[str, ...]:
-        """Names of rings."""
-        of_b = "kept" if self.pooled else "stash"
-        return {Op.F: ("kept", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}[op]
+        """Return the names of the `RingBuffers` fields that an op writes."""
+        of_b = "residuals" if self.shares_stash else "stash"
+        by_op = {Op.F: ("residuals", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}
+        return by_op[op]
 
-    def before_f(self, part: Rings, row: Row) -> Tree:
-        """The state as the slices before this one left it."""
-        return None if part.state is None else _begun(part.state, row.state, row.first_slice)
+    def state_before(self, part: RingBuffers, row: Row) -> Tree:
+        """Return the state that earlier slices of the sequence left; None without slices."""
+        return (
+            None if part.state is None else _read_or_zeros(part.state, row.state, row.first_slice)
+        )
 
-    def after_f(self, part: Rings, made: Residuals, state: Tree, row: Row) -> Rings:
-        """F's rings with what it made in its slots."""
-        kept = self.kept.write(part.kept, "for_b", made.for_b, row.for_b_write)
-        kept = self.kept.write(kept, "for_w", made.for_w, row.for_w_write)
+    def write_forward(
+        self, part: RingBuffers, made: Residuals, state: Tree, row: Row
+    ) -> RingBuffers:
+        """Return the ring buffers of F with its residuals and state written to their slots."""
+        kept = self.residuals.write(part.residuals, "for_b", made.for_b, row.for_b_write)
+        kept = self.residuals.write(kept, "for_w", made.for_w, row.for_w_write)
         if state is not None:
             state = buffers.write(part.state, state, row.state)
-        return Rings(kept=kept, state=state)
+        return RingBuffers(residuals=kept, state=state)
 
-    def after_b(
-        self, part: Rings, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: Row
-    ) -> Rings:
-        """The rings of B or BW with what they made in their slots; BW makes no stash."""
-        if stash and self.pooled:
-            kept = self.kept.write(part.kept, "stash", stash, row.stash_write)
-            part = part._replace(kept=kept)
+    def write_backward(
+        self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: Row
+    ) -> RingBuffers:
+        """Return the ring buffers of B or BW with stash and dstate written; BW has no stash."""
+        if stash and self.shares_stash:
+            kept = self.residuals.write(part.residuals, "stash", stash, row.stash_write)
+            part = part._replace(residuals=kept)
         elif stash:
             own = self.stash.write(part.stash, "stash", stash, row.stash_write)
             part = part._replace(stash=own)
@@ -135,33 +153,39 @@ class RingPlan:
             part = part._replace(dstate=buffers.write(part.dstate, dstate, row.dstate))
         return part
 
-    def read(self, rings: Rings, row: Row, op: Op) -> Kept:
-        """What an op takes: W a stash, the others `for_b` and what slices share."""
-        for_w = self.kept.read(rings.kept, "for_w", row.for_w_read)
+    def read(self, rings: RingBuffers, row: Row, op: Op) -> GradientInputs:
+        """Read the inputs of a gradient action; only W reads a stash, and it reads no `for_b`."""
+        for_w = self.residuals.read(rings.residuals, "for_w", row.for_w_read)
         if op is Op.W:
-            store, held = (self.kept, rings.kept) if self.pooled else (self.stash, rings.stash)
-            return Kept(Residuals(None, for_w), store.read(held, "stash", row.stash_read), None, ())
-        for_b = self.kept.read(rings.kept, "for_b", row.for_b_read)
+            store, held = (
+                (self.residuals, rings.residuals)
+                if self.shares_stash
+                else (self.stash, rings.stash)
+            )
+            return GradientInputs(
+                Residuals(None, for_w), store.read(held, "stash", row.stash_read), None, ()
+            )
+        for_b = self.residuals.read(rings.residuals, "for_b", row.for_b_read)
         state = None if rings.state is None else buffers.read(rings.state, row.state_read)
-        dstate = _begun(rings.dstate, row.dstate, row.last_slice) if rings.dstate else ()
-        return Kept(Residuals(for_b, for_w), None, state, dstate)
+        dstate = _read_or_zeros(rings.dstate, row.dstate, row.last_slice) if rings.dstate else ()
+        return GradientInputs(Residuals(for_b, for_w), None, state, dstate)
 
-    def spoil(self, rings: Rings, use: str, slot: jax.Array) -> Rings:
-        """The rings with poison in a slot of a use."""
-        if use in self.kept.places:
-            return rings._replace(kept=self.kept.spoil(rings.kept, use, slot))
-        return rings._replace(stash=self.stash.spoil(rings.stash, use, slot))
+    def poison(self, rings: RingBuffers, use: str, slot: jax.Array) -> RingBuffers:
+        """Return `rings` with poison in one slot of a use."""
+        if use in self.residuals.positions:
+            return rings._replace(residuals=self.residuals.poison(rings.residuals, use, slot))
+        return rings._replace(stash=self.stash.poison(rings.stash, use, slot))
 
     @property
-    def pooled(self) -> bool:
-        """Whether B writes its stash into the rings of residuals."""
-        return "stash" in self.kept.places
+    def shares_stash(self) -> bool:
+        """Whether B writes the W stash into the ring buffers of residuals."""
+        return "stash" in self.residuals.positions
 
 
-def _begun(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:
-    """What slices of a sequence have left for the next, zeros where it begins.
+def _read_or_zeros(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:
+    """Read what the previous slice of a sequence left; zeros at the first (`begins`).
 
-    The barrier ends the reading before the slot is written: else XLA copies the ring.
+    The barrier ends the read before the slot is written; without it XLA copies the ring buffer.
     """
     values = buffers.read(ring, slot)
     return lax.optimization_barrier(jax.tree.map(lambda value: jnp.where(begins, 0, value), values))

@@ -1,21 +1,21 @@
-"""One layer, traced once, cut into F, B and W.
+"""Split a layer, traced once, into F, B and W.
 
 Forward and backward of a layer are traced together into one flat jaxpr, in which every equation
 either depends on the gradients at the outputs (backward) or does not (forward). Then
 
-  F = the forward equations that reach the outputs and the residuals;
-  B = the backward equations that reach `dx` and the gradients of vectors (norm gains);
-  W = the other backward equations, those that reach the gradients of matrices.
+  F = the forward equations that the outputs and the residuals depend on;
+  B = the backward equations that `dx` and the gradients of vectors (norm gains) depend on;
+  W = the other backward equations, on which the gradients of matrices depend.
 
-What crosses from one to another is found in `jaxpipe.pipeline.cut`.
+`jaxpipe.pipeline.cut` finds the values that cross between them.
 
-Slices of a sequence leave a state for each other (keys and values, say), which comes with the
-layer's context and leaves with its output. None of it is a residual: B is given the state as the
-last slice left it, which must serve where this slice's own did (what later slices have added is
-masked), and with `dy` the gradient at it that later slices left.
+With sequence slices, a layer takes a state (keys and values, say) in its context and returns the
+next one in its output. The state is never a residual: B gets it as the last slice left it, which
+must give the same gradients as this slice's own state (the layer masks what later slices added).
+Along with `dy`, B gets the gradient at the state that later slices left.
 
-A loss that the layer makes beside y is scaled by a constant that is known before F, so B and W are
-given that as the gradient at it, and nothing is stored.
+The cotangent of a layer's auxiliary loss is a constant known before F; B and W take it as an
+argument, and nothing is stored for it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxpipe.contract import Context, LayerOutput
-from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Ports, Residuals, cut
+from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Ports, Residuals, find_crossing
 from jaxpipe.pipeline.jaxpr import run_slice, trace_flat, unrounded
 
 Tree = Any
@@ -36,32 +36,38 @@ Layer = Callable[[Tree, Any, Context], LayerOutput]
 
 
 class Cotangent(NamedTuple):
-    """Gradients at what a layer returns, or at what it is given: of y or x, state, and loss.
+    """Gradients at the outputs of a layer, or at its inputs.
 
-    Of the state it has the inexact leaves alone. `loss` is used where the layer makes one. What is
-    left at variables that are `observed` goes by their names.
+    Attributes:
+      value: gradient at y or x.
+      state: gradients at the inexact leaves of the state.
+      loss: gradient at the auxiliary loss, where the layer has one.
+      statistics: gradients at the statistics variables, by name.
     """
 
     value: Any
     state: tuple[Any, ...] = ()
     loss: Any = None
-    observed: Mapping[str, Any] = {}
+    statistics: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """The pieces of one layer; made by `split_layer`, free of the values it was traced with.
+    """F, B and W of one layer, as made by `split_layer`.
 
-    `residuals` and `stash` hold the shapes and dtypes of what is stored per microbatch, `output`
-    those of what the layer returns; `observed` are names of variables. The methods take the layer's
-    parameters, x and context in the form they were traced in; B and W take the context with the
-    state as the last slice left it.
+    The methods take parameters, x and context of the shapes that were traced. B and W take the
+    context with the state as the last slice left it.
+
+    Attributes:
+      residuals, stash: shapes and dtypes of what is stored per microbatch.
+      output: shapes and dtypes of what the layer returns.
+      statistics: names of the statistics variables.
     """
 
     residuals: Residuals
     stash: tuple[jax.ShapeDtypeStruct, ...]
     output: LayerOutput
-    observed: tuple[str, ...]
+    statistics: tuple[str, ...]
     _closed: ClosedJaxpr
     _ports: Ports
     _crossing: Crossing
@@ -69,10 +75,17 @@ class LayerSplit:
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
-        """F: what the layer returns, and the residuals."""
+        """Run F; return the layer's output and the residuals."""
         ports, kept = self._ports, self._crossing.residuals
         known = {ports.x: x} | dict(zip(ports.state, jax.tree.leaves(context.state)))
-        wanted = [ports.y, *ports.next_state, *ports.loss, *ports.beside, *kept.for_b, *kept.for_w]
+        wanted = [
+            ports.y,
+            *ports.next_state,
+            *ports.loss,
+            *ports.other_outputs,
+            *kept.for_b,
+            *kept.for_w,
+        ]
         effects = self._crossing.effects_in_f
         values = iter(self._run(params, context, known, wanted, effects))
         output = jax.tree.map(lambda _: next(values), self.output)
@@ -83,7 +96,7 @@ class LayerSplit:
     def backward_input(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
     ) -> tuple[Cotangent, Tree, tuple[jax.Array, ...]]:
-        """B: gradients at the input, the vectors' gradients (None for matrices), and the stash."""
+        """Run B; return gradients at the input, of vectors (None for matrices), and the W stash."""
         known = self._known(context, residuals, dy)
         dx, vectors, stash = self._run_b(params, context, known, self._crossing.stash)
         return dx, self._gradients(params, vectors, in_b=True), stash
@@ -96,7 +109,7 @@ class LayerSplit:
         stash: tuple[jax.Array, ...],
         dloss: Any = None,
     ) -> Tree:
-        """W: the matrices' gradients (None for vectors)."""
+        """Run W; return the gradients of matrices (None for vectors)."""
         known = dict(zip(self._crossing.residuals.for_w, for_w))
         known |= dict(zip(self._crossing.stash, stash)) | self._seed(dloss)
         return self._run_w(params, context, known)
@@ -104,10 +117,10 @@ class LayerSplit:
     def backward(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
     ) -> tuple[Cotangent, Tree]:
-        """BW: gradients at the input and of every parameter; B, then W.
+        """Run B, then W; return gradients at the input and of every parameter.
 
-        Behind the barrier the stash is made once: without it XLA on CPU makes it for B's matrix
-        products and again for W's, and BW takes 5 % longer. What B has gathered W need not gather.
+        The barrier makes XLA compute the stash once: without it XLA on CPU computes it for the
+        matmuls of B and again for those of W, and BW takes 5 % longer. W reuses B's all-gathers.
         """
         known = self._known(context, residuals, dy)
         handed = (*self._crossing.stash, *self._crossing.gathered)
@@ -121,22 +134,22 @@ class LayerSplit:
     def _run_b(
         self, params: Tree, context: Context, known: dict[Var, Any], handed: tuple[Var, ...]
     ) -> tuple[Cotangent, list[Any], tuple[Any, ...]]:
-        """Gradients at the input, those of vectors, and what W is handed."""
+        """Return gradients at the input, gradients of vectors, and the values `handed` to W."""
         made = self._ports.made_by_b
         effects = self._crossing.effects_in_b
         dx, *values = self._run(params, context, known, [*made, *handed], effects)
         handed = tuple(values[len(made) - 1 :])
         rest = iter(values[: len(made) - 1])
         dstate = tuple(next(rest) for _ in self._ports.dstate_before)
-        observed = {name: next(rest) for name in self.observed}
-        return Cotangent(dx, dstate, observed=observed), list(rest), handed
+        observed = {name: next(rest) for name in self.statistics}
+        return Cotangent(dx, dstate, statistics=observed), list(rest), handed
 
     def _run_w(self, params: Tree, context: Context, known: dict[Var, Any]) -> Tree:
         values = self._run(params, context, known, self._ports.gradients_of(b=False))
         return self._gradients(params, values, in_b=False)
 
     def _gradients(self, params: Tree, values: Iterable[jax.Array], *, in_b: bool) -> Tree:
-        """The parameters' tree with `values` at the leaves of one kind and None at the others."""
+        """Return a tree like `params`: `values` where B (or W) has the gradient, else None."""
         values = iter(values)
         leaves = [next(values) if b is in_b else None for b in self._ports.in_b]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -167,7 +180,7 @@ class LayerSplit:
 
 
 def inexact(tree: Tree) -> tuple[Any, ...]:
-    """The leaves that can be differentiated, in order."""
+    """Return the leaves of a tree that can be differentiated, in order."""
     return tuple(leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -178,17 +191,25 @@ def split_layer(
     context: Context,
     policy: Policy = POLICIES["none"],
     keep: tuple[str, ...] = (),
-    observed: tuple[str, ...] = (),
+    statistics: tuple[str, ...] = (),
 ) -> LayerSplit:
-    """Trace a layer at the given shapes and cut it.
+    """Trace a layer at the given shapes and split it into F, B and W.
 
-    `params`, `x` and `context` may hold arrays or `jax.ShapeDtypeStruct`. Inside `shard_map` the
-    layer may use collectives over bound axes. An inner loop, or a layer already wrapped in
-    `jax.checkpoint`, is one opaque equation: B then makes the gradients of its weights.
+    Inside `shard_map` the layer may use collectives over bound axes. An inner loop, or a layer
+    already wrapped in `jax.checkpoint`, is one opaque equation: B then computes the gradients of
+    its weights.
 
-    Raises `ValueError` where B would need the state as it was before this slice, or W any of it.
+    Args:
+      layer: `(params, x, context) -> LayerOutput`.
+      params, x, context: arrays or `jax.ShapeDtypeStruct`.
+      policy: says which forward values F may store.
+      keep: names of values that F stores whatever the policy says, if B or W reads them.
+      statistics: names of statistics variables.
 
-    Of `x + tanh(x @ up)` what F stores for B (the tanh) and for W (x, unless B hands it on):
+    Raises `ValueError` where B would need the state from before this slice, or W any state.
+
+    For `x + tanh(x @ up)`, F stores the tanh for B and x for W; B stashes the gradient at the
+    matmul's output for W:
 
     >>> def layer(params, x, context):
     ...     return LayerOutput(x + jnp.tanh(x @ params["up"]))
@@ -203,7 +224,7 @@ def split_layer(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context)
     )
     output = jax.eval_shape(layer, params, x, context)
-    seed = () if output.side.loss is None else (output.side.loss,)
+    seed = () if output.aux.loss is None else (output.aux.loss,)
 
     def both(params: Tree, data: Context, x: Any, state: Tree, dy: tuple[Any, ...]) -> Any:
         leaves, form = jax.tree.flatten(state)
@@ -215,43 +236,43 @@ def split_layer(
             mixed = [
                 next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
             ]
-            context = observing(data._replace(state=jax.tree.unflatten(form, mixed)), seen)
+            context = with_statistics(data._replace(state=jax.tree.unflatten(form, mixed)), seen)
             output = layer(params, x, context)
-            loss = () if output.side.loss is None else (output.side.loss,)
+            loss = () if output.aux.loss is None else (output.aux.loss,)
             return (output.y, inexact(output.state), loss), output
 
-        seen = {name: data.variables[name] for name in observed}
+        seen = {name: data.variables[name] for name in statistics}
         _, pull, output = jax.vjp(differentiated, params, x, inexact(state), seen, has_aux=True)
         dparams, dx, dstate, left = pull(dy)
-        return jax.tree.leaves(output), dx, dstate, [left[name] for name in observed], dparams
+        return jax.tree.leaves(output), dx, dstate, [left[name] for name in statistics], dparams
 
     data, state = context._replace(state=None), context.state
     dy = output.y, inexact(output.state), seed
     closed = trace_flat(both, params, data, x, state, dy)
-    ports = _ports(closed, params, state, output, len(observed))
-    crossing = cut(closed.jaxpr, ports, policy, keep)
+    ports = _ports(closed, params, state, output, len(statistics))
+    crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),
         stash=_shapes(crossing.stash),
         output=output,
-        observed=observed,
+        statistics=statistics,
         _closed=closed,
         _ports=ports,
         _crossing=crossing,
     )
 
 
-def observing(context: Context, values: Mapping[str, Any]) -> Context:
-    """A context whose variables of these names are the values, to be differentiated by."""
+def with_statistics(context: Context, values: Mapping[str, Any]) -> Context:
+    """Return the context with variables replaced by name, so that they can be differentiated."""
     return context._replace(variables={**context.variables, **values}) if values else context
 
 
 def _ports(
     closed: ClosedJaxpr, params: Tree, state: Tree, output: LayerOutput, observed: int
 ) -> Ports:
-    """Which variable of the traced function is what, by the order of its arguments and results."""
+    """Name the variables of the traced function, by the order of its arguments and results."""
     states, floats = len(jax.tree.leaves(state)), len(inexact(state))
-    seeds = len(jax.tree.leaves(output.side.loss))
+    seeds = len(jax.tree.leaves(output.aux.loss))
     inputs, outputs = closed.jaxpr.invars, closed.jaxpr.outvars
     (x, *rest) = inputs[-(2 + states + floats + seeds) :]
     state_vars, (dy, *after) = rest[:states], rest[states:]
@@ -266,10 +287,10 @@ def _ports(
         y=y,
         next_state=tuple(beside[:states]),
         loss=tuple(beside[states : states + seeds]),
-        beside=tuple(beside[states + seeds :]),
+        other_outputs=tuple(beside[states + seeds :]),
         dx=dx,
         dstate_before=tuple(gradients[:floats]),
-        observed=tuple(gradients[floats : floats + observed]),
+        statistics=tuple(gradients[floats : floats + observed]),
         gradients=tuple(unrounded(closed.jaxpr, gradients[floats + observed :])),
         in_b=tuple(len(leaf.shape) < 2 for leaf in jax.tree.leaves(params)),
     )

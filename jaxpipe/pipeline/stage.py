@@ -1,4 +1,4 @@
-"""The ends of a model as the executor runs them: with the shared leaves that they really read."""
+"""Embedding and head as the executor runs them: with only the parameters that each reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,27 +15,29 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class SharedPart:
-    """One end of the model (embedding or head) and the shared leaves that it really reads."""
+class EmbedHeadFunction:
+    """Embedding or head, and the indices of the `embed_head` leaves that it reads (`used`)."""
 
     function: Callable[..., jax.Array]
     used: tuple[int, ...]
 
     @classmethod
-    def trace(cls, function: Callable[..., jax.Array], shared: Tree, *args: Any) -> "SharedPart":
-        """Find the leaves of `shared` that `function(shared, *args)` reads."""
+    def trace(
+        cls, function: Callable[..., jax.Array], shared: Tree, *args: Any
+    ) -> "EmbedHeadFunction":
+        """Find the leaves of `shared` that `function(shared, *args)` reads, by tracing it."""
         jaxpr = trace_flat(function, shared, *args).jaxpr
         read = set(reads(jaxpr.eqns, jaxpr.outvars))
         count = len(jax.tree.leaves(shared))
         return cls(function, tuple(i for i in range(count) if jaxpr.invars[i] in read))
 
     def pick(self, shared: Tree) -> list[jax.Array]:
-        """The used leaves."""
+        """Return the used leaves."""
         leaves = jax.tree.leaves(shared)
         return [leaves[index] for index in self.used]
 
     def split(self, shared: Tree, x: Any, rows: Tree) -> LayerSplit:
-        """`function` cut like a layer whose parameters are the used leaves, and y the loss."""
+        """Split `function` as a layer: the used leaves are its parameters, the loss is its y."""
 
         def of_used(used: list[jax.Array], x: jax.Array, context: Context) -> LayerOutput:
             return LayerOutput(self.function(self._put(shared, used), x, context.rows))
@@ -43,9 +45,9 @@ class SharedPart:
         return split_layer(of_used, self.pick(shared), x, Context(rows))
 
     def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> list[jax.Array]:
-        """Gradients of the used leaves from that of `function(shared, rows)`.
+        """Return the gradients of the used leaves, given `dx` at `function(shared, rows)`.
 
-        What has been summed over tokens is float32, whatever the leaves' dtype is.
+        Gradients that are sums over tokens are float32, whatever the dtype of the leaf.
         """
 
         def pulled(used: list[jax.Array], rows: Tree, dx: jax.Array) -> list[jax.Array]:
@@ -64,24 +66,24 @@ class SharedPart:
             leaves[index] = leaf
         return jax.tree.unflatten(structure, leaves)
 
-    def begun(self, total: Tree, anew: jax.Array) -> Tree:
-        """`total` with zeros for the used leaves where their sums begin `anew`."""
+    def reset(self, total: Tree, anew: jax.Array) -> Tree:
+        """Return `total` with zeros for the used leaves where the flag `anew` is set."""
         own = [jnp.where(anew, 0, leaf) for leaf in self.pick(total)]
         return self._put(total, own)
 
     def unused(self, shared: Tree) -> list[jax.Array]:
-        """The other leaves."""
+        """Return the leaves that are not used."""
         return [leaf for i, leaf in enumerate(jax.tree.leaves(shared)) if i not in self.used]
 
     def with_unused(self, shared: Tree, others: list[jax.Array]) -> Tree:
-        """`shared` with these in place of the other leaves."""
+        """Return `shared` with `others` in place of the leaves that are not used."""
         every, structure = iter(others), jax.tree.structure(shared)
         leaves = enumerate(jax.tree.leaves(shared))
         new = [leaf if i in self.used else next(every) for i, leaf in leaves]
         return jax.tree.unflatten(structure, new)
 
     def add(self, total: Tree, gradients: list[jax.Array | None]) -> Tree:
-        """`total` with the used leaves' gradients added, in the total's own dtype."""
+        """Return `total` with the gradients of the used leaves added, in the dtype of `total`."""
         leaves, structure = jax.tree.flatten(total)
         for index, gradient in zip(self.used, gradients):
             if gradient is not None:

@@ -1,8 +1,9 @@
-"""Values that wait on a rank: one ring for all of a shape and dtype, whatever they wait for.
+"""Ring buffers shared between uses: one for all live values of a shape and dtype.
 
-A rank that holds many residuals holds few stashes, and the other way round. In one ring the places
-of a rank are divided among uses as that rank needs them, so that the rings of all ranks, which one
-program sizes alike, are as large as the rank with most needs them, not as the most of every use.
+A pipeline rank with many live residuals has few live W stashes, and the other way round. One
+program runs on all ranks, so ring buffers have the same length on every rank. In a shared ring
+buffer every rank divides the entries among uses as it needs them, so the length is the largest
+total of a rank and not the sum of the largest needs of every use.
 """
 
 from collections import Counter
@@ -25,10 +26,11 @@ Values = tuple[jax.ShapeDtypeStruct, ...]
 def ring_lengths(
     uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]]
 ) -> dict[jax.ShapeDtypeStruct, int]:
-    """Places in the ring of every shape and dtype: those of the rank that needs most.
+    """Return the length of the ring buffer of every shape and dtype, the most that a rank needs.
 
-    `uses` has the values of one slot by their use, a field of `Buffers`; `slots_of` has, for every
-    rank, how many slots a use has.
+    Args:
+      uses: by use (a field of `Buffers`), the values that one slot holds.
+      slots_of: for every pipeline rank, the number of slots of each use.
 
     >>> small, large = (jax.ShapeDtypeStruct((size,), "float32") for size in (1, 9))
     >>> ranks = [Buffers(0, 4, 4, 1, 0, 0, 0, 0), Buffers(0, 1, 4, 4, 0, 0, 0, 0)]
@@ -45,7 +47,7 @@ def ring_lengths(
 
 
 class _Place(NamedTuple):
-    """Where a value stands: in slot `s` at `first + stride * s` of a ring."""
+    """Position of a value: for slot `s`, entry `first + stride * s` of the `ring`-th buffer."""
 
     ring: int
     first: int | jax.Array
@@ -53,21 +55,27 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Store:
-    """The rings of one layer slot for some uses, and where a value stands in them.
+class RingStore:
+    """The ring buffers of one layer slot for some uses.
 
-    `on_host`: the rings are in the host's memory, and values are copied there and back.
+    Attributes:
+      lengths: by shape and dtype, the length of the ring buffer.
+      positions: by use, the position of every value.
+      on_host: the ring buffers are in host memory, and values are copied there and back.
     """
 
     lengths: Mapping[jax.ShapeDtypeStruct, int]
-    places: Mapping[str, tuple[_Place, ...]]
+    positions: Mapping[str, tuple[_Place, ...]]
     on_host: bool = False
 
     @classmethod
     def of(
         cls, uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]], *, on_host: bool = False
-    ) -> "Store":
-        """For `ring_lengths` of the same; within a `shard_map` where there are several ranks."""
+    ) -> "RingStore":
+        """Make the store; arguments as in `ring_lengths`. With several ranks, call in `shard_map`.
+
+        The first entry of a value may differ between pipeline ranks.
+        """
         lengths = ring_lengths(uses, slots_of)
         rings = {form: ring for ring, form in enumerate(lengths)}
         taken = {form: np.zeros(len(slots_of), np.int32) for form in lengths}
@@ -85,7 +93,7 @@ class Store:
         return cls(lengths, places, on_host)
 
     def empty(self, *, fill: int = 0, poison: bool = False) -> tuple[jax.Array, ...]:
-        """The rings before anything is written."""
+        """Return the ring buffers before the first write."""
         rings = tuple(
             buffers.make_ring(length, form, fill=fill, poison=poison)
             for form, length in self.lengths.items()
@@ -93,36 +101,36 @@ class Store:
         return buffers.to_host(rings) if self.on_host else rings
 
     def read(self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array) -> tuple[Any, ...]:
-        """The values in a slot of a use, on the device."""
+        """Read the values in one slot of a use, into device memory."""
         values = tuple(
             buffers.read(rings[place.ring], place.first + place.stride * slot)
-            for place in self.places[use]
+            for place in self.positions[use]
         )
         return buffers.to_device(values) if self.on_host else values
 
     def write(
         self, rings: tuple[jax.Array, ...], use: str, values: tuple[Any, ...], slot: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The rings with values in a slot of a use."""
+        """Return `rings` with `values` written to one slot of a use."""
         new = list(rings)
         values = buffers.to_host(values) if self.on_host else values
-        for place, value in zip(self.places[use], values, strict=True):
+        for place, value in zip(self.positions[use], values, strict=True):
             where = place.first + place.stride * slot
             new[place.ring] = buffers.write(new[place.ring], value, where)
         return tuple(new)
 
-    def spoil(
+    def poison(
         self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The rings with poison in a slot of a use."""
+        """Return `rings` with poison in one slot of a use."""
         forms = tuple(self.lengths)
-        found = (forms[place.ring] for place in self.places[use])
+        found = (forms[place.ring] for place in self.positions[use])
         values = tuple(buffers.poisoned(form.shape, form.dtype) for form in found)
         return self.write(rings, use, values, slot)
 
 
 def _of_this_rank(values: np.ndarray) -> int | jax.Array:
-    """This rank's value; a constant where all have the same."""
+    """Return this pipeline rank's entry of `values` [P]; a constant where all are equal."""
     if (values == values[0]).all():
         return int(values[0])
     return jnp.asarray(values)[lax.axis_index(PP)]

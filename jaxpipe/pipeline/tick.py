@@ -1,8 +1,10 @@
-"""One tick on one rank: receive, then what its cell holds, each kind of work in a cond of its own.
+"""One tick on one pipeline rank: receive messages, then run the actions of the tick's table row.
 
-Every buffer is written only by two-way `lax.cond`s whose other branch passes it on, and within a
-tick it is written before it is read: so XLA updates all of them in place. Only messages (and what
-the embedding's gradient waits for) are stored outside a cond; idle ones go to a spare slot.
+Every kind of action has a two-way `lax.cond` of its own, whose other branch passes the buffers
+through unchanged, and within a tick a buffer is written before it is read. XLA therefore updates
+all buffers in place. Where an action must read a ring buffer before it writes it, an optimization
+barrier ends the read. Only messages and the dx that a deferred embedding gradient reads are stored
+outside a cond; those without use go to a dummy slot.
 """
 
 from dataclasses import dataclass
@@ -14,12 +16,12 @@ from jax import lax
 
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, Made
-from jaxpipe.pipeline.ends import Ends, StepData
-from jaxpipe.pipeline.kind import RunKind, empty_side, first_observed
-from jaxpipe.pipeline.pairing import paired
-from jaxpipe.pipeline.poison import spoil
-from jaxpipe.pipeline.rings import Kept, RingPlan, Rings
+from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
+from jaxpipe.pipeline.ends import EmbedHead, StepData
+from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.pipeline.pairing import run_paired
+from jaxpipe.pipeline.poison import poison_read_slots
+from jaxpipe.pipeline.rings import GradientInputs, RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, Pair, Row
 
@@ -27,21 +29,31 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class RankWork:
-    """One rank's step: its chunks and ends, and what no tick changes.
+class DeviceWork:
+    """What one device computes in every tick of a step.
 
-    `kinds` has for every ring slot the kind of layer that it is for. `closing`: the gradient of the
-    tick is the step's last of its chunk, and every rank computes it (`ticks.py`).
+    Attributes:
+      step: inputs and tables that no tick changes.
+      embed_head: embedding and head.
+      chunks: the chunks of this pipeline rank.
+      kinds: the traced layer kind of every ring slot (chunks share ring slots).
+      closing: this is the closing tick (`ticks.py`): its gradient action is the chunk's last of the
+        step and runs on every pipeline rank, in no cond.
     """
 
     step: StepData
-    ends: Ends
+    embed_head: EmbedHead
     chunks: tuple[Chunk, ...]
-    kinds: tuple[RunKind, ...]
+    kinds: tuple[TracedKind, ...]
     closing: bool = False
 
     def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
-        """Empty buffers; `gradients` gives the shapes and dtypes of the accumulators."""
+        """Return the carry of the first tick, with empty buffers and zero gradients.
+
+        Args:
+          x: shape and dtype of the activation between stages.
+          gradients: shapes and dtypes of the gradient accumulators.
+        """
         step, slots = self.step, self.step.tables.slots
         message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(step.batch)[0].shape[0]
@@ -53,16 +65,16 @@ class RankWork:
             rings=tuple(
                 plan.empty(slot, poison=step.poison) for slot, plan in enumerate(self._plans)
             ),
-            for_head=(),
-            for_embed=(),
+            head_ring=(),
+            embed_ring=(),
             layer_gradients=(),
-            shared_gradients=None,
+            embed_head_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
             aux_losses=(
                 jnp.zeros(microbatches, step.loss.dtype) if self._layers_make_losses else None
             ),
-            side=empty_side(self.kinds, microbatches),
-            observed={},
+            aux=empty_aux(self.kinds, microbatches),
+            statistics={},
             outputs=jax.tree.map(
                 lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
             ),
@@ -71,16 +83,16 @@ class RankWork:
             return carry
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
         if slots.head:
-            head = self.ends.split
+            head = self.embed_head.split
             for_head = self._ring(slots.head, (head.residuals.for_w, head.stash))
-            carry = carry._replace(for_head=for_head)
+            carry = carry._replace(head_ring=for_head)
         if slots.embed:
-            carry = carry._replace(for_embed=self._ring(slots.embed + 1, x))
+            carry = carry._replace(embed_ring=self._ring(slots.embed + 1, x))
         return carry._replace(
             dx=message,
-            observed=first_observed(self.kinds, step.variables),
+            statistics=empty_statistics(self.kinds, step.variables),
             layer_gradients=zeros["layers"],
-            shared_gradients=zeros["shared"],
+            embed_head_gradients=zeros["embed_head"],
         )
 
     def _ring(self, slots: int, like: Tree) -> Tree:
@@ -92,14 +104,14 @@ class RankWork:
         return Transfers(self.step.tables, self.step.poison, self.step.printer)
 
     def tick(self, carry: Carry, row: Row) -> Carry:
-        """Run one row of the tables."""
+        """Run one tick as a row of the tables says, and return the carry of the next."""
         tables = self.step.tables
         with jax.named_scope("exchange"):
             arriving, inbox, row = self._transfers.receive(
                 carry.y, carry.dx, carry.arriving, carry.inbox, row
             )
         carry = carry._replace(arriving=arriving, inbox=inbox)
-        carry = self.ends.after_receiving(carry, row)
+        carry = self.embed_head.after_receiving(carry, row)
         if self.step.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
@@ -110,30 +122,30 @@ class RankWork:
         for chunk in tables.forwards:
             with jax.named_scope(f"F_chunk{chunk}"):
                 carry = self._forward(carry, row, chunk + 1 == row.F, chunk)
-        carry = self.ends.after_forward(carry, row)
+        carry = self.embed_head.after_forward(carry, row)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
                 carry = self._gradient(carry, row, row.chunk_of(op) == chunk + 1, op, chunk)
-        carry = self.ends.after_gradient(carry, row)
-        return spoil(carry, row, tables, self._plans) if self.step.poison else carry
+        carry = self.embed_head.after_gradient(carry, row)
+        return poison_read_slots(carry, row, tables, self._plans) if self.step.poison else carry
 
     def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
-        """F of one chunk, leaving residuals."""
+        """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
 
-        def run() -> tuple[Made, jax.Array | None]:
+        def run() -> tuple[ForwardOutputs, jax.Array | None]:
             given, before = self._given_forward(carry, row)
             return self._forward_made(carry, row, self.chunks[chunk].forward(given, before))
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
     def _gradient(self, carry: Carry, row: Row, runs: jax.Array, op: Op, chunk: int) -> Carry:
-        """B, W or BW of one chunk, adding to its parameters' gradients."""
+        """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
-        def kept(ring: int, part: Rings) -> Kept:
+        def kept(ring: int, part: RingBuffers) -> GradientInputs:
             plan = self._plans[ring]
-            return plan.read(plan.after(carry.rings[ring], op, part), row, op)
+            return plan.read(plan.with_written(carry.rings[ring], op, part), row, op)
 
-        def run() -> Gradients:
+        def run() -> BackwardOutputs:
             given, before = self._given_gradient(carry, row, op, chunk)
             if self.closing:
                 return self.chunks[chunk].last_gradient(op, given, before, kept, runs)
@@ -144,63 +156,67 @@ class RankWork:
         made = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, made)
 
-    def _pair(self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[Kept]) -> Carry:
-        """F of one chunk and a gradient of another in one branch, neither waiting for the other.
+    def _pair(
+        self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[GradientInputs]
+    ) -> Carry:
+        """Run F of one chunk and a gradient action of another in one branch, free to overlap.
 
-        What the gradient reads has been `read` before the branch, in which the rings are then only
-        written: with both in one branch XLA would copy them, as it would copy the sums of gradients
-        if layers went in turn.
+        The inputs of the gradient action come in `read`, from before the branch, so that the branch
+        only writes ring buffers: if it also read them, XLA would copy them. For the same reason W
+        is not ordered one layer behind B here (`in_turn`): XLA would copy the accumulators.
         """
         passed = self._before_forward(carry), self._before_gradient(carry, pair.op, pair.gradient)
         ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
 
-        def run() -> tuple[Any, Gradients]:
+        def run() -> tuple[Any, BackwardOutputs]:
             given, x = self._given_forward(carry, row)
             behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
-            layers = back.gradients(pair.op, behind, lambda ring, _: read[ring])
-            made, gradients = paired(ahead.forwards(given), x, layers, dy, ahead.hooks)
+            layers = back.gradient_layers(pair.op, behind, lambda ring, _: read[ring])
+            made, gradients = run_paired(ahead.forward_layers(given), x, layers, dy, ahead.hooks)
             return self._forward_made(carry, row, made), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
         carry = self._with_forward(carry, *forward)
         return self._with_gradient(carry, pair.op, pair.gradient, gradient)
 
-    def _read(self, carry: Carry, row: Row, op: Op) -> list[Kept]:
-        """What a gradient reads of every ring slot."""
+    def _read(self, carry: Carry, row: Row, op: Op) -> list[GradientInputs]:
+        """Read the inputs of a gradient action from the ring buffers of every ring slot."""
         return [plan.read(rings, row, op) for plan, rings in zip(self._plans, carry.rings)]
 
     @property
-    def _plans(self) -> list[RingPlan]:
-        """How each ring slot is used."""
+    def _plans(self) -> list[RingBufferPlan]:
+        """The ring buffer plan of every ring slot."""
         return [kind.rings for kind in self.kinds]
 
     @property
     def _layers_make_losses(self) -> bool:
-        return any(kind.output.side.loss is not None for kind in self.kinds)
+        return any(kind.output.aux.loss is not None for kind in self.kinds)
 
-    def _before_forward(self, carry: Carry) -> tuple[Made, jax.Array | None]:
-        """What F changes: y, its rings, side outputs; and the layers' losses, if they make any."""
-        return Made(carry.y, self._parts(carry, Op.F), carry.side, None), carry.aux_losses
+    def _before_forward(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
+        """Return the state that F updates; the second value is `carry.aux_losses`."""
+        return ForwardOutputs(carry.y, self._parts(carry, Op.F), carry.aux, None), carry.aux_losses
 
-    def _given_forward(self, carry: Carry, row: Row) -> tuple[Given, Made]:
+    def _given_forward(self, carry: Carry, row: Row) -> tuple[ActionInputs, ForwardOutputs]:
         x, rows = self._input(carry, row)
         before, losses = self._before_forward(carry)
         if losses is not None:
             before = before._replace(loss=jnp.zeros((), losses.dtype))
         return self._given(row, rows), before._replace(y=x)
 
-    def _forward_made(self, carry: Carry, row: Row, made: Made) -> tuple[Made, jax.Array | None]:
+    def _forward_made(
+        self, carry: Carry, row: Row, made: ForwardOutputs
+    ) -> tuple[ForwardOutputs, jax.Array | None]:
         losses = carry.aux_losses
         if losses is not None:
             losses = self.step.aux.recorded(losses, made.loss, row.forward_mb)
         return made._replace(loss=None), losses
 
-    def _given(self, row: Row, rows: Tree) -> Given:
-        return Given(row, rows, self.step.variables, self.step.aux.seed)
+    def _given(self, row: Row, rows: Tree) -> ActionInputs:
+        return ActionInputs(row, rows, self.step.variables, self.step.aux.seed)
 
     def _given_gradient(
         self, carry: Carry, row: Row, op: Op, chunk: int
-    ) -> tuple[Given, Gradients]:
+    ) -> tuple[ActionInputs, BackwardOutputs]:
         before = self._before_gradient(carry, op, chunk)
         rows = self.step.rows(row.gradient_mb)
         if op is not Op.W:
@@ -212,37 +228,39 @@ class RankWork:
         return self._given(row, rows), before
 
     def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
-        """x of F, from the embedding or the inbox, and its microbatch."""
+        """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
         rows = self.step.rows(row.forward_mb)
-        embed, shared = self.ends.functions.embed, self.step.shared
+        embed, shared = self.embed_head.functions.embed, self.step.embed_head
         x = self.step.choose(
             lambda row: row.embed, row,
             lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),
         )  # fmt: skip
         return x, rows
 
-    def _with_forward(self, carry: Carry, made: Made, losses: jax.Array | None) -> Carry:
+    def _with_forward(self, carry: Carry, made: ForwardOutputs, losses: jax.Array | None) -> Carry:
         rings = self._after(carry, Op.F, made.rings)
-        return carry._replace(y=made.y, rings=rings, side=made.side, aux_losses=losses)
+        return carry._replace(y=made.y, rings=rings, aux=made.aux, aux_losses=losses)
 
-    def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> Gradients:
-        """What a gradient action changes, as it is before."""
+    def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
+        """Return the state that a gradient action updates."""
         totals = carry.layer_gradients[chunk]
-        return Gradients(carry.dx, self._parts(carry, op), totals, carry.observed)
+        return BackwardOutputs(carry.dx, self._parts(carry, op), totals, carry.statistics)
 
-    def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: Gradients) -> Carry:
+    def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: BackwardOutputs) -> Carry:
         gradients = list(carry.layer_gradients)
-        gradients[chunk] = made.totals
+        gradients[chunk] = made.grad_sums
         rings = self._after(carry, op, made.rings)
         return carry._replace(
-            dx=made.dx, rings=rings, layer_gradients=tuple(gradients), observed=made.observed
+            dx=made.dx, rings=rings, layer_gradients=tuple(gradients), statistics=made.statistics
         )
 
-    def _parts(self, carry: Carry, op: Op) -> tuple[Rings, ...]:
-        """The rings that an op writes."""
-        return tuple(plan.part(rings, op) for plan, rings in zip(self._plans, carry.rings))
+    def _parts(self, carry: Carry, op: Op) -> tuple[RingBuffers, ...]:
+        """Return the ring buffers that an op writes, of every ring slot."""
+        return tuple(plan.written_by(rings, op) for plan, rings in zip(self._plans, carry.rings))
 
-    def _after(self, carry: Carry, op: Op, parts: tuple[Rings, ...]) -> tuple[Rings, ...]:
-        """All rings, once an op has written its parts of them."""
+    def _after(
+        self, carry: Carry, op: Op, parts: tuple[RingBuffers, ...]
+    ) -> tuple[RingBuffers, ...]:
+        """Return all ring buffers, with those that an op has written replaced by `parts`."""
         every = zip(self._plans, carry.rings, parts)
-        return tuple(plan.after(rings, op, part) for plan, rings, part in every)
+        return tuple(plan.with_written(rings, op, part) for plan, rings, part in every)

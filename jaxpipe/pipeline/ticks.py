@@ -1,11 +1,12 @@
-"""All ticks of a step: one scan, but for the last ones where sums over replicas run beside them.
+"""All ticks of a step: one scan, and optionally a closing tick that overlaps gradient reductions.
 
-What a step adds up of gradients is summed over replicas once. Behind the scan nothing is left that
-could hide it, and in the scan a tick that did so would be a branch of its own which adds to the
-same sums, so that XLA copies them. The last tick with a gradient can stand behind the scan instead,
-where it needs no branch: ranks that have none in it, and would wait, compute one that counts
-nothing. XLA then reduces the sums of a layer while those before it compute. Sums of chunks that
-have no gradient in that tick are reduced from its begin on.
+Gradient sums are reduced over data-parallel replicas once per step. After the scan no compute is
+left to hide the reduction, and inside the scan a tick with the reduction would be one more branch
+that adds to the same sums, so that XLA copies them. With `overlap_sums` the last tick with a
+gradient (the closing tick) runs after the scan, in no branch: pipeline ranks without a gradient in
+it, which would idle, compute one that is discarded. XLA then reduces the sums of a layer while
+the backward of earlier layers computes. Sums of chunks without a gradient in the closing tick are
+reduced from its start.
 """
 
 from collections.abc import Iterator
@@ -18,15 +19,16 @@ from jax import lax
 
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.execution import Execution
-from jaxpipe.pipeline.tick import RankWork
+from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import Row, Tables
 
 
 def closing_tick(tables: Tables, execution: Execution) -> int | None:
-    """The tick from which on all stand behind the scan; None: all are in it.
+    """Return the closing tick, the first that runs after the scan; None: the scan runs all ticks.
 
-    It is the last that has a gradient, if that is of one chunk and op on all ranks that have one,
-    and no stage is on two ranks, which first add up what they have.
+    It is the last tick with W, BW or a pair. There is none if several chunks or ops have a gradient
+    in that tick, or if stages are on two pipeline ranks (DualPipe), whose gradient sums must be
+    added first.
 
     >>> from jaxpipe.schedule import build, lower
     >>> names, how = ("1f1b", "zb_h1", "zbv", "dualpipe"), Execution(overlap_sums=True)
@@ -41,10 +43,10 @@ def closing_tick(tables: Tables, execution: Execution) -> int | None:
     return last if len(alone.gradients) == 1 and not alone.pairs else None
 
 
-def run_ticks(work: RankWork, carry: Carry, rows: Row, closing: int | None) -> Carry:
-    """What the last tick leaves; `rows` are this rank's columns of the tables, `[T]`.
+def run_ticks(work: DeviceWork, carry: Carry, rows: Row, closing: int | None) -> Carry:
+    """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
 
-    With a `closing` tick the sums of the layers' gradients are then reduced.
+    With a `closing` tick, the gradient sums of layers are returned reduced over replicas.
     """
     if work.step.printer is not None:
         rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
@@ -59,25 +61,25 @@ def run_ticks(work: RankWork, carry: Carry, rows: Row, closing: int | None) -> C
     return carry
 
 
-def _after(work: RankWork, closing: int) -> Iterator[tuple[int, RankWork]]:
-    """The closing tick and those after it, each with the work of that tick alone."""
+def _after(work: DeviceWork, closing: int) -> Iterator[tuple[int, DeviceWork]]:
+    """Yield the closing tick and every later one, with the device work of that tick alone."""
     for tick in range(closing, work.step.tables.ticks):
         step = replace(work.step, tables=_of_tick(work.step.tables, tick))
-        ends = replace(work.ends, step=step)
-        yield tick, replace(work, step=step, ends=ends, closing=tick == closing)
+        ends = replace(work.embed_head, step=step)
+        yield tick, replace(work, step=step, embed_head=ends, closing=tick == closing)
 
 
 def _of_tick(tables: Tables, tick: int) -> Tables:
-    """The tables of one tick, with the buffers of all."""
+    """Return tables with one tick only; buffer sizes stay those of all ticks."""
     columns = jax.tree.map(lambda column: column[tick : tick + 1], tables.columns)
     return replace(tables, columns=columns, pairs=tables.pairs if columns.pair.any() else ())
 
 
-def _others_reduced(work: RankWork, carry: Carry) -> Carry:
-    """The sums of the chunks that have no gradient any more are reduced."""
+def _others_reduced(work: DeviceWork, carry: Carry) -> Carry:
+    """Reduce the gradient sums of all chunks that have no gradient in the closing tick."""
     left = {chunk for _, chunk in work.step.tables.gradients}
     sums = [
-        totals if chunk in left else work.chunks[chunk].reduced(totals)
+        totals if chunk in left else work.chunks[chunk].reduce(totals)
         for chunk, totals in enumerate(carry.layer_gradients)
     ]
     return carry._replace(layer_gradients=tuple(sums))

@@ -1,4 +1,8 @@
-"""The messages of a tick: what a rank sends, stores and keeps, by two permutes, or by one."""
+"""Messages between pipeline ranks in a tick: permutes, and what is stored in the inbox.
+
+A lane is one message per rank and tick to the rank `hop` further; a permute stacks the lanes of
+its direction.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +21,12 @@ from jaxpipe.schedule.lanes import Route
 
 @dataclass(frozen=True)
 class Transfers:
-    """The lanes of some tables; with `poison`, idle lanes carry NaN, and so do ends of the line.
+    """Sends and receives the messages of a tick.
 
-    A `printer` prints what is sent and received.
+    Attributes:
+      tables: the lowered schedule; its `lanes` and `routes` (permute pairs) are used.
+      poison: idle lanes carry NaN, and a rank to which no permute pair leads receives NaN.
+      printer: prints the messages; None: no printing.
     """
 
     tables: Tables
@@ -27,7 +34,7 @@ class Transfers:
     printer: MessagePrinter | None = None
 
     def arriving(self, message: jax.Array) -> Any:
-        """What is on its way before the first tick: None where transfers end in their tick."""
+        """Return the messages in flight before the first tick; None with one-tick transfers."""
         if self.tables.lockstep.transfer_ticks == 1:
             return None
         return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
@@ -35,13 +42,22 @@ class Transfers:
     def receive(
         self, y: jax.Array, dx: Any, arriving: Any, inbox: jax.Array, row: Row
     ) -> tuple[Any, jax.Array, Row]:
-        """Store what arrived and what was kept; send what was made last tick.
+        """Send the outputs of the last tick, and store received and kept values in the inbox.
 
-        One-tick transfers are complete before any cond starts: the barrier ties them to the row,
-        from which every predicate comes. Without it XLA may put one permute between two conds, and
+        One-tick transfers complete before any cond starts: the barrier ties them to the row, from
+        which every predicate comes. Without it XLA may put a permute between two conds, and
         neighbours then wait for each other in the middle of the tick. Two-tick transfers have the
-        whole tick to arrive and are stored at the start of the next: the barrier lets them start
-        once the inbox is written, and so be in flight while the conds run.
+        whole tick to arrive and are stored at the start of the next: the barrier starts them once
+        the inbox is written, so that they are in flight while the conds run.
+
+        Args:
+          y, dx: outputs of the last tick; dx is None in a forward-only pass.
+          arriving: with two-tick transfers, the messages received in the last tick.
+          inbox: ring buffer of messages.
+          row: the row of the tables.
+
+        Returns:
+          The new `arriving`, the inbox, and the row behind the barrier.
         """
         loads, sent = self._loads({"y": y, "dx": dx}, row), None
         if self.printer is not None:
@@ -64,11 +80,11 @@ class Transfers:
         return sent, inbox, row
 
     def _loads(self, made: dict[str, Any], row: Row) -> list[jax.Array]:
-        """A message for each lane; nothing in particular where nobody waits for one.
+        """Return the message of every lane; its content is arbitrary where no rank reads it.
 
-        Messages in flight during the conds must not be the arrays that these write, or XLA copies
-        them every tick; so what two-tick transfers send is made of them by a select. By turns it
-        says which of two is sent.
+        Messages in flight during the conds must not be the arrays that the conds write, or XLA
+        copies these every tick; two-tick transfers therefore send the result of a select. With
+        phased permutes or two kinds per lane, the select also chooses what is sent.
         """
         lockstep = self.tables.lockstep
         selects = lockstep.transfer_ticks == 2 or lockstep.turns > 1
@@ -82,10 +98,10 @@ class Transfers:
         return loads
 
     def _send(self, loads: list[jax.Array], row: Row) -> tuple[jax.Array, ...]:
-        """What comes from the neighbours: one permute each way, lanes stacked.
+        """Run one permute per direction, with lanes stacked, and return what it brings.
 
-        By turns a rank has one neighbour to exchange with, which gets what there is for it; so a
-        permute brings both ways what is sent. All ranks are in the branch of the tick's turn.
+        With phased permutes (`turns`) a rank exchanges with one neighbour only, so a single permute
+        carries both directions. All ranks take the branch of the tick's phase.
         """
         packed = [_pack([loads[lane] for lane in lanes]) for lanes in self._ways.values()]
         first, *others = self.tables.routes
@@ -98,7 +114,7 @@ class Transfers:
         return brought, brought
 
     def _permuted(self, message: jax.Array, routes: tuple[Route, ...]) -> jax.Array:
-        """What the routes bring; XLA gives zeros to a rank to which there is none."""
+        """Permute a message over permute pairs; a rank to which none leads gets zeros (or NaN)."""
         brought = lax.ppermute(message, PP, routes)
         if self.poison:
             reached = jnp.array([to for _, to in routes], jnp.int32)
@@ -107,7 +123,7 @@ class Transfers:
 
     @property
     def _ways(self) -> dict[int, list[int]]:
-        """The lanes of each hop."""
+        """The indices of the lanes of each permute direction (`hop`)."""
         ways: dict[int, list[int]] = {}
         for index, lane in enumerate(self.tables.lanes):
             ways.setdefault(lane.hop, []).append(index)
@@ -115,5 +131,5 @@ class Transfers:
 
 
 def _pack(messages: list[jax.Array]) -> jax.Array:
-    """Messages for one permute: stacked, unless there is only one."""
+    """Stack the messages of one permute, unless there is only one."""
     return messages[0] if len(messages) == 1 else jnp.stack(messages)

@@ -1,4 +1,4 @@
-"""What a run would cost under every schedule, before any device is touched. Nothing needs jax."""
+"""What a run would cost under every schedule, before any device is used. Importing needs no jax."""
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import Candidate, candidate, configured, sizes_of

@@ -17,7 +17,7 @@ _TRIES = 6
 
 @dataclass(frozen=True)
 class Advice:
-    """The label of the fastest candidate that fits the memory, and what else there is to say."""
+    """The label of the fastest candidate that fits in memory, if any, and advice in sentences."""
 
     best: str | None
     sentences: tuple[str, ...]
@@ -31,7 +31,10 @@ def advise(
     memory: float,
     bubble: float | None,
 ) -> Advice:
-    """The fastest within `memory` bytes a device, and how to get its scan's bubble to `bubble`."""
+    """Find the fastest candidate within `memory` bytes a device, and how to reach `bubble`.
+
+    `bubble` is the wanted idle share of the scan; None: no advice on it.
+    """
     fitting = sorted(
         (e for e in estimates if e.bytes.total <= memory),
         key=lambda e: e.tokens_per_second,
@@ -53,7 +56,7 @@ def advise(
 
 
 def _waiting(config: Config, chosen: Estimate, seconds: OpSeconds) -> str:
-    """How long a step waits for copies with the host, and the most layers whose copies hide."""
+    """Sentence on a step's wait for host copies, and on how many layers' copies would hide."""
     label, given = chosen.candidate.label, config.train.offload_layers
     for layers in range(given - 1, -1, -1):
         fewer = replace(seconds, copies=replace(seconds.copies, layers=layers))
@@ -68,13 +71,13 @@ def _waiting(config: Config, chosen: Estimate, seconds: OpSeconds) -> str:
 def _smaller(
     config: Config, chosen: Estimate, seconds: OpSeconds, *, memory: float, bubble: float
 ) -> str:
-    """The number of microbatches that brings the bubble down, found by trying."""
+    """Search for the number of microbatches that brings the scan's bubble down to `bubble`."""
     label, now = chosen.candidate.label, chosen.report.bubble_scan
     m, pp = config.train.grad_accum_steps, config.parallel.pp
     if now <= bubble:
         return f"{label}: the bubble is {now:.1%} already."
     for _ in range(_TRIES):
-        # Idle time hardly depends on M: so many microbatches of work make it the wanted share.
+        # Idle time hardly depends on M, so scale the work until idle time is the wanted share.
         m = max(m + pp, math.ceil(m * now / (1 - now) * (1 - bubble) / bubble))
         m = -(-m // pp) * pp
         train = replace(config.train, grad_accum_steps=m)

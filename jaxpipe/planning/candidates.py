@@ -1,4 +1,4 @@
-"""Which schedules a configuration could have: every family that its sizes allow."""
+"""The schedules that a configuration could run: every family that its sizes allow."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from jaxpipe.schedule import FAMILIES, ScheduleError, Sizes, Variant, family_of
 class Candidate:
     """What a configuration would run under a variant.
 
-    `configured`: it is what the configuration itself names, exactly as a run has it.
+    `configured`: whether it is the configuration's own schedule, exactly as a run has it.
     """
 
     variant: Variant
@@ -30,9 +30,9 @@ class Candidate:
 def tried(
     config: Config, seconds: OpSeconds, variant: Variant, *, memory: float | None = None
 ) -> Candidate | str:
-    """A variant of those of `variants`, or why the sizes forbid it; `memory` as in `chosen`.
+    """Return the candidate of a variant, or why the sizes forbid it; `memory` as in `chosen`.
 
-    The configuration's own is exactly what a run has, and stands for the variant of its label.
+    The configuration's own variant is exactly what a run executes, not one searched for `seconds`.
     """
     try:
         if variant == variant_of(config):
@@ -43,21 +43,21 @@ def tried(
 
 
 def variants(config: Config) -> list[Variant]:
-    """All that a plan of the configuration tries, its own first."""
+    """All variants that a plan of the configuration tries, the configuration's own first."""
     own, sizes = variant_of(config), sizes_of(config)
     every = [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
     return [own, *(variant for variant in every if variant != own)]
 
 
 def sizes_of(config: Config) -> Sizes:
-    """What decides which variants are worth a try."""
+    """The sizes that decide which variants are worth a try."""
     parallel = config.parallel
     shared = parallel.ends_shared_by > 0
     return Sizes(parallel.pp, config.model.n_layers, parallel.slices, shared)
 
 
 def variant_of(config: Config) -> Variant:
-    """What the configuration names; raises `ScheduleError` for an unknown schedule."""
+    """The variant that a configuration names; raises `ScheduleError` for an unknown schedule."""
     parallel, family = config.parallel, family_of(config.parallel.schedule)
     return Variant(
         family.name,
@@ -71,7 +71,7 @@ def variant_of(config: Config) -> Variant:
 def configured(
     config: Config, *, platform: str | None = None, memory: float | None = None
 ) -> Candidate:
-    """The configuration's own schedule, exactly as a run has it; raises `ScheduleError` if none.
+    """Return the configuration's own schedule, exactly as a run has it; `ScheduleError` if none.
 
     `platform` and `memory` as in `chosen`.
     """
@@ -80,13 +80,13 @@ def configured(
 
 
 def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:
-    """One of them, searched for these costs; raises `ScheduleError` where the sizes forbid it."""
+    """Search a variant for these costs; raises `ScheduleError` if the sizes forbid it."""
     named = _named(config, variant)
     return Candidate(variant, chosen(named, seconds=seconds, effort=QUICK))
 
 
 def _named(config: Config, variant: Variant) -> Config:
-    """The configuration that names a variant; a list of layers for other stages is left out."""
+    """The configuration that names a variant; a layer list for other stages becomes "even"."""
     parallel, family = config.parallel, FAMILIES[variant.family]
     split, stages = parallel.layer_split, parallel.pp * (variant.virtual_stages or family.stages)
     fits = isinstance(split, str) or len(split) == stages

@@ -1,26 +1,35 @@
-"""What no single field of a configuration shows: the rules across fields."""
+"""The rules across settings, which no single field of a configuration shows."""
 
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.model.family import INT32_MAX
-from jaxpipe.planning import chosen
-from jaxpipe.planning.data_checks import check_data
+from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
+from jaxpipe.model.family import INT32_MAX, ModelConfig
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.planning.data_checks import DATA_CHECKS, check_data
 from jaxpipe.planning.debug_checks import check_debug
 from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.hardware import read_measured
-from jaxpipe.planning.sequence_checks import check_sequences
+from jaxpipe.planning.pipeline_checks import (
+    check_limit,
+    check_pipeline,
+    check_schedule,
+    check_vocab_parallel,
+    check_weights,
+)
+from jaxpipe.planning.run_checks import RUN_CHECKS
+from jaxpipe.planning.sequence_checks import SEQUENCE_CHECKS, check_sequences
 from jaxpipe.runtime.devices import compute_capability, host_memory
 from jaxpipe.runtime.processes import started
-from jaxpipe.schedule import FAMILIES, ScheduleError
 
-_MOST_FORWARDS = 2**16  # of a schedule, which is built and proved action by action
+_MOST_FORWARDS = 2**16  # a schedule is built and validated action by action
 
 
 def validate(
@@ -31,9 +40,16 @@ def validate(
     platform: str | None = None,
     memory: float | None = None,
 ) -> None:
-    """Check what no single field shows; of devices, and the bytes of one, None is not yet known.
+    """Check the rules across settings; an argument that is None is not known yet.
 
-    Raises `ConfigError` at the first rule that is broken.
+    Args:
+      config: filled in by `filled`.
+      devices: number of devices.
+      devices_of_host: number of devices of one host.
+      platform: platform of the devices, such as "cpu" or "gpu".
+      memory: bytes of a device.
+
+    Raises `ConfigError` at the first broken rule.
     """
     if config.runtime.cpu_devices:
         platform = "cpu"
@@ -43,21 +59,40 @@ def validate(
         _check_packing(config, platform)
     check_sizes(config)
     check_fp8(config, platform)
-    _check_pipeline(config)
+    check_pipeline(config)
     if platform is not None or config.parallel.memory_limit != "auto":
-        _check_schedule(config, platform, memory)
+        check_schedule(config, platform, memory)
     check_fused(config)
-    for check in (_check_rest, check_data, _check_optimizer, _check_start, _check_log, check_debug):
+    for check in (_check_rest, check_data, *RUN_CHECKS, check_debug):
         check(config)
-    parallel = config.parallel
-    if devices_of_host is not None and devices_of_host % parallel.tp:
+    if devices_of_host is not None:
+        _check_host(config, devices_of_host)
+    _check_memory(config, devices, platform, memory)
+    if devices is not None:
+        _check_devices(config, devices)
+
+
+def _check_host(config: Config, devices_of_host: int) -> None:
+    """Raise `ConfigError` if devices of several hosts would share a layer.
+
+    `parallel.tp` must divide the number of devices of a host.
+    """
+    tp = config.parallel.tp
+    if devices_of_host % tp:
         raise ConfigError(
-            f"parallel.tp={parallel.tp} must divide the {devices_of_host} devices of a host: those "
+            f"parallel.tp={tp} must divide the {devices_of_host} devices of a host: those "
             f"that share a layer exchange values within it; use a smaller tp and more pp."
         )
-    _check_memory(config, devices, platform, memory)
+
+
+def _check_devices(config: Config, devices: int) -> None:
+    """Raise `ConfigError` if the size of the mesh is not the number of devices.
+
+    `parallel.pp` x `parallel.dp` x `parallel.tp` must equal the number of devices.
+    """
+    parallel = config.parallel
     wanted = parallel.pp * parallel.dp * parallel.tp
-    if devices is not None and wanted != devices:
+    if wanted != devices:
         raise ConfigError(
             f"parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x parallel.tp={parallel.tp} "
             f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
@@ -66,6 +101,11 @@ def validate(
 
 
 def _check_platform(config: Config, platform: str) -> None:
+    """Raise `ConfigError` if devices of this platform lack what settings need.
+
+    `train.deterministic` and `parallel.cp_method='ring'` need, on GPUs, an XLA that has the options
+    that they set, and an `XLA_FLAGS` that does not set these too.
+    """
     for sentence in config.model.unmet_needs(platform):
         raise ConfigError(sentence)
     if config.train.deterministic and platform != "cpu":
@@ -81,7 +121,11 @@ def _check_platform(config: Config, platform: str) -> None:
 def _check_memory(
     config: Config, devices: int | None, platform: str | None, memory: float | None
 ) -> None:
-    """Raise `ConfigError` where all devices together cannot hold one copy of the model."""
+    """Raise `ConfigError` if all devices together cannot hold one copy of the model.
+
+    `model.n_layers`, `model.d_model` and the other sizes may make at most as many parameters as all
+    devices together can hold with their gradients, 8 bytes each.
+    """
     held = host_memory() * started() if platform == "cpu" else (devices or 0) * (memory or 0)
     needed = 8 * config.model.parameter_count()
     if held and needed > held:
@@ -93,7 +137,7 @@ def _check_memory(
 
 
 def _check_packing(config: Config, platform: str | None) -> None:
-    """Raise `ConfigError` where a token would see other documents of its row."""
+    """Raise `ConfigError` if a token could attend to other documents of its row."""
     capability = compute_capability() if platform in ("gpu", "cuda") else None
     rows, dtype = (config.train.microbatch_size, config.train.seq_len), config.train.compute_dtype
     unmet = config.model.unmet_by_packing(capability, rows, dtype=dtype, tp=config.parallel.tp)
@@ -102,12 +146,14 @@ def _check_packing(config: Config, platform: str | None) -> None:
 
 
 def filled(config: Config, devices: int | None) -> Config:
-    """The configuration with what follows from other settings filled in.
+    """Return the configuration with the settings filled in that follow from others.
 
-    That is the replicas that so many devices hold, where `parallel.dp` is -1, which without a
-    number stays so; and the microbatches that `train.batch_tokens` makes of a step.
+    With `parallel.dp` = -1 and a number of devices, dp becomes the number of replicas that they
+    hold. A given `train.batch_tokens` becomes a number of microbatches per step.
 
-    Raises `ConfigError` where devices or tokens would be left over.
+    `parallel.dp=-1` needs a number of devices that is a multiple of `parallel.pp` x `parallel.tp`.
+
+    Raises `ConfigError` if devices or tokens would be left over.
     """
     parallel = config.parallel
     if parallel.dp == -1 and devices is not None:
@@ -123,6 +169,11 @@ def filled(config: Config, devices: int | None) -> Config:
 
 
 def _with_microbatches(config: Config) -> Config:
+    """Return the configuration with the microbatches per step that `train.batch_tokens` makes.
+
+    `train.batch_tokens` must be a multiple of the tokens of a microbatch over all devices:
+    `train.microbatch_size` x `train.seq_len` x `parallel.dp` / `parallel.cp`.
+    """
     parallel, train = config.parallel, config.train
     if train.grad_accum_steps or not train.batch_tokens or parallel.dp < 1:
         return config
@@ -140,7 +191,11 @@ def _with_microbatches(config: Config) -> Config:
 
 
 def _check_replicas(config: Config) -> None:
-    """Raise `ConfigError` where the number of replicas is none, or still to be filled."""
+    """Raise `ConfigError` if the number of replicas is below 1, or is still to be filled in.
+
+    `parallel.dp` must be at least 1; -1, for all devices, only where the command knows their
+    number: train, profile, and plan with `--devices`.
+    """
     if config.parallel.dp < 1:
         raise ConfigError(
             f"parallel.dp={config.parallel.dp}: give at least 1; or -1 for all devices that there "
@@ -149,16 +204,21 @@ def _check_replicas(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """Raise `ConfigError` where sizes of model, mesh and batch break a rule between them."""
+    """Raise `ConfigError` if sizes of model, mesh and batch break a rule between them.
+
+    `parallel.sequence_parallel` needs a `parallel.tp` above 1.
+
+    `parallel.reshard_after_forward=true` needs `parallel.zero_stage=3`.
+    """
     parallel, tp = config.parallel, config.parallel.tp
     _check_replicas(config)
     _check_batch(config)
     check_sequences(config)
-    _check_weights(config)
-    _check_limit(config)
+    check_weights(config)
+    check_limit(config)
     check_experts(config)
     if parallel.vocab_parallel_pp is True:
-        _check_vocab_parallel(config)
+        check_vocab_parallel(config)
     for sentence in config.model.broken_rules(tp):
         raise ConfigError(sentence)
     if parallel.sequence_parallel and tp == 1:
@@ -174,7 +234,16 @@ def check_sizes(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    """A step has microbatches, given or filled in, that one can count and schedule."""
+    """Raise `ConfigError` if a step has no microbatches, or too many to count and schedule.
+
+    `train.grad_accum_steps` or `train.batch_tokens` must be given, and not both.
+
+    `train.grad_accum_steps` x `train.microbatch_size` x `train.seq_len` x `parallel.dp` /
+    `parallel.cp`, the tokens of a step, must be less than 2^31.
+
+    `train.grad_accum_steps` x `parallel.slices` x stages x `train.fused_steps`, the forwards of a
+    schedule, must be at most 65,536.
+    """
     parallel, train = config.parallel, config.train
     if bool(train.grad_accum_steps) == bool(train.batch_tokens):
         raise ConfigError(
@@ -199,88 +268,18 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_weights(config: Config) -> None:
-    """Weights of the ends steer the weighted split alone, and that only where nothing is pinned."""
-    parallel = config.parallel
-    weights = parallel.input_weight, parallel.output_weight
-    pinned = parallel.first_stage_layers or parallel.last_stage_layers
-    if weights != (1, 1) and (pinned or parallel.layer_split != "weighted"):
-        given = f"{parallel.layer_split!r}{' with pinned layers' if pinned else ''}"
-        raise ConfigError(
-            f"parallel.input_weight={weights[0]} and parallel.output_weight={weights[1]} count "
-            f"only with parallel.layer_split='weighted' and no pinned layers, but it is {given}: "
-            f"set it, or leave the weights out."
-        )
-
-
-def _check_limit(config: Config) -> None:
-    limit = config.parallel.memory_limit
-    if isinstance(limit, float | int) and limit <= 0:
-        raise ConfigError(
-            f"parallel.memory_limit={limit:g} must be above 0, as a number of microbatches in a "
-            f"stage: raise it, or leave it out for no limit."
-        )
-
-
-def _check_vocab_parallel(config: Config) -> None:
-    parallel = config.parallel
-    if parallel.pp == 1:
-        raise ConfigError(
-            "parallel.vocab_parallel_pp=true cuts the vocabulary over parallel.pp, which is 1: set "
-            "parallel.pp, or leave vocab_parallel_pp out."
-        )
-    if parallel.defer_ends:
-        raise ConfigError(
-            "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: ends that all ranks "
-            "share leave nothing to even out by waiting; use one of them."
-        )
-
-
-def _check_pipeline(config: Config) -> None:
-    parallel, microbatches = config.parallel, config.train.grad_accum_steps
-    family = FAMILIES.get(parallel.schedule.lower())
-    if family is None:
-        raise ConfigError(
-            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}."
-        )
-    if parallel.pp > config.model.n_layers:
-        raise ConfigError(
-            f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
-            f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
-        )
-    slices, may_underfill = parallel.slices, family.underfills or parallel.allow_underfilled
-    if microbatches * slices < parallel.pp and not may_underfill:
-        cut = f" of parallel.slices={slices}" if slices > 1 else ""
-        raise ConfigError(
-            f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "
-            f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
-            f"parallel.allow_underfilled=true to accept the bubble."
-        )
-    several = family.default("virtual_stages") or 1
-    if parallel.virtual_stages == 1 and several > 1:
-        raise ConfigError(
-            f"parallel.schedule={parallel.schedule!r} with parallel.virtual_stages=1: it is for "
-            f"several stages a rank; use {several} or more, or a schedule with one, such as 1f1b."
-        )
-    if family.takes("path") != bool(parallel.schedule_file):
-        raise ConfigError(
-            f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
-            f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
-        )
-
-
-def _check_schedule(config: Config, platform: str | None, memory: float | None) -> None:
-    """Raise `ConfigError` where there is no such schedule, or none that the scan can run."""
-    try:
-        _ = chosen(config, platform=platform, memory=memory).tables
-    except ScheduleError as error:
-        raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
-
-
 def _check_rest(config: Config) -> None:
+    """Raise `ConfigError` if op costs cannot be read, or loss chunks or a bubble log have no use.
+
+    `parallel.costs` must be empty, `measure`, or a file of measured op seconds.
+
+    `train.loss_chunks` above 1 excludes `parallel.defer_ends`.
+
+    `log.bubble_every` needs a `parallel.pp` above 1.
+    """
     train, costs = config.train, config.parallel.costs
     if costs not in ("", "measure"):
-        read_measured(Path(costs))  # whether or not the schedule is one that asks for it
+        read_measured(Path(costs))  # also if the schedule does not use them
     if train.loss_chunks > 1 and config.parallel.defer_ends:
         raise ConfigError(
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
@@ -293,55 +292,43 @@ def _check_rest(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    optimizer = config.optimizer
-    if optimizer.muon_lr and optimizer.name != "muon":
-        raise ConfigError(
-            f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
-            f"it is {optimizer.name!r}: leave muon_lr out."
-        )
-    free = optimizer.name == "schedule_free"
-    if free and (optimizer.decay != "constant" or not optimizer.beta1):
-        raise ConfigError(
-            f"optimizer.name='schedule_free' averages in place of a decay, with the weight beta1, "
-            f"but optimizer.decay={optimizer.decay!r} and optimizer.beta1={optimizer.beta1}: set "
-            f"decay=constant, and a beta1 above 0."
-        )
-
-
-def _check_start(config: Config) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
-        raise ConfigError(
-            f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
-            f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
-            f"exclude out."
-        )
-    fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
-    for key in checkpoint.allow_changed:
-        if key not in fields:
-            raise ConfigError(
-                f"checkpoint.allow_changed has {key!r}, but what it may name are the fields "
-                f"{', '.join(fields)}."
-            )
-
-
-def _check_log(config: Config) -> None:
-    # A folder named wandb, as wandb leaves them, is found too, but without an origin.
-    found = find_spec("wandb") if config.log.wandb else None
-    if config.log.wandb and (found is None or found.origin is None):
-        raise ConfigError(
-            f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
-            f"pip install wandb, or leave log.wandb out."
-        )
-    if config.log.profile_start and config.log.bubble_every:
-        raise ConfigError(
-            f"log.profile_start={config.log.profile_start} and log.bubble_every="
-            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
-            f"one of them out."
-        )
-    if config.log.profile_start > config.train.steps:
-        raise ConfigError(
-            f"log.profile_start={config.log.profile_start} is past train.steps="
-            f"{config.train.steps}: record an earlier step, or train longer."
-        )
+# The functions whose docstrings state the rules, in paragraphs that begin with a setting; in the
+# order in which `validate` checks them, after `filled`. `jaxpipe.planning.rules` prints the rules.
+RULES: tuple[Callable[..., object], ...] = (
+    filled,
+    _with_microbatches,
+    _check_platform,
+    DecoderConfig.unmet_needs,
+    _check_packing,
+    ModelConfig.unmet_by_packing,
+    DecoderConfig.unmet_by_packing,
+    unmet_by_kernel,
+    unmet_by_packed_kernel,
+    _check_replicas,
+    _check_batch,
+    *SEQUENCE_CHECKS,
+    ModelConfig.unmet_by_context,
+    DecoderConfig.unmet_by_context,
+    DecoderConfig._unmet_by_fused_ring,
+    DecoderConfig._unmet_by_exchange,
+    check_weights,
+    check_limit,
+    check_experts,
+    check_vocab_parallel,
+    DecoderConfig.unequal_parts,
+    MixtureConfig._unread,
+    MixtureConfig.broken_mixture_rules,
+    LlamaConfig.broken_rules,
+    check_sizes,
+    check_fp8,
+    check_pipeline,
+    check_schedule,
+    check_fused,
+    _check_rest,
+    *DATA_CHECKS,
+    *RUN_CHECKS,
+    check_debug,
+    _check_host,
+    _check_memory,
+    _check_devices,
+)

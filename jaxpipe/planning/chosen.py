@@ -1,6 +1,6 @@
-"""What a configuration runs: its schedule, the layers of every stage, its ticks, what ops cost.
+"""What a configuration runs: schedule, layers of each stage, lockstep settings, costs of ops.
 
-Train, plan, profile and the check for GPUs all ask `chosen`, so they mean the same run.
+Train, plan, profile and the check for GPUs all call `chosen`, so they mean the same run.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.scan import paced, scan_time
 
 QUICK = 100_000  # effort of a search that takes less than a second
-_AS_FAST = 1.01  # a plan cannot tell times apart that differ by less
+_AS_FAST = 1.01  # times that differ by less count as equal: a plan is not more exact
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Choice:
 
     @property
     def tables(self) -> Tables:
-        """What the scan reads; raises `ScheduleError` where it cannot run the schedule."""
+        """Tables that the scan reads; raises `ScheduleError` if it cannot run the schedule."""
         return lower(self.schedule, self.lockstep)
 
     def settled(self, config: Config) -> Config:
-        """The configuration that it was chosen for, with the ends as they were decided."""
+        """Return the configuration with `parallel.vocab_parallel_pp` as it was chosen."""
         return _settled(config, shared=self.lockstep.vocab_parallel)
 
     def costs(self, config: Config, seconds: OpSeconds) -> Costs:
-        """Seconds of its stages."""
+        """Seconds of the schedule's stages."""
         return seconds.costs(
             self.layers,
             shared_by=self.settled(config).parallel.ends_shared_by,
@@ -77,24 +77,24 @@ def chosen(
     seconds: OpSeconds | None = None,
     effort: int | None = None,
 ) -> Choice:
-    """What a run of a configuration executes, searched once where its builder searches.
+    """Return what a run of a configuration executes; a searched schedule is searched only once.
 
-    A search takes the costs of the configuration's own stages, measured (`parallel.costs`) or those
-    of an H100, and makes least what `parallel.objective` says. Under `parallel.memory_limit` a
-    microbatch takes the bytes that it keeps for B and for W in this configuration; without one,
-    searches keep to the number of microbatches that their families say. Every schedule is proved
+    A search uses the costs of the configuration's own stages, measured (`parallel.costs`) or those
+    of an H100, and minimises `parallel.objective`. Under `parallel.memory_limit` a microbatch takes
+    the bytes that it keeps for B and for W in this configuration; without a limit, searches keep to
+    the number of microbatches that their families set. Every schedule is validated
     (`schedule.validate`).
 
     Args:
       config: of the run.
       platform: of its devices; None: CPUs if the configuration has virtual ones, else GPUs.
       memory: bytes of a device, for `parallel.memory_limit = "auto"`; None: not known.
-      seconds: costs of ops for a search, if not those above.
-      effort: of a search, as in `build`; `QUICK` is for comparing many, and paces none
-        (`schedule.scan.paced`).
+      seconds: costs of ops, in place of those above.
+      effort: of a search, as in `build`; `QUICK` is for comparing many candidates, and leaves
+        pacing out (`schedule.scan.paced`).
 
-    Raises `ScheduleError` where there is no such schedule, none within `parallel.memory_limit`, or
-    a stage with fewer layers than are to be offloaded.
+    Raises `ScheduleError` if there is no such schedule, none within `parallel.memory_limit`, or a
+    stage has fewer layers than are to be offloaded.
     """
     config = decided(config, platform)
     parallel = config.parallel
@@ -132,7 +132,7 @@ def chosen(
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
-    """Layers of each of so many stages; raises `ScheduleError` where they cannot be filled."""
+    """Number of layers per stage; raises `ScheduleError` if the layers do not fit the stages."""
     parallel = config.parallel
     return assign_layers(
         config.model.n_layers, stages, parallel.layer_split,
@@ -142,23 +142,24 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
 
 
 def decided(config: Config, platform: str | None = None) -> Config:
-    """The configuration with `parallel.vocab_parallel_pp` decided where it is "auto".
+    """Return the configuration with `parallel.vocab_parallel_pp` = "auto" resolved.
 
-    It becomes true where the scan of its schedule then takes no longer (a hundredth counts as
-    nothing), by the seconds of an H100 or of a file: not by what a run has measured, since each of
-    its starts must decide alike. It becomes false where that cannot be, and on CPU, where ranks
-    share cores; `platform` as in `chosen`.
+    It becomes true if the scan of its schedule then takes at most 1 % longer, by the seconds of an
+    H100 or of a file; a run's own measurements are not used, since each of its starts must decide
+    alike. It becomes false if vocabulary parallelism is not possible, and on CPU, where ranks share
+    cores; `platform` as in `chosen`.
     """
     if config.parallel.vocab_parallel_pp != "auto":
         return config
     return _settled(config, shared=not _on_cpu(config, platform) and _gains_by_sharing(config))
 
 
-@lru_cache(maxsize=64)  # several ask for the same run
+@lru_cache(maxsize=64)  # several callers ask for the same run
 def _gains_by_sharing(config: Config) -> bool:
-    """Whether embedding and head that all ranks share are possible, and take no longer.
+    """Whether vocabulary-parallel embedding and head are possible, and take no longer.
 
-    Both are timed in one order of actions, searched for ends of which each has its rank.
+    Both variants are timed with one order of actions, searched for embedding and head on the end
+    stages.
     """
     if len(ends_of(config)) == 1:
         return False
@@ -179,7 +180,7 @@ def _gains_by_sharing(config: Config) -> bool:
 
 
 def ends_of(config: Config) -> list[Config]:
-    """The configuration with the ends among which `decided` chooses: each rank's own, or shared."""
+    """The configurations that `decided` chooses from: embed_head on the end stages, or over pp."""
     parallel = config.parallel
     if parallel.vocab_parallel_pp != "auto":
         return [config]
@@ -199,12 +200,12 @@ def _on_cpu(config: Config, platform: str | None) -> bool:
 def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
     """How the scan lays a configuration's schedule out in ticks; `platform` as in `chosen`.
 
-    On CPU messages take no tick of their own, since collectives wait there, whatever stands beside
-    them, and all ranks meet in them; for the same reason nothing is gained by halves of a cell that
-    may overlap. A pair reads before its branch, in every tick: so there is none where residuals
+    On CPU a collective blocks whatever compute stands next to it, and all ranks meet in it. So
+    messages have no tick of their own there, and halves of a cell in one branch would gain nothing.
+    Paired halves read residuals before their branch, in every tick, so there are none if residuals
     wait on the host.
 
-    Raises `ScheduleError` for ends that are both shared and deferred.
+    Raises `ScheduleError` for embedding and head that are both vocabulary-parallel and deferred.
     """
     parallel, on_cpu = config.parallel, _on_cpu(config, platform)
     return Lockstep(
@@ -218,9 +219,9 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
 
 
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
-    """Measured seconds where the configuration names a file of them, else from the data sheet.
+    """Return measured seconds if the configuration names a file, else those of the data sheet.
 
-    With `parallel.costs = "measure"` they are those that the run has measured, if it has by now.
+    With `parallel.costs = "measure"` they are the run's own measurements, if there are any yet.
     Copies with the host are never measured.
     """
     costs, hardware = config.parallel.costs, hardware or Hardware()
@@ -236,7 +237,7 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
 def _searched(
     config: Config, options: dict[str, Any], seconds: OpSeconds, memory: float | None
 ) -> Schedule:
-    """A schedule for the costs of the configuration's stages, within what they may keep."""
+    """Search a schedule for the costs of the configuration's stages, within its memory limit."""
     parallel = config.parallel
     placement = family_of(parallel.schedule).placed(parallel.pp)
     layers = layers_of(config, placement.stages)

@@ -1,4 +1,4 @@
-"""What layers, ends and messages cost one device: traced from the model itself, not by formula."""
+"""Costs of layers, embed_head and messages on one device, traced from the model's functions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,35 +6,36 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
-from jaxpipe.partition.leaf import Leaf
+from jaxpipe.partition.leaf import ParamSpec
 
 if TYPE_CHECKING:
     import jax
 
 
 class Parameter(NamedTuple):
-    """One parameter: its whole shape, and how devices share it."""
+    """One parameter: its full shape, and how devices share it."""
 
     shape: tuple[int, ...]
-    leaf: Leaf
+    leaf: ParamSpec
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One layer of a kind, and one microbatch or slice of it, on one device.
+    """Costs of a layer of one kind for one microbatch or sequence slice, on one device.
 
-    FLOPs are those of matrix products, two for every multiply-add. The papers' M_B are the bytes
-    of `for_b` and `for_w`, M_W those of `for_w` and `stash`.
+    FLOPs are those of matrix products, two per multiply-add. The papers' M_B is the bytes of
+    `for_b` and `for_w`, their M_W the bytes of `for_w` and `stash`.
 
     Attributes:
-      F, B, W: FLOPs, with what B computes again. BW does both.
-      in_fp8: those of F, B and W that are of 8-bit floats.
-      waits: shapes and dtypes of the values that wait: residuals that only B reads (`for_b`), those
-        that W reads (`for_w`), and what B leaves for W (`stash`).
-      state: bytes that slices of a sequence leave for each other; the gradient at them is as large.
+      F, B, W: FLOPs, with what B recomputes. BW does both.
+      in_fp8: FLOPs of F, B and W that are in 8-bit floats.
+      waits: shapes and dtypes of the values that stay live: residuals that only B reads (`for_b`),
+        residuals that W reads (`for_w`), and the W stash (`stash`).
+      state: bytes that sequence slices leave for each other; their gradient is as large.
+      parameters: the parameters of the layer.
       exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
-      shared: bytes that it sends to those that share its sequences, in each.
-      turned: those of them that go round a ring.
+      shared: bytes that a device sends to replicas that share its sequences (cp), in each.
+      turned: the bytes of `shared` that go round the ring of ring attention.
     """
 
     F: float
@@ -50,35 +51,35 @@ class LayerCosts:
 
     @property
     def for_b(self) -> int:
-        """Bytes that wait for B alone."""
+        """Bytes of the residuals that only B reads."""
         return size_of(self.waits["for_b"])
 
     @property
     def for_w(self) -> int:
-        """Bytes that F leaves for W."""
+        """Bytes of the residuals that W reads."""
         return size_of(self.waits["for_w"])
 
     @property
     def stash(self) -> int:
-        """Bytes that B leaves for W."""
+        """Bytes of the W stash, which B leaves for W."""
         return size_of(self.waits["stash"])
 
 
 def size_of(values: Iterable["jax.ShapeDtypeStruct"]) -> int:
-    """Bytes of arrays of such shapes and dtypes."""
+    """Bytes of arrays of these shapes and dtypes."""
     return sum(prod(value.shape) * value.dtype.itemsize for value in values)
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model under one configuration.
+    """Costs of a model under one configuration.
 
     Attributes:
-      kinds: the costs of each kind of layer.
+      kinds: the costs of each layer kind.
       order: the kind of every layer.
-      head: FLOPs of the loss of a microbatch with all its gradients.
+      head: FLOPs of the loss of a microbatch or slice with all its gradients.
       message: bytes of the activations between two layers, or of their gradient.
-      ends: the parameters that no layer has.
+      ends: the parameters of embedding, final norm and head.
     """
 
     kinds: Mapping[str, LayerCosts]
@@ -92,7 +93,7 @@ _traced: dict[Config, ModelCosts] = {}
 
 
 def costs_of(config: Config) -> ModelCosts:
-    """The costs of a configuration's model; what they do not depend on is not traced again.
+    """Return the costs of a configuration's model, cached by its `essentials`.
 
     This imports jax, but touches no device.
     """
@@ -105,12 +106,12 @@ def costs_of(config: Config) -> ModelCosts:
 
 
 def take_traced(known: Mapping[Config, ModelCosts]) -> None:
-    """Costs by their `essentials`, which another process has traced."""
+    """Add costs that another process has traced to the cache, by their `essentials`."""
     _traced.update(known)
 
 
 def essentials(config: Config) -> Config:
-    """What the ops of a device depend on, and nothing else."""
+    """Reduce a configuration to the settings that the ops of a device depend on."""
     parallel, train, documents = config.parallel, config.train, config.data.documents
     packed = {"packing": "sequential", "max_documents": documents} if documents else {}
     return Config(

@@ -1,4 +1,4 @@
-"""The rules across fields of what a run reads, and of how long its rows are."""
+"""Rules of data sources, of packing, and of the lengths of rows."""
 
 from math import inf, prod
 
@@ -6,12 +6,25 @@ from jaxpipe.config import Config, ConfigError
 
 
 def check_data(config: Config) -> None:
-    """Raise `ConfigError` at the first rule of sources, packing and lengths that is broken."""
-    for check in (_check_sources, _check_order, _check_lengths):
+    """Raise `ConfigError` at the first broken rule of sources, packing and lengths."""
+    for check in DATA_CHECKS:
         check(config)
 
 
 def _check_sources(config: Config) -> None:
+    """Raise `ConfigError` if paths of data are missing, or would not be read.
+
+    `data.sources` excludes `data.path`, and a `data.source` other than the default.
+
+    `data.sources` must have weights with a finite sum above 0.
+
+    `data.sources` must each have a path.
+
+    `data.source='file'` needs `data.path`, unless there are `data.sources`.
+
+    `data.path` and `data.heldout_path` need `data.source='file'`; with `data.sources` only the
+    latter may be given.
+    """
     data = config.data
     if data.sources:
         weights = [source.weight for source in data.sources]
@@ -39,6 +52,10 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_order(config: Config) -> None:
+    """Raise `ConfigError` if packed rows would come in the order of their lengths.
+
+    `data.packing='best_fit'` needs `data.shuffle`.
+    """
     data = config.data
     if data.packing == "best_fit" and not data.shuffle:
         raise ConfigError(
@@ -48,14 +65,25 @@ def _check_order(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
+    """Raise `ConfigError` if a row length that may occur does not divide into equal shards.
+
+    `train.length_bucket` must, with `train.variable_length`, be a multiple of
+    `train.pad_to_multiple_of` x the equal parts of a sequence: `parallel.slices` x `parallel.cp`
+    (twice for a ring) x `parallel.tp` (with `parallel.sequence_parallel`).
+
+    `train.loss_chunks` must, with `train.variable_length`, divide `train.pad_to_multiple_of` (x
+    `parallel.tp` with `parallel.sequence_parallel`).
+    """
     train, parallel = config.train, config.parallel
     if not train.variable_length:
         return
     multiple, tp = train.pad_to_multiple_of, parallel.tp if parallel.sequence_parallel else 1
-    if train.length_bucket % (multiple * parallel.stretches):
+    if train.length_bucket % (multiple * parallel.sequence_shards):
         cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp, "parallel.tp": tp}
         product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
-        product += " x 2 stretches" if parallel.stretches > prod(cuts.values()) else ""
+        product += (
+            " x 2 blocks per device" if parallel.sequence_shards > prod(cuts.values()) else ""
+        )
         raise ConfigError(
             f"train.length_bucket={train.length_bucket} must be a multiple of "
             f"train.pad_to_multiple_of={multiple}{product}: every equal part of a sequence is a "
@@ -67,3 +95,6 @@ def _check_lengths(config: Config) -> None:
             f"{f' x parallel.tp={tp}' if tp > 1 else ''} with train.variable_length: every length "
             f"is cut into so many chunks; change one of them."
         )
+
+
+DATA_CHECKS = (_check_sources, _check_order, _check_lengths)

@@ -1,10 +1,19 @@
-"""The rules of what is printed to debug a step (`[debug]`)."""
+"""Rules of the messages that are printed to debug a step (`[debug]`)."""
 
 from jaxpipe.config import Config, ConfigError
 
 
 def check_debug(config: Config) -> None:
-    """Raise `ConfigError` where ticks or pipeline ranks to print are none that there are."""
+    """Raise `ConfigError` if the ticks or pipeline ranks to print do not exist.
+
+    `debug.ticks` and `debug.pp_ranks` need `debug.print_messages`.
+
+    `debug.ticks` must be two numbers, the first tick and the last, in this order and from 0 on.
+
+    `debug.pp_ranks` must be in 0 to `parallel.pp` - 1.
+
+    `debug.print_messages` needs a `parallel.pp` above 1.
+    """
     debug, pp = config.debug, config.parallel.pp
     given = {"debug.ticks": debug.ticks, "debug.pp_ranks": debug.pp_ranks}
     for name, values in given.items():

@@ -1,4 +1,4 @@
-"""What candidates cost: time, bubbles, bytes and messages."""
+"""Estimates of what candidates cost: time, bubbles, bytes and messages."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,41 +18,42 @@ from jaxpipe.schedule import FAMILIES, Report, Tables, Variant, simulate, time_s
 
 @dataclass(frozen=True)
 class Estimate:
-    """One row of a plan. Tokens are those of the whole step, over all replicas.
+    """What a candidate costs: one row of a plan. Tokens are those of all replicas.
 
-    The time is that of the pipeline: the gradients' sum over dp and the update come on top.
+    Times are those of the pipeline, without the reduction of gradients over dp and the optimizer
+    update.
     """
 
     candidate: Candidate
-    report: Report  # seconds
+    report: Report  # simulated times, in seconds
     tables: Tables
     bytes: RankBytes  # of a device
-    sent: int  # bytes that a device sends in a step: every lane of every tick, and a second copy
-    mirroring: float  # seconds of that copy, if the schedule is bidirectional
-    waiting: float  # seconds for which compute waits for copies with the host
-    exposed: float  # seconds for which it waits for other replicas, over ep and over cp
-    tokens: int  # of a step
-    saved: float | None = None  # share of the time that steps would save which overlap, if known
+    sent: int  # bytes that a device sends per step: messages, and mirrored stages
+    mirroring: float  # seconds to send the mirrored stages of a bidirectional schedule; else 0
+    waiting: float  # seconds per step for which compute waits for copies with the host
+    exposed: float  # seconds per step for which compute waits for replicas, over ep and cp
+    tokens: int  # per step
+    saved: float | None = None  # share of the time that overlapping steps would save; None: unknown
 
     @property
     def held(self) -> int:
-        """Most (microbatch, stage) pairs on any rank."""
+        """Most live (microbatch, stage) pairs on any rank."""
         return self.tables.slots.for_w
 
     @property
     def seconds(self) -> float:
-        """Of a step: what the scan takes."""
+        """Seconds of a step: of the scan, and of mirroring."""
         return self.report.scan_makespan + self.mirroring
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of the whole step, over all replicas."""
+        """Tokens per second of all replicas."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class _Request:
-    """An estimate that another process can make, which traces nothing that is `known`."""
+    """An estimate for another process to compute, which does not trace again what is `known`."""
 
     config: Config
     seconds: OpSeconds
@@ -60,7 +61,7 @@ class _Request:
     known: Mapping[Config, ModelCosts]
 
     def __call__(self, variant: Variant) -> Estimate | str:
-        """That of a variant, or why the sizes forbid it."""
+        """Return the estimate of a variant, or the reason why the sizes forbid it."""
         take_traced(self.known)
         one = tried(self.config, self.seconds, variant, memory=self.memory)
         return one if isinstance(one, str) else estimate(self.config, one, self.seconds)
@@ -73,10 +74,15 @@ def estimates(
     memory: float | None = None,
     helpers: Executor | None = None,
 ) -> tuple[list[Estimate], dict[str, str]]:
-    """Of the schedules that fit the sizes; and by label why each of the others does not.
+    """Return the estimates of all schedules that fit the sizes, and by label why others do not.
 
-    The configuration's own comes first. `memory`: bytes of a device, as in `chosen`; `helpers`:
-    processes that make them (`planning.helpers`); None: this one does.
+    The configuration's own schedule comes first.
+
+    Args:
+      config: of the run.
+      seconds: costs of ops.
+      memory: bytes of a device, as in `chosen`.
+      helpers: processes that compute the estimates (`planning.helpers`); None: this process does.
     """
     every = variants(config)
     known = {essentials(one): costs_of(one) for one in ends_of(config)} if helpers else {}
@@ -127,9 +133,10 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
 
 
 def overlapped(config: Config, one: Estimate, seconds: OpSeconds, steps: int) -> Estimate:
-    """An estimate with what so many steps that overlap would save.
+    """Return the estimate with the share of time that `steps` overlapping steps would save.
 
-    That is of the pipeline's time: updates take none, as in the rest.
+    The share is one of the pipeline's time, in which updates take none. A bidirectional schedule's
+    estimate is returned as it is.
     """
     choice = one.candidate.choice
     if choice.schedule.placement.mirrored_from is not None:

@@ -1,14 +1,22 @@
-"""The rules between a model's experts and the replicas that have them in parts."""
+"""Rules between a model's experts and the replicas that share them (expert parallelism)."""
 
 from jaxpipe.config import Config, ConfigError
 
-COUNTED = 255  # experts on a device that has parts: 1 to so many, and 0 for none
+COUNTED = 255  # most experts of a device under ep: a bfloat16 column numbers them from 1; 0: none
 
 
 def check_experts(config: Config) -> None:
-    """Replicas have equal parts of experts, within a group.
+    """Raise `ConfigError` if replicas cannot have equal shards of the experts.
 
-    Raises `ConfigError` at the first rule that is broken.
+    `parallel.ep_buffer_factor` needs a `parallel.ep` above 1.
+
+    `model.n_experts` must be a multiple of `parallel.ep`, and above 0 if that is above 1.
+
+    `parallel.ep_buffer_factor` excludes `model.capacity_factor`.
+
+    `parallel.ep` x `parallel.dp_replicate` must divide `parallel.dp`, if `parallel.ep` is above 1.
+
+    `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1.
     """
     parallel, experts = config.parallel, config.model.routed_experts
     ep, groups = parallel.ep, parallel.dp_replicate
@@ -43,7 +51,7 @@ def check_experts(config: Config) -> None:
 
 
 def check_recording(config: Config, processes: int = 1) -> None:
-    """Raise `ConfigError` where a run of so many processes cannot record routes."""
+    """Raise `ConfigError` if a run with this number of processes cannot record routes."""
     parallel = config.parallel
     if not config.model.routed_experts:
         raise ConfigError("--record-routes: model.n_experts=0, no token is routed; leave it out.")

@@ -1,18 +1,25 @@
-"""The rules of products in 8-bit floats."""
+"""Rules of matrix products in 8-bit floats."""
 
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.runtime.devices import compute_capability
 
-_LEAST_CAPABILITY = 8.9  # Ada and Hopper: the first with products of 8-bit floats
-_MULTIPLE = 16  # of which cuBLAS wants every size of such a product
+_LEAST_CAPABILITY = 8.9  # Ada, then Hopper: the first GPUs with products of 8-bit floats
+_MULTIPLE = 16  # cuBLAS needs every size of such a product to be a multiple of it
 
 
 def check_fp8(config: Config, platform: str | None) -> None:
-    """The stream is bfloat16, and GPUs, if there are any, multiply such sizes in 8 bits.
+    """Raise `ConfigError` if products cannot be computed in 8-bit floats.
 
-    Raises `ConfigError` at the first rule that is broken.
+    `train.fp8` needs `train.compute_dtype='bfloat16'`.
+
+    `train.fp8` needs a `model.family` whose products can be made in 8 bits.
+
+    `train.fp8` needs sizes of products that are multiples of 16: `model.d_model`, and on a device
+    the widths of heads, of keys and of the MLP, and the tokens of a microbatch or sequence slice.
+
+    `train.fp8` needs GPUs of compute capability 8.9 or later, if the devices are GPUs.
     """
     train = config.train
     if train.fp8 == "none":
@@ -44,7 +51,7 @@ def check_fp8(config: Config, platform: str | None) -> None:
 
 
 def _tokens(config: Config) -> dict[str, int]:
-    """How many tokens a product has on a device, with what makes them."""
+    """Number of tokens in a product on a device, by the settings that give it."""
     parallel, train = config.parallel, config.train
     cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     cut = "".join(f" / {name}" for name, size in cuts.items() if size > 1)

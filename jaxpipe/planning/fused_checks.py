@@ -1,4 +1,4 @@
-"""The rules of several steps in one program (`train.fused_steps`)."""
+"""Rules of several steps in one program (`train.fused_steps`)."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,15 @@ from jaxpipe.schedule import family_of
 
 
 def check_fused(config: Config) -> None:
-    """What looks at the state does so between programs, and these can make the updates.
+    """Raise `ConfigError` if several steps cannot be one program.
 
-    Raises `ConfigError` at the first rule that is broken.
+    `train.fused_steps` must divide `train.eval_every` and `checkpoint.every`.
+
+    `train.fused_steps` above 1 excludes `train.variable_length` and `train.offload_moments`; with a
+    schedule whose ranks have stages of both directions (dualpipe) also `log.bubble_every`, and with
+    any other: `debug.skip_update`, `debug.print_messages`, a head that is the embedding,
+    `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
+    `parallel.slices`, `parallel.reshard_after_forward`, and optimizers other than adamw and lion.
     """
     steps = config.train.fused_steps
     if steps == 1:
@@ -31,7 +37,7 @@ def check_fused(config: Config) -> None:
 
 
 def _unmet(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that steps in one program cannot have, and why."""
+    """Yield the settings that exclude several steps in one program, and why."""
     model, parallel, train = config.model, config.parallel, config.train
     if train.variable_length:
         yield "train.variable_length=true", "steps of one program have rows of one length"
@@ -40,7 +46,7 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
     if family_of(parallel.schedule).placement == "both ways":
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"
-        return  # and it updates as always
+        return  # its steps run one after the other, each with the usual update
     if config.debug.skip_update:
         yield "debug.skip_update=true", "ranks update within the program"
     if config.debug.print_messages:

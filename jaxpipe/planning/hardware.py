@@ -16,16 +16,16 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and the link to its neighbours on the ring.
+    """A device, and its links to neighbours, to its host and to other replicas.
 
-    `efficiency` is the share of the peak that an op reaches; the bubble comes on top of it.
+    `efficiency` is the share of the peak that ops reach; the bubble is not part of it.
     """
 
     device: str = "H100"
     efficiency: float = 0.5
-    link: float = 50e9  # bytes a second to one neighbour, one way
-    host: float = 50e9  # to the host's memory, and from it: of the 63 GB/s of PCIe 5.0 x16
-    network: float = 50e9  # bytes a second to other replicas: a 400 Gb/s port a device
+    link: float = 50e9  # bytes per second to one neighbouring pipeline rank, one way
+    host: float = 50e9  # bytes per second to or from the host, of the 63 GB/s of PCIe 5.0 x16
+    network: float = 50e9  # bytes per second to other replicas: one 400 Gb/s port per device
 
     @property
     def flops(self) -> float:
@@ -33,9 +33,9 @@ class Hardware:
         return self._sheet.flops * self.efficiency
 
     def seconds(self, flops: float, in_fp8: float) -> float:
-        """Of so many FLOPs, of which some are of 8-bit floats.
+        """Seconds of `flops` FLOPs, `in_fp8` of which are in 8-bit floats.
 
-        Raises `ConfigError` where the device has no products of these.
+        Raises `ConfigError` if the device does not multiply 8-bit floats.
         """
         if not in_fp8:
             return flops / self.flops
@@ -55,7 +55,7 @@ class Hardware:
 
 
 class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of the copies with the host in F, B and W of one of a stage's first `layers` layers.
+    """Seconds of copies with the host in F, B and W of one of a stage's first `layers` layers.
 
     BW copies what B does.
     """
@@ -66,9 +66,10 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     W: float
 
     def beside(self, copy: float, compute: float, count: int) -> float:
-        """Seconds of `count` layers with their copies, each of which may run beside other layers.
+        """Seconds of `count` layers with their copies, which may overlap compute of other layers.
 
-        The first copy begins after a layer's compute, or the last ends before one: the same.
+        The first copy starts after a layer's compute, or the last ends before one; the time is the
+        same.
 
         >>> copies = Copies(layers=2, F=3.0, B=3.0, W=0.0)
         >>> [copies.beside(copies.F, compute, 4) for compute in (4.0, 1.0)]
@@ -84,7 +85,7 @@ NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of F, B and W of one layer, and of BW where it was measured."""
+    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0."""
 
     F: float
     B: float
@@ -97,7 +98,7 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.BW or self.B + self.W
 
     def beside(self, more: "LayerSeconds") -> "LayerSeconds":
-        """With those of `more`, which come on top."""
+        """Add the seconds of `more`."""
         both = self.BW and self.BW + more.whole_backward
         return LayerSeconds(self.F + more.F, self.B + more.B, self.W + more.W, both)
 
@@ -106,12 +107,14 @@ NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
 
 
 class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch or slice on one device: of a layer, of both ends, of a message.
+    """Seconds of one microbatch or slice on one device.
 
-    A message goes to each of the two neighbours at once, as every tick sends them. `copies` are
-    those of residuals that wait on the host; they are computed, never measured. `exchange` is what
-    a layer's all-to-alls over ep take, besides `layer`, and `sharing` what it waits for those that
-    share its sequences; where `layer` was measured they are in there.
+    Attributes:
+      layer: one layer, compute alone unless measured.
+      transfer: a message to each of both neighbours at once, as every tick sends them.
+      copies: of residuals that are offloaded to the host; computed, never measured.
+      exchange: all-to-alls of a layer over ep; 0 if `layer` is measured and so contains them.
+      sharing: waits of a layer for replicas that share its sequences; 0 if `layer` is measured.
     """
 
     layer: LayerSeconds
@@ -124,18 +127,21 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharing: LayerSeconds = NO_EXCHANGE
 
     def sending(self, size: int, message: int) -> float:
-        """Seconds of `size` bytes to a neighbour, where `transfer` is that of `message` bytes."""
+        """Seconds to send `size` bytes to a neighbour, if `message` bytes take `transfer`."""
         return self.transfer * size / message
 
     def costs(
         self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True, pairs: bool = True
     ) -> Costs:
-        """Costs of stages with so many layers: the head in the last F, the embedding in the first.
+        """Return the costs of stages; the first has the embedding, and the last the head in its F.
 
-        Where B and W are not `split`, each is half of BW. Where so many ranks share both ends, they
-        do so equally, which here the F's of all stages pay for, and each takes part in four sums of
-        a microbatch: in a ring of P ranks a sum sends 2 (P - 1) / P messages. Exchanges of one half
-        of a cell hide behind the other half where such halves are `pairs`.
+        Args:
+          layers: number of layers per stage.
+          shared_by: ranks that share embedding and head (vocabulary-parallel); 0: none. All stages'
+            F then carry equal shares of the compute, and of four all-reduces per microbatch, each
+            of which sends 2 (P - 1) / P messages in a ring of P ranks.
+          split: whether B and W are separate; if not, each is half of BW.
+          pairs: whether exchanges of one half of a cell hide behind the other half.
         """
         rest = (0.0,) * (len(layers) - 1)
         entered, left, returned = (
@@ -168,9 +174,9 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
-    """Seconds from FLOPs and bytes; a layer is the mean of the model's layers.
+    """Compute seconds from FLOPs and bytes; a layer is the mean of the model's layers.
 
-    The head is the whole one, also where ranks share it.
+    The head is the full head, also where ranks share it.
     """
     costs = costs_of(config)
     layers = [costs.kinds[kind] for kind in costs.order]
@@ -193,11 +199,10 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 
 
 def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
-    """Seconds for which the mean layer waits for those that share its sequences.
+    """Seconds for which the mean layer waits for the replicas that share its sequences.
 
-    What goes round a ring is on its way while the keys that are here are computed with, as long as
-    these take: of the causal half of attention all but the share of the last ones. For what else is
-    sent they wait.
+    A ring sends keys and values during attention to those already received, which is the causal
+    half of attention without the last ring position's share. All other traffic is waited for.
     """
     costs, parallel = costs_of(config), config.parallel
     if parallel.cp == 1:
@@ -210,7 +215,7 @@ def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
         parts = parallel.slices * parallel.cp * parallel.tp
         tokens = train.microbatch_size * train.seq_len / parts
         others = (parallel.ring - 1) / parallel.ring
-        # Of 12 per query and key two of four are made forwards, for half of the keys.
+        # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.
         forwards = whole / len(layers) * tokens / 6 / hardware.flops * others
         again = 1 if train.remat == "full" else 0
         behind |= {"F": forwards, "B": (2.5 + again) * forwards}
@@ -226,9 +231,9 @@ def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
 
 
 def copies_of(config: Config, hardware: Hardware) -> Copies:
-    """Seconds of copies with the host, of the mean of the model's layers.
+    """Seconds of copies with the host, for the mean of the model's layers.
 
-    F copies what it leaves, B and BW need all of it back, W what it reads itself.
+    F copies out its residuals, B and BW copy all of them back, W those that it reads itself.
     """
     if not config.train.offload_layers:
         return NO_COPIES
@@ -240,10 +245,12 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
 
 
 def read_measured(path: Path) -> OpSeconds:
-    """Measured seconds, from what `python -m jaxpipe.bench ops` writes, or written by hand:
-    `{"seconds": {"layer": {"F": s, "B": s, "W": s}, "head": s, "transfer": s}}`.
+    """Read measured seconds, as `python -m jaxpipe.bench ops` writes them.
 
-    Raises `ConfigError` where the file cannot be read or is not of this form.
+    The form, also for files written by hand, is `{"seconds": {"layer": {"F": s, "B": s, "W": s},
+    "head": s, "transfer": s}}`.
+
+    Raises `ConfigError` if the file cannot be read or is not of this form.
     """
     try:
         return msgspec.convert(json.loads(path.read_text())["seconds"], OpSeconds)
@@ -257,14 +264,14 @@ def read_measured(path: Path) -> OpSeconds:
 
 
 def own_costs(config: Config) -> Path:
-    """Where a run keeps what it has measured: beside its checkpoints."""
+    """Path of a run's own measurements, in its folder next to the checkpoints."""
     return Path(config.run.dir) / "costs.json"
 
 
 def read_own(config: Config) -> OpSeconds | None:
-    """What the run has measured; None: nothing yet, or for ops of other sizes.
+    """Return what the run has measured; None: nothing yet, or only ops of other sizes.
 
-    Raises `ConfigError` where the file is not what `write_own` wrote.
+    Raises `ConfigError` if the file is not what `write_own` wrote.
     """
     path = own_costs(config)
     if not path.exists():
@@ -274,7 +281,7 @@ def read_own(config: Config) -> OpSeconds | None:
 
 
 def write_own(config: Config, seconds: OpSeconds) -> None:
-    """Keep measured seconds with the run, for every later start; may raise `OSError`."""
+    """Store measured seconds with the run, for every later start; may raise `OSError`."""
     path = own_costs(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"of": _sizes(config), "seconds": msgspec.to_builtins(seconds)}

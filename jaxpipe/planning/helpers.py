@@ -1,6 +1,7 @@
-"""Processes that price candidates: builders and searches are Python alone, one thing at a time.
+"""Worker processes that estimate candidates in parallel, since schedule builders are pure Python.
 
-They make millions of tuples and no cycles, so no process looks for any.
+Builders and searches make millions of tuples and no reference cycles, so workers disable the cyclic
+garbage collector.
 """
 
 import gc
@@ -11,15 +12,15 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 
-_MANY = 1_000  # forwards of a stage and microbatch from which on processes are worth their start
+_MANY = 1_000  # forwards (stages x microbatches) from which starting processes is worth it
 
 
 @contextmanager
 def helpers(forwards: int) -> Iterator[Executor | None]:
-    """A process a core, for schedules of about so many forwards each; None where they are short.
+    """Yield a pool with one process per core for schedules of `forwards` forwards; None for few.
 
-    Processes begin anew (`spawn`), since jax has threads: only a command may ask for them, whose
-    module can be imported again.
+    Processes are started with `spawn`, since jax has threads. So only a command may ask for them,
+    whose main module can be imported again.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if forwards < _MANY or not cores or cores == 1:
@@ -28,12 +29,12 @@ def helpers(forwards: int) -> Iterator[Executor | None]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cores, mp_context=context, initializer=begin) as pool:
         for _ in range(cores):
-            pool.submit(os.getpid)  # they begin to import
+            pool.submit(os.getpid)  # start the imports now
         yield pool
 
 
 def begin() -> None:
-    """What a process does first: no search for cycles, and the imports of an estimate."""
+    """Initialise a worker: disable the garbage collector, and import what an estimate needs."""
     gc.disable()
     for module in ("jaxpipe.planning.estimate", "jaxpipe.pipeline"):
         import_module(module)

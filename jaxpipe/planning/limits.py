@@ -1,4 +1,4 @@
-"""What `parallel.memory_limit` is for a configuration: bytes, counted in its own microbatches."""
+"""Converts `parallel.memory_limit` from bytes to microbatches of the configuration."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank may hold, and what a microbatch takes of it.
+    """The activation memory that a pipeline rank may use, and how much of it a microbatch takes.
 
     Attributes:
-      given: `parallel.memory_limit` as it stands in the configuration.
+      given: `parallel.memory_limit` as it is in the configuration.
       unit: bytes that a stage keeps of a microbatch from F to B, the papers' M_B. Stages share
-        their buffers, so it is that of the largest.
-      memory: what ops take and free, in this unit; between B and W they keep M_W / M_B.
-      limit: in this unit, or the word for so many microbatches.
+        their ring buffers, so this is the unit of the largest stage.
+      memory: what ops allocate and free, in this unit; between B and W they keep M_W / M_B.
+      limit: the limit in this unit, or "1p" or "2p" for a number of microbatches.
     """
 
     given: str | float
@@ -37,7 +37,7 @@ class Room:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within it errors that count in the unit say what that and a limit in bytes are."""
+        """Context in which an error that counts in the unit also states the unit and the limit."""
         try:
             yield
         except ScheduleError as error:
@@ -51,12 +51,12 @@ class Room:
 
 
 def room_of(config: Config, layout: "StageLayout", device_memory: float | None) -> Room:
-    """What a rank with such stages may hold under the configuration's limit.
+    """Return the activation memory of a rank with these stages under the configuration's limit.
 
-    `device_memory` is in bytes, None where not known.
+    `device_memory` is in bytes; None: not known.
 
-    Raises `ScheduleError` for a limit that is none, and for "auto" where the memory is not known or
-    nothing of it is left.
+    Raises `ScheduleError` for an invalid limit, for a limit while all residuals are offloaded, and
+    for "auto" if the memory is not known or nothing of it is left.
     """
     unit, memory = _memory_of(config, layout)
     given = config.parallel.memory_limit
@@ -69,13 +69,13 @@ def room_of(config: Config, layout: "StageLayout", device_memory: float | None) 
 
 
 def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
-    """Bytes of a microbatch in a stage from F to B, and what ops take in this unit."""
-    costs, away = costs_of(config), layout.first_rings(config.train.offload_layers)
-    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
+    """Bytes that a stage keeps of a microbatch from F to B, and what ops take in this unit."""
+    costs, away = costs_of(config), layout.first_ring_slots(config.train.offload_layers)
+    kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
     here = [kind for ring, kind in enumerate(kinds) if ring not in away]
     for_b, for_w = (sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w"))
     stash, state = (sum(getattr(kind, name) for kind in kinds) for name in ("stash", "state"))
-    if config.parallel.defer_ends:  # a gradient of the logits, and the head's input or stage 0's dx
+    if config.parallel.defer_ends:  # the logits' gradient, and the head's input or stage 0's dx
         for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
     until_b, until_w = for_b + for_w, for_w + stash
     if not until_b:
@@ -89,7 +89,7 @@ def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
 
 
 def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:
-    """Bytes of a device beside parameters, gradients, moments, and what the ends take."""
+    """Bytes of a device that parameters, gradients, moments, embedding and head leave free."""
     if device_memory is None:
         raise ScheduleError(
             "memory_limit='auto' needs a device whose memory is known, and this one's is not: give "

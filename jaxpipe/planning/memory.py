@@ -1,10 +1,10 @@
-"""Bytes on one device: the largest rank's, since one program sizes every rank's buffers alike."""
+"""Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
-from jaxpipe.partition.leaf import PP, SHARDS, cutting
+from jaxpipe.partition.leaf import PP, ZERO_AXES, plan_sharding
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Placement, Tables
@@ -17,18 +17,23 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Where the bytes of a device go.
+    """Bytes of a device, by what they are for.
 
-    `parameters`: float32 values; layers of the rank, and its share of embedding and head, of both
-    only a part from ZeRO stage 1 on. `optimizer`: the moments of each. `gradients`: float32 sums,
-    of layers in parts if they are gathered anew for every action, of embedding and head whole
-    unless all ranks share the vocabulary. `copies`: what the ops read, in the compute dtype and
-    gathered; a bidirectional schedule has two stages of layers. `activations`: what waits for B, W
-    or the next slice, and the messages that wait. `head`: logits and their gradient in float32, of
-    a chunk and with the gradient of the head's matrix if there are chunks, while the head runs.
-    `host`: what waits in its host's memory, not on the device: residuals (`train.offload_layers`),
-    moments (`train.offload_moments`). `kept`: with `train.fused_steps` a second state, beside that
-    before the steps; in it every rank has embedding and head whole.
+    Attributes:
+      parameters: float32 values of the rank's layers, and of its shard of embedding and head; both
+        sharded over replicas from ZeRO stage 1 on.
+      optimizer: the moments of these parameters.
+      gradients: float32 sums. Layers' are sharded if layers are all-gathered for every action;
+        those of embedding and head are full unless they are vocabulary-parallel over pp.
+      copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
+        two stages of layers.
+      activations: values that are live for B, W or the next sequence slice, and queued messages.
+      head: logits and their gradient in float32 while the head runs; with loss chunks those of a
+        chunk, and the gradient of the head's matrix.
+      host: bytes in its host's memory, not on the device: residuals (`train.offload_layers`) and
+        moments (`train.offload_moments`).
+      kept: with `train.fused_steps` a second state, next to the state before the steps; every rank
+        has full embedding and head in it.
     """
 
     parameters: int
@@ -42,14 +47,14 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all that is on the device."""
+        """Bytes on the device, which excludes `host`."""
         return sum(asdict(self).values()) - self.host
 
 
 def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
-    """Bytes of a device under a schedule of such stages, lowered to `tables`.
+    """Return the bytes of a device under a schedule with these stages, lowered to `tables`.
 
-    With None in their place activations count nothing: what is left is the same for every order.
+    With None for `tables`, activations count as 0: the other bytes are the same for every order.
     """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
@@ -59,9 +64,9 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     end = _values(config, costs)
     sums = held.part if parallel.reshards else held.whole
     overlaps = train.fused_steps > 1 and not mirrored
-    cast = item != _FLOAT32 or overlaps  # what changes in a program is copied where ops read it
+    cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
     if parallel.reshards:
-        ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the one that follows
+        ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
         gathered = ahead * max(values.whole for values in by_kind.values())
         read = held.part * (cast + mirrored) + gathered
     else:
@@ -88,50 +93,50 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
 
 
 def logits_of(config: Config) -> int:
-    """Logits that a device makes at once: of a microbatch or slice, or of a chunk of its loss."""
+    """Number of logits that a device computes at once, of a microbatch, slice or loss chunk."""
     parallel, train = config.parallel, config.train
     rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.cp)
     return rows // train.loss_chunks * _vocabulary(config)
 
 
 def _vocabulary(config: Config) -> int:
-    """Words of the vocabulary that a device has, padding included."""
+    """Vocabulary entries on a device, padding included."""
     parallel = config.parallel
     return -(-config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1)))
 
 
 def _messages(costs: ModelCosts, tables: Tables) -> int:
-    """Bytes of messages that wait or are on their way."""
+    """Bytes of messages that are queued or in transit."""
     held = tables.slots
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
-    messages = held.inbox + 1 + 2 + both_ways  # waiting; made last; on their way
-    waits = held.head + held.embed + bool(held.embed)  # what deferred gradients of the ends take
+    messages = held.inbox + 1 + 2 + both_ways  # queued; computed last; in transit
+    waits = held.head + held.embed + bool(held.embed)  # for deferred gradients of embed_head
     return (messages + waits) * costs.message
 
 
 class RingBytes(NamedTuple):
-    """Bytes of rings on a device, and in its host's memory."""
+    """Bytes of ring buffers on a device, and in its host's memory."""
 
     device: int
     host: int
 
 
 def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
-    """Those of a rank's layers, of which so many of every stage are offloaded."""
-    away, held = layout.first_rings(offloaded), tables.slots
-    kinds = [costs.kinds[kind] for kind in layout.ring_kinds]
+    """Bytes of the ring buffers of a rank's layers; of every stage `offloaded` are on the host."""
+    away, held = layout.first_ring_slots(offloaded), tables.slots
+    kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
     rings = [ring_bytes(kind, tables, on_host=ring in away) for ring, kind in enumerate(kinds)]
     states = sum((held.state + held.dstate) * kind.state for kind in kinds)
     return RingBytes(sum(ring.device for ring in rings) + states, sum(ring.host for ring in rings))
 
 
 def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> RingBytes:
-    """Those of one layer's residuals and stash, as long as the neediest rank's.
+    """Bytes of the ring buffers of one layer's residuals and W stash, as long as any rank needs.
 
-    `on_host`: its residuals are offloaded.
+    `on_host`: whether its residuals are offloaded.
     """
     from jaxpipe.pipeline.cut import Residuals
-    from jaxpipe.pipeline.rings import sharing
+    from jaxpipe.pipeline.rings import values_by_use
     from jaxpipe.pipeline.store import ring_lengths
 
     waits = kind.waits
@@ -139,15 +144,15 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
     with_residuals, rest = (
         sum(length * size_of([value])
             for value, length in ring_lengths(uses, tables.slots_of).items())
-        for uses in sharing(kept, waits["stash"], apart=bool(tables.pairs) or on_host)
+        for uses in values_by_use(kept, waits["stash"], separate=bool(tables.pairs) or on_host)
     )  # fmt: skip
     return RingBytes(rest, with_residuals) if on_host else RingBytes(with_residuals + rest, 0)
 
 
 def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
-    """Bytes that a rank of a bidirectional schedule sends a step for its second copy of a stage.
+    """Bytes that a rank of a bidirectional schedule sends per step for its second copy of a stage.
 
-    The parameters go out in the compute dtype, the sums of gradients come home in float32.
+    Parameters are sent in the compute dtype, and the sums of their gradients return in float32.
     """
     if not layout.mirrored:
         return 0
@@ -158,16 +163,20 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
 
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
-    """Where the layers of stages are that live there."""
+    """Return the stage layout of a configuration's layers under a placement."""
     from jaxpipe.parallel import StageLayout
 
     return StageLayout(layers, placement, costs_of(config).order)
 
 
 class _Values(NamedTuple):
-    """Values on one device: of what is stored, of that put together over pp and dp, of moments.
+    """Numbers of values on one device.
 
-    `of_rank` are those of parameter and moments put together over pp alone.
+    Attributes:
+      part: stored parameters.
+      whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
+      moments: optimizer moments.
+      of_rank: parameters and moments, those of embed_head all-gathered over pp.
     """
 
     part: int
@@ -177,7 +186,7 @@ class _Values(NamedTuple):
 
 
 def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Values:
-    """Of the parameters of one layer of a kind, or of those that no layer has."""
+    """Sums over the parameters of one layer of a kind; None: of embedding, final norm and head."""
     of_layer = kind is not None
     parameters = costs.kinds[kind].parameters if kind is not None else costs.ends
     every = [_values_of(config, parameter, of_layer=of_layer) for parameter in parameters]
@@ -189,19 +198,19 @@ def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Valu
     shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
     mesh = {"pp": parallel.pp, "dp": shards, "ep": parallel.ep, "tp": parallel.tp}
     shape = (parallel.pp, *parameter.shape) if of_layer else parameter.shape
-    how = cutting(shape, leaf, mesh, of_layer=of_layer, zero_stage=parallel.zero_stage)
-    stored = how.part_size(shape, mesh)
+    how = plan_sharding(shape, leaf, mesh, is_layer=of_layer, zero_stage=parallel.zero_stage)
+    stored = how.shard_size(shape, mesh)
     ranks = () if of_layer else (PP,)
-    gathered = tuple(axis for axis in (*SHARDS, *ranks) if axis not in leaf.parted)
+    gathered = tuple(axis for axis in (*ZERO_AXES, *ranks) if axis not in leaf.sharded_axes)
     moments = _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
     return _Values(
         part=stored,
-        whole=how.part_size(shape, mesh, whole=gathered),
+        whole=how.shard_size(shape, mesh, gathered=gathered),
         moments=stored * moments,
-        of_rank=how.part_size(shape, mesh, whole=ranks) * (1 + moments),
+        of_rank=how.shard_size(shape, mesh, gathered=ranks) * (1 + moments),
     )
 
 
 def _moments(optimizer: str, matrix: bool) -> int:
-    """How many moments a value has; `matrix`: is it one of a layer's matrices?"""
+    """Number of moments per value; `matrix`: whether the parameter is a matrix of a layer."""
     return 1 if optimizer == "lion" or (optimizer == "muon" and matrix) else 2

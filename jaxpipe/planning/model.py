@@ -1,4 +1,4 @@
-"""The model of a configuration, as its devices share it. Importing this imports jax."""
+"""Builds the model of a configuration as its devices share it. Importing this imports jax."""
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,21 @@ from jaxpipe.parallel import (
     VocabularyParallel,
 )
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 
 
 def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B008
-    """Devices along tp share its layers, those along pp too its ends, along ep its experts."""
+    """Build the model as the devices of a configuration share it.
+
+    Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
+    over cp, and experts over ep.
+    """
     parallel = config.parallel
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
-    sequence = WHOLE_SEQUENCE
+    sequence = FULL_SEQUENCE
     if parallel.cp > 1:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
     more = {"documents": config.data.documents} if config.data.documents else {}
@@ -50,6 +54,6 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
 
 
 def grouped_of(config: Config, device: jax.Device) -> Grouped:
-    """How devices of this kind multiply groups of rows with their experts."""
+    """Return the grouped product that devices of this kind use for experts."""
     dtype = jnp.dtype(config.train.compute_dtype)
     return grouped_on(device, config.model, dtype, config.parallel.tp)

@@ -1,19 +1,32 @@
-"""The rules of how long sequences are, and how they are cut in time and over devices."""
+"""Rules of sequence lengths, sequence slices, and sequences sharded over devices."""
 
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import FullSequence
 
 
 def check_sequences(config: Config) -> None:
-    """Raise `ConfigError` at the first rule of lengths, of replicas or of parts that is broken."""
-    for check in (_check_replicas, _check_parts, _check_method):
+    """Raise `ConfigError` at the first broken rule of lengths, replicas or shards."""
+    for check in SEQUENCE_CHECKS:
         check(config)
 
 
 def _check_replicas(config: Config) -> None:
-    """Sequences fit the model, and replicas that share them are of one group."""
+    """Check that sequences fit the model, and that replicas that share them are in one group.
+
+    `train.seq_len` must be at most `model.max_seq_len`, if that is given.
+
+    `parallel.cp` must divide `parallel.dp`.
+
+    `parallel.cp_heads` above 1 needs `parallel.cp_method='ring'`.
+
+    `parallel.cp_heads` must divide `parallel.cp`.
+
+    `parallel.dp_replicate` x `parallel.cp` must divide `parallel.dp`.
+
+    `parallel.dp_replicate` above 1 needs a `parallel.zero_stage` above 0.
+    """
     parallel, train, longest = config.parallel, config.train, config.model.max_seq_len
     if longest and train.seq_len > longest:
         raise ConfigError(
@@ -50,13 +63,18 @@ def _check_replicas(config: Config) -> None:
 
 
 def _check_parts(config: Config) -> None:
-    """Sequences are cut into equal slices, these over cp, then tp or chunks of the loss."""
+    """Check that sequences divide into equal slices, slices over cp, then over tp or loss chunks.
+
+    `train.seq_len` must be a multiple of `parallel.slices` x `parallel.cp` x `parallel.tp` (with
+    `parallel.sequence_parallel`), of `parallel.slices` x `parallel.cp` x `train.loss_chunks`, and,
+    for `parallel.cp_method='ring'`, of `parallel.slices` x 2 x `parallel.cp` / `parallel.cp_heads`.
+    """
     parallel, train = config.parallel, config.train
-    stretches = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
+    shards = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
-    halves = {"parallel.slices": parallel.slices, "the stretches of a ring": _halves(config)}
+    halves = {"parallel.slices": parallel.slices, "blocks of a ring": _halves(config)}
     chunks = {"train.loss_chunks": train.loss_chunks}
-    for more in (halves, stretches | over_tp, stretches | chunks):
+    for more in (halves, shards | over_tp, shards | chunks):
         if train.seq_len % prod(more.values()):
             product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
             raise ConfigError(
@@ -66,19 +84,22 @@ def _check_parts(config: Config) -> None:
 
 
 def _halves(config: Config) -> int:
-    """Stretches that the tokens of a slice are cut into for a ring; 1: there is none."""
+    """Zigzag chunks of a slice, two per position of ring attention; 1: there is no ring."""
     return 2 * config.parallel.ring if config.parallel.rings else 1
 
 
 def _check_method(config: Config) -> None:
-    """Replicas that share sequences reach all keys in a way that this model has."""
+    """Check that the model supports how replicas that share sequences reach all keys."""
     parallel, model = config.parallel, config.model
     if parallel.cp == 1:
         return
     for sentence in model.unmet_by_context(
-        WholeSequence(parallel.cp, parallel.exchanging),
+        FullSequence(parallel.cp, parallel.exchanging),
         tp=parallel.tp,
         dtype=config.train.compute_dtype,
         packed=bool(config.data.documents),
     ):
         raise ConfigError(sentence)
+
+
+SEQUENCE_CHECKS = (_check_replicas, _check_parts, _check_method)

@@ -1,4 +1,4 @@
-"""A plan as people and programs read it."""
+"""A plan as a table for people and as plain types for programs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ _LEGEND = (
 
 
 class _Extra(NamedTuple):
-    """A column that a table has where some schedule has a value for it."""
+    """A column that is shown if some schedule has a value for it."""
 
     name: str
     legend: str
@@ -55,9 +55,11 @@ _EXTRAS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What every schedule of a configuration would cost, and which is advised.
+    """What every schedule of a configuration would cost, and the advice.
 
-    `refused`: why of others, by label. `memory`: bytes of a device.
+    Attributes:
+      refused: for schedules that are not possible, the reason by label.
+      memory: bytes of a device.
     """
 
     config: Config
@@ -68,7 +70,7 @@ class Plan:
     memory: float
 
     def show(self, console: Console) -> None:
-        """Print the table and all that is said of it."""
+        """Print the table, its legend, the reasons of refused schedules, and the advice."""
         parallel, train = self.config.parallel, self.config.train
         ticks = {str(one.candidate.choice.lockstep.transfer_ticks) for one in self.estimates}
         model = self.config.model
@@ -126,7 +128,7 @@ class Plan:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in plain types."""
+        """The plan in plain types."""
         rows = [
             {
                 "schedule": one.candidate.label,
@@ -155,7 +157,7 @@ class Plan:
 
 
 def _traffic(config: Config) -> Iterator[str]:
-    """What experts, and sequences that replicas share, bring over the network."""
+    """Sentences on the bytes that expert and context parallelism send over the network."""
     costs, parallel = costs_of(config), config.parallel
     for name, kind in costs.kinds.items():
         of_experts = f"all-to-alls over ep={parallel.ep}", kind.exchanged

@@ -1,4 +1,4 @@
-"""The costs of a model, traced at one device's shapes on a mesh of no devices."""
+"""Traces the costs of a model at the shapes of one device, on an abstract mesh."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,11 @@ from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model import cudnn
 from jaxpipe.model.fused import stand_ins
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import DP, EP, PP, RP, SHARDS, TP
-from jaxpipe.parallel.sharding import declared
-from jaxpipe.partition.leaf import Leaf
+from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
+from jaxpipe.parallel.sharding import param_specs_of
+from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import POLICIES
-from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, size_of
 from jaxpipe.planning.model import model_of
@@ -28,12 +28,12 @@ Tree = Any
 
 
 def trace(config: Config) -> ModelCosts:
-    """The costs of a configuration's model, for the fewest replicas that share something."""
+    """Trace the costs of a configuration's model on the smallest mesh with its cp, ep and tp."""
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
     replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
     sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
-    order = functions.kinds_of(config.model.n_layers)
+    order = functions.layer_kinds(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_ends, key)
     layers = {
@@ -41,10 +41,10 @@ def trace(config: Config) -> ModelCosts:
         for name in dict.fromkeys(order)
     }
     leaves_of = {
-        name: declared(functions.by_name[name].leaves, layer, of_layer=True)
+        name: param_specs_of(functions.kinds_by_name[name].param_specs, layer, of_layer=True)
         for name, layer in layers.items()
     }
-    end_leaves = declared(functions.leaves, ends, of_layer=False)
+    end_leaves = param_specs_of(functions.embed_head_specs, ends, of_layer=False)
     of_ends = _parameters(ends, end_leaves)
     of_layers = {name: _parameters(layer, leaves_of[name]) for name, layer in layers.items()}
     costs: list[ModelCosts] = []
@@ -55,8 +55,8 @@ def trace(config: Config) -> ModelCosts:
         policy = POLICIES[train.remat]
         kinds = {}
         for name, params in layers.items():
-            kind = functions.by_name[name]
-            run = RunKind.trace(name, kind, params, x, context, policy)
+            kind = functions.kinds_by_name[name]
+            run = TracedKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
             kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel)
         total = lambda *given: functions.head(*given).sum()  # noqa: E731
@@ -78,10 +78,9 @@ def trace(config: Config) -> ModelCosts:
 
 
 def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float:
-    """FLOPs of the matrix products of a jaxpr: of a loop in all turns, of branches the largest.
+    """FLOPs of the matrix products of a jaxpr, with all iterations of loops and the largest branch.
 
-    Loops that end when they have seen enough take `turns`. With `fp8` only those of two 8-bit
-    floats.
+    A `while` loop counts `turns` iterations. With `fp8` only products of two 8-bit floats count.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
@@ -92,11 +91,11 @@ def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float
 def sent_bytes(
     jaxpr: Jaxpr, axes: tuple[str, ...], devices: int, turns: float = 1, *, round_ring: bool = False
 ) -> float:
-    """Bytes that each device sends in a jaxpr's collectives of so many devices over these axes.
+    """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
 
-    They may be in groups of fewer. A permute sends what it is given, an all-to-all and a scatter
-    all but a device's own part of it; a gather sends it to every other device. Loops as in
-    `product_flops`. With `round_ring` only the permutes.
+    Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
+    reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
+    device. Loops count as in `product_flops`. With `round_ring` only permutes count.
     """
 
     def times(name: str, members: int) -> float | None:
@@ -121,9 +120,10 @@ def sent_bytes(
 
 
 def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: float) -> float:
-    """A sum over equations; where `of_eqn` is None over what is in them, as often as it runs.
+    """Sum `of_eqn` over equations; where it is None, over the equation's inner jaxprs x iterations.
 
-    Of branches the largest runs, of those for platforms the one that is not for CPU.
+    Of a condition the largest branch counts; of branches for platforms, the one that is not for
+    CPU.
     """
     total: float = 0
     for eqn in jaxpr.eqns:
@@ -146,7 +146,7 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: floa
 
 
 def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
-    """Of one product, or of a kernel; None: it is neither."""
+    """FLOPs of one product or kernel; None for any other equation."""
     name = eqn.primitive.name
     if name == "dot_general":
         if fp8 and any(var.aval.dtype.itemsize > 1 for var in eqn.invars):
@@ -161,7 +161,7 @@ def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:
-    """Of products of groups of rows, each row with the matrix of its group."""
+    """FLOPs of a grouped product, of each row with the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contract), (_, batch) = numbers.dot_dimension_numbers
     left, right = (var.aval.shape for var in eqn.invars[:2])
@@ -170,12 +170,12 @@ def _ragged_flops(eqn: JaxprEqn) -> float:
 
 
 def _layer_costs(
-    run: RunKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...],
+    run: TracedKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...],
     parallel: ParallelConfig,
 ) -> LayerCosts:  # fmt: skip
-    """Of a slice on the average: before it are half of the others."""
+    """Costs of a layer for an average sequence slice, which half of the other slices precede."""
     split: LayerSplit = run.split
-    kept, dloss = split.residuals, run.output.side.loss
+    kept, dloss = split.residuals, run.output.aux.loss
     dy = Cotangent(x, inexact(run.state), dloss)
     before = (parallel.slices - 1) / 2
     ops = {
@@ -193,8 +193,8 @@ def _layer_costs(
         **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
         in_fp8={op: product_flops(traced.jaxpr, before, fp8=True) for op, traced in ops.items()},
         exchanged=sent((EP,), parallel.ep),
-        shared=sent(SHARDS, parallel.cp),
-        turned=sent(SHARDS, parallel.cp, round_ring=True),
+        shared=sent(ZERO_AXES, parallel.cp),
+        turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
         waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,
@@ -202,29 +202,29 @@ def _layer_costs(
 
 
 def rows_of(config: Config, functions: StageFunctions) -> Tree:
-    """Shapes of the rows of one microbatch or slice that one device reads."""
+    """Shapes of the batch rows of one microbatch or slice that one device reads."""
     parallel, train = config.parallel, config.train
     length = train.seq_len // (parallel.cp * parallel.slices)
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
-    reads = functions.reads or ()
+    reads = functions.batch_keys or ()
     if "samples" in reads:
         rows["samples"] = ids
     if config.marks_padding:
         rows[REAL] = ids
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
-    if functions.sliced:
+    if functions.has_slices:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows
 
 
 def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
-    """What ops of one device read of the parameters."""
+    """Shapes of the parameters as the ops of one device read them."""
 
-    def part(whole: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    def part(whole: Any, leaf: ParamSpec) -> jax.ShapeDtypeStruct:
         shape = list(whole.shape)
-        for axis, dim in leaf.cuts:
+        for axis, dim in leaf.sharded:
             shape[dim] = -(-shape[dim] // sizes[axis])  # an uneven vocabulary is padded
         return jax.ShapeDtypeStruct(shape, dtype)
 

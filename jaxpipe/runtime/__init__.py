@@ -1,1 +1,1 @@
-"""What a program runs on and with: devices, processes, the options of XLA."""
+"""What a program runs on: settings made before jax starts, devices, processes, XLA options."""

@@ -1,7 +1,7 @@
-"""What XLA is told when it compiles a step, and why: every option of the project stands here.
+"""All XLA options that a step is compiled with, each with its reason.
 
-The options are experimental ones of XLA, and their names and values change between releases: one
-that the installed XLA does not know is left out with a warning, never an error.
+They are experimental options, whose names and values change between releases. An option that the
+installed XLA does not know is left out with a warning.
 """
 
 import os
@@ -17,22 +17,24 @@ from jaxpipe.config import Config, ConfigError
 Value = bool | int | str
 
 _GPUS = ("gpu", "cuda")
-_LEAST_ON_GPUS = (0, 11)  # of jax: `plan --check-gpu` finds no copies of rings from it on
+_LEAST_ON_GPUS = (0, 11)  # first jax for which `plan --check-gpu` finds no ring buffer copies
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,DYNAMIC_SLICE_FUSION"
 
 
 class Option(NamedTuple):
-    """One option of XLA: what it is for, its values, its reason, and what notices its loss.
+    """One XLA option: when it is given, its values, its reason, and what notices its loss.
 
     Attributes:
-      purpose: `step`: of every step; `offload`: with `train.offload_layers`; `moments`: with
-        `train.offload_moments`; `deterministic`: with `train.deterministic`; `ring`: with
-        `parallel.cp_method="ring"`; `deviceless`: of the check alone, which has no device; `costs`:
-        of the check for cards that XLA's cost model knows.
-      values: by the jax from which on each is right; the newest that is not newer than the
-        installed is taken.
-      noticed: what changes in the report of `plan --check-gpu` without it, as `--json` names it;
-        "" where only a device shows it.
+      name: as in XLA_FLAGS, without dashes.
+      purpose: when it is given. `step`: to every step; `offload`: with `train.offload_layers`;
+        `moments`: with `train.offload_moments`; `deterministic`: with `train.deterministic`;
+        `ring`: with `parallel.cp_method="ring"`; `deviceless`: only in `plan --check-gpu`, which
+        has no device; `costs`: in that check, for GPUs that XLA's cost model knows.
+      values: value by the first jax version for which it is right; the entry with the newest
+        version that is not newer than the installed jax applies.
+      why: the reason.
+      noticed: the entry of the `plan --check-gpu --json` report that changes without it; "" where
+        only a device shows its effect.
     """
 
     name: str
@@ -43,13 +45,13 @@ class Option(NamedTuple):
 
     @property
     def value(self) -> Value | None:
-        """What the installed jax is given; None where it is older than every value."""
+        """The value for the installed jax; None where jax is older than every entry."""
         known = [one for since, one in self.values.items() if _version(since) <= _installed()]
         return known[-1] if known else None
 
 
-# Not among them, since it copies every gradient accumulator in ticks without a backward:
-# xla_gpu_enable_while_loop_unrolling. What else was judged: README.md beside this file.
+# xla_gpu_enable_while_loop_unrolling is left out because it copies every gradient accumulator in
+# ticks without a backward (see README.md in this folder).
 TABLE = (
     Option(
         "xla_disable_hlo_passes",
@@ -103,9 +105,9 @@ TABLE = (
         "95 % of what is left they are not.",
         "permutes.synchronous",
     ),
-    # XLA (its docs/determinism.md, and the code that hands attention to cuDNN): sums of scattered
-    # values, the embedding's gradient here, and the gradient of cuDNN's attention are otherwise
-    # added in the order in which threads come.
+    # Without it, scatter-adds (here the embedding's gradient) and the gradient of cuDNN's attention
+    # add in the order in which threads arrive (XLA's docs/determinism.md, and its code that calls
+    # cuDNN attention).
     Option(
         "xla_gpu_deterministic_ops",
         "deterministic",
@@ -140,10 +142,10 @@ TABLE = (
         "XLA's cost model writes beside each kernel how long it would take.",
         "seconds",
     ),
-    # At the first call of a collective XLA lets the threads of all its devices in a process wait
-    # for each other (openxla/xla#38932), and to a permute belong all devices of the program. A
-    # ring's permutes stand in branches, which ranks of a pipeline take at different ticks: a rank
-    # would wait for one that waits for its message.
+    # At the first call of a collective, the threads of all its devices in a process wait for each
+    # other (openxla/xla#38932), and by default all devices of the program take part in a permute. A
+    # ring's permutes are in branches that pipeline ranks take at different ticks, so a rank could
+    # wait for another rank that waits for its message: a deadlock.
     Option(
         "xla_gpu_collective_permute_connected_components",
         "ring",
@@ -155,7 +157,7 @@ TABLE = (
 
 
 def of_purpose(purpose: str) -> tuple[Option, ...]:
-    """The table's options for it."""
+    """The options in `TABLE` with this purpose."""
     return tuple(option for option in TABLE if option.purpose == purpose)
 
 
@@ -168,7 +170,7 @@ def _installed() -> tuple[int, ...]:
 
 
 def purposes_of(config: Config) -> tuple[str, ...]:
-    """What its step has options for, beside those of every step."""
+    """The purposes for which the step of this configuration has options, besides `step`."""
     train = config.train
     asked = {
         "offload": train.offload_layers,
@@ -180,11 +182,14 @@ def purposes_of(config: Config) -> tuple[str, ...]:
 
 
 def options(platform: str, *purposes: str) -> dict[str, Value]:
-    """`compiler_options` of a jitted step on devices of this platform; none but for GPUs.
+    """`compiler_options` for a jitted step on devices of this platform; empty except on GPUs.
 
-    `purposes` are those beside `step` (`purposes_of`).
-    An option that XLA_FLAGS names is the user's and is left out. Warns (`UserWarning`) of each
-    that the installed XLA does not know.
+    Options that XLA_FLAGS names are left to the user. Warns (`UserWarning`) about each option that
+    the installed XLA does not know.
+
+    Args:
+      platform: `jax.Device.platform`.
+      purposes: purposes besides `step` (`purposes_of`).
     """
     own = wanted(platform, *purposes)
     kept, dropped = accepted(own)
@@ -194,7 +199,7 @@ def options(platform: str, *purposes: str) -> dict[str, Value]:
 
 
 def wanted(platform: str, *purposes: str) -> tuple[Option, ...]:
-    """The options for devices of this platform (`jax.Device.platform`) before XLA is asked."""
+    """The options for this platform (`jax.Device.platform`), whether XLA knows them or not."""
     if platform not in _GPUS:
         return ()
     own = (option for purpose in ("step", *purposes) for option in of_purpose(purpose))
@@ -202,7 +207,7 @@ def wanted(platform: str, *purposes: str) -> tuple[Option, ...]:
 
 
 def check_version(platform: str) -> None:
-    """Raise `ConfigError` where the installed jax should not train on devices of this platform."""
+    """Raise `ConfigError` if the installed jax is too old to train on devices of this platform."""
     if platform in _GPUS and jax.__version_info__ < _LEAST_ON_GPUS:
         least = ".".join(map(str, _LEAST_ON_GPUS))
         raise ConfigError(
@@ -212,19 +217,19 @@ def check_version(platform: str) -> None:
 
 
 def check_deterministic(platform: str) -> None:
-    """Raise `ConfigError` where devices of this platform cannot be told to be deterministic."""
+    """Raise `ConfigError` if steps on this platform cannot be made deterministic."""
     _check(platform, "deterministic", "train.deterministic=true", "leave train.deterministic out")
 
 
 def check_rings(platform: str) -> None:
-    """Raise `ConfigError` where rings of devices of this platform might wait for ever."""
+    """Raise `ConfigError` if ring attention could deadlock on devices of this platform."""
     _check(
         platform, "ring", "parallel.cp_method='ring'", "set parallel.cp_method=ulysses or gather"
     )
 
 
 def _check(platform: str, purpose: str, setting: str, remedy: str) -> None:
-    """Raise `ConfigError` where an option that a setting needs is not ours to give."""
+    """Raise `ConfigError` if XLA or XLA_FLAGS rules out an option that a setting needs."""
     if platform not in _GPUS:
         return
     for option in of_purpose(purpose):
@@ -246,7 +251,7 @@ def _is_the_users(name: str) -> bool:
 
 
 def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
-    """The options that the installed XLA knows, and a sentence for each that it does not."""
+    """The options that the installed XLA knows, and a sentence for each of the others."""
     kept, dropped = {}, []
     for option in own:
         refusal = _refusal(option.name, option.value)
@@ -259,10 +264,10 @@ def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
 
 @cache
 def _refusal(name: str, value: Value | None) -> str | None:
-    """What XLA, or the table, has against an option; None if nothing.
+    """The reason against an option, from XLA or from the table; None if there is none.
 
-    XLA reads the options of every platform on each, so a constant compiled for the default device
-    (10 ms on CPU) tells.
+    XLA parses the options of every platform on any platform, so compiling a constant for the
+    default device (10 ms on CPU) shows whether it knows one.
     """
     if value is None:
         return f"there is no value for jax {jax.__version__}"

@@ -1,13 +1,14 @@
-"""What the processes of a run tell each other outside of the devices: jax's coordination service.
+"""Communication between the processes of a run without devices, over jax's coordination service.
 
 Nothing that hosts agree on goes through devices. On CPU, XLA runs a program on one device of each
-process beside one on all of them, and their messages, which carry no name, are then paired
-wrongly: numbers of a step change without a word. So a collective is only ever part of a program
-over all devices, which the main threads of all processes launch in the same order; everything else
-is here. On GPUs the order of launches is that on the stream, but the host's words stay outside.
+process concurrently with a program on all devices. Their messages carry no name and are then paired
+wrongly, so that a step's numbers change silently. Therefore a collective is only ever part of a
+program over all devices, which the main threads of all processes launch in the same order, and all
+other communication is in this module. On GPUs the order of launches is the order on the stream, but
+the same rule holds.
 
-The service is `jax.distributed`'s: process 0 serves, each process has a client. The client is no
-public part of jax, and only this module uses it.
+The service belongs to `jax.distributed`: process 0 runs the server, and each process has a client.
+The client is not a public part of jax, and only this module uses it.
 """
 
 import contextlib
@@ -21,18 +22,22 @@ import threading
 import time
 from typing import Any, NoReturn
 
-SILENT_SECONDS = 20  # without a sign of life of a process until the others end
-_PERIOD = 2.0  # seconds between two signs of life
+SILENT_SECONDS = 20  # without a heartbeat of a process until the others exit
+_PERIOD = 2.0  # seconds between two heartbeats
 _NEWS, _ALIVE = "jaxpipe/news", "jaxpipe/alive"
 _ADVICE = "the same command, also with fewer processes, goes on from the newest checkpoint"
-_UNLIMITED = 2**31 - 1  # milliseconds: that another process is gone is seen by `Watch`, not here
+_UNLIMITED = 2**31 - 1  # milliseconds; `Watch` notices that another process is gone
 
 
 class Service:
-    """This process's access to what all processes share: values by key, and barriers.
+    """This process's client of the coordination service: values by key, and barriers.
 
-    `index` is this process's number of `count`. All methods raise jax's `JaxRuntimeError` where
-    the service is gone.
+    All methods raise jax's `JaxRuntimeError` if the service is gone.
+
+    Attributes:
+      client: jax's client.
+      index: index of this process.
+      count: number of processes.
     """
 
     def __init__(self) -> None:
@@ -44,32 +49,32 @@ class Service:
         self._previous: str | None = None
 
     def gather(self, name: str, value: str) -> list[str]:
-        """The value of each process, by its number. Waits until all main threads have called it."""
+        """The value of each process, by process index. Blocks until all main threads call it."""
         folder = f"jaxpipe/gathered/{next(self._calls)}/{name}"
         found = self.gather_in(folder, value)
-        if self._previous:  # all have read that one: they have called this one since
+        if self._previous:  # all have read it, since all have called this method again
             self.client.key_value_delete(self._previous)
         self._previous = f"{folder}/{self.index}"
         return found
 
     def gather_in(self, folder: str, value: str, seconds: float | None = None) -> list[str]:
-        """As `gather`, once for a folder, and at most so long."""
+        """Like `gather`, but once per folder, and with a timeout."""
         self.client.key_value_set(f"{folder}/{self.index}", value)
         self.wait(folder, seconds)
         return [value for _, value in sorted(self.numbered(folder).items())]
 
     def wait(self, name: str, seconds: float | None = None) -> None:
-        """Until all processes wait for this name, once; at most so long."""
+        """Block until all processes wait for this name; works once per name, with a timeout."""
         limit = _UNLIMITED if seconds is None else int(1000 * seconds)
         self.client.wait_at_barrier(name.replace("/", "-"), limit)
 
     def numbered(self, folder: str) -> dict[int, str]:
-        """The values of a folder by the number that is the last part of their key."""
+        """The values in a folder, by the number that ends their key."""
         pairs = self.client.key_value_dir_get(f"{folder}/")
         return {int(key.rpartition("/")[2]): value for key, value in pairs}
 
     def from_first(self, key: str, value: str) -> str:
-        """The value that process 0 gives for a key, once."""
+        """The value that process 0 passes for this key; works once per key."""
         if self.index == 0:
             self.client.key_value_set(key, value)
             return value
@@ -77,40 +82,44 @@ class Service:
 
 
 class Watch(threading.Thread):
-    """Hears news of the other processes while the main thread waits for devices.
+    """Thread that reads events of the other processes while the main thread waits for devices.
 
-    News are events that each process reads in the same order: one ends because of an error, all
-    shall stop, the run is over. Each process also gives a sign of life now and then, and the first
-    misses those that do not come. Where another process is gone this one ends, by `os._exit`: its
-    devices may wait for the other's for ever, and jax would abort it without a sentence.
+    All processes read the same events in the same order: a process exits because of an error, all
+    shall stop, the run is over. Each process also sends heartbeats, and process 0 checks for
+    missing ones. If another process is gone, this one exits by `os._exit`: its devices may
+    otherwise wait for the other process for ever, and jax would abort it without a message.
     """
 
     def __init__(self, service: Service):
         super().__init__(name="watch", daemon=True)
         self.service = service
-        self._lock = threading.Lock()  # of the step that is reached, and of the end agreed on
-        self._leaving = threading.Lock()  # is never released
+        self._lock = threading.Lock()  # guards the step that is reached, and the stop agreed on
+        self._leaving = threading.Lock()  # never released: the first thread to acquire it exits
         self._step, self._stop = -1, (sys.maxsize, 0)
         self._asked = False
-        self._beats: dict[int, tuple[str, float]] = {}  # of each process the newest, and since when
+        self._beats: dict[int, tuple[str, float]] = {}  # newest heartbeat, its time
 
     def take_aborts(self) -> None:
-        """End with 3 and a sentence also where jax aborts this process, from a thread of its own.
+        """Exit with code 3 and a message also when jax aborts this process, from its own thread.
 
-        It does where the service is gone, most often before this watch hears of that, and takes no
-        callback of Python for it (`missed_heartbeat_callback` of its client ends in `bad_cast`).
+        jax does so if the service is gone, most often before this watch notices. Its client accepts
+        no Python callback for this case (`missed_heartbeat_callback` ends in `bad_cast`).
         """
         reason = "jax aborted this process, most often because another one is gone (see above)"
         self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._end(3, reason))
         ctypes.CDLL(None).signal(signal.SIGABRT, self._aborted)
 
     def reached(self, step: int, received: int) -> int:
-        """The signal for which the run stops after this step, or 0: the same on all processes.
+        """The signal that stops the run after this step, or 0; equal on all processes.
 
-        All main threads call it after the same steps. `received` is a signal that this process has
-        got, or 0. The first that has one asks for a stop; all then stop after the first step that
-        no process had reached when it heard of that. Until that is known nobody goes on: it takes
-        three messages, once in a run, and in no other step any.
+        All main threads call it after the same steps. The first process that has received a signal
+        asks for a stop. All processes then stop after the first step that no process had reached
+        when it read the request; until that step is known none continues. This takes three
+        messages, once in a run; other steps send none.
+
+        Args:
+          step: the step that this process has finished.
+          received: a signal that this process has received, or 0.
         """
         if received and not self._asked:
             self._asked = True
@@ -121,26 +130,26 @@ class Watch(threading.Thread):
             return number if step > latest else 0
 
     def finish(self) -> None:
-        """Meet the others at the end of the run, after which nobody watches any more."""
+        """Wait for the other processes at the end of the run, and stop watching."""
         self.service.wait("jaxpipe/end")
         if self.service.index == 0:
             self._publish({"over": True})
         self.join()
 
     def leave(self, code: int, reason: str) -> NoReturn:
-        """End this process with a sentence, and the others because of it.
+        """Exit with a message, and make the other processes exit.
 
-        They exit with 2 if the code is 2, for input that is bad for all, and else with 3.
+        They exit with code 2 if `code` is 2 (bad input for all), otherwise with code 3.
         """
         self._say_once(code, reason)
         news = {"gone": self.service.index, "code": 2 if code == 2 else 3, "reason": reason}
         told = threading.Thread(target=self._publish, args=(news,), daemon=True)
         told.start()
-        told.join(2)  # where the service is gone too, that is known by then, or never
+        told.join(2)  # if the service is gone too, the call has failed by then or never returns
         os._exit(code)
 
     def run(self) -> None:
-        """Take news as they come."""
+        """Handle events as they arrive."""
         import jax
 
         number = 0
@@ -158,7 +167,7 @@ class Watch(threading.Thread):
                 self._end(3, f"process 0, at which the others meet, cannot be reached ({reason})")
 
     def _next(self, number: int) -> dict[str, Any] | None:
-        """The event of that number, or None if it does not come within a period."""
+        """The event with that number, or None if it does not arrive within a period."""
         import jax
 
         try:
@@ -170,7 +179,7 @@ class Watch(threading.Thread):
             return None
 
     def _publish(self, news: dict[str, Any]) -> None:
-        """Make an event the next that all processes read."""
+        """Append an event to the sequence that all processes read."""
         import jax
 
         for number in itertools.count():
@@ -182,7 +191,7 @@ class Watch(threading.Thread):
                     raise
 
     def _take(self, news: dict[str, Any]) -> None:
-        """Do what an event asks for."""
+        """Handle one event."""
         if "gone" in news:
             if news["gone"] != self.service.index:
                 self._end(news["code"], f"process {news['gone']} ended: {news['reason']}")
@@ -197,7 +206,7 @@ class Watch(threading.Thread):
             self._stop = max(map(int, steps)), number
 
     def _live(self) -> None:
-        """Give a sign of life, and as the first process look for those of the others."""
+        """Send a heartbeat; process 0 also checks those of the others."""
         now, service = time.monotonic(), self.service
         mine = f"{_ALIVE}/{service.index}"
         service.client.key_value_set(mine, str(now), allow_overwrite=True)
@@ -213,15 +222,15 @@ class Watch(threading.Thread):
                 self._end(3, f"process {process} ended: {reason}")
 
     def _end(self, code: int, reason: str) -> NoReturn:
-        """End this process because of another."""
+        """Exit because of another process."""
         self._say_once(code, reason)
         os._exit(code)
 
     def _say_once(self, code: int, reason: str) -> None:
-        """Write the sentence, unless this process is ending for another reason already."""
+        """Print the message, unless this process is already exiting for another reason."""
         if not self._leaving.acquire(blocking=False):
-            time.sleep(5)  # the one that said it ends the process by then
+            time.sleep(5)  # the thread that printed its message exits the process meanwhile
             return
         advice = "" if code == 2 else f"; {_ADVICE}"
-        with contextlib.suppress(OSError):  # a terminal that is closed
+        with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"error: {reason}{advice}\n".encode())

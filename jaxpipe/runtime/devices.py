@@ -1,4 +1,4 @@
-"""Devices by name: the numbers of their data sheets, and what is known of those that are here."""
+"""Data sheets of devices by name, and properties of the devices and memory of this machine."""
 
 import os
 from typing import NamedTuple
@@ -7,9 +7,12 @@ from jaxpipe.config import ConfigError, first_line
 
 
 class Device(NamedTuple):
-    """Dense bfloat16 FLOP/s without sparsity, bytes of memory, and FLOP/s of 8-bit floats.
+    """Figures from a data sheet.
 
-    `fp8` is 0 where it has no products of them.
+    Attributes:
+      flops: dense bfloat16 FLOP/s, without sparsity.
+      memory: bytes.
+      fp8: dense FLOP/s of 8-bit floats; 0: the device does not multiply them.
     """
 
     flops: float
@@ -29,17 +32,17 @@ DEVICES: dict[str, Device] = {
 
 
 def check_devices() -> None:
-    """Raise `ConfigError` where jax cannot use a device of the kind that it is told to use.
+    """Raise `ConfigError` if jax finds no device of the platform that it is configured to use.
 
-    That takes the device: call it once what is set before jax starts is set.
+    It initialises the device, so call it after everything that must be set before jax starts.
     """
     import jax
 
     try:
         jax.devices()
     except jax.errors.JaxRuntimeError:
-        raise  # of another process
-    except (AssertionError, RuntimeError) as error:  # no other says which platform has no device
+        raise  # caused by another process, not by this machine's devices
+    except (AssertionError, RuntimeError) as error:  # jax has no narrower error
         wanted = jax.config.jax_platforms or "any platform"
         reason = f" ({first_line(error)})" if str(error) else ""
         raise ConfigError(
@@ -49,7 +52,7 @@ def check_devices() -> None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device by jax's name for it; None where unknown.
+    """Peak bfloat16 FLOP/s of a device by jax's name for it; None if unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)
@@ -58,7 +61,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def device_memory(device_kind: str) -> int | None:
-    """Bytes of a device's memory by jax's name for it; None where unknown.
+    """Bytes of a device's memory by jax's name for it; None if unknown.
 
     >>> device_memory("NVIDIA H100 80GB HBM3"), device_memory("cpu")
     (80000000000, None)
@@ -72,7 +75,7 @@ def host_memory() -> int:
 
 
 def compute_capability() -> float | None:
-    """That of the GPUs of this process, 9.0 of an H100; None where they have none."""
+    """Compute capability of this process's GPUs, 9.0 for an H100; None without GPUs."""
     import jax
 
     found = getattr(jax.local_devices()[0], "compute_capability", None)
@@ -80,7 +83,7 @@ def compute_capability() -> float | None:
 
 
 def memory_peak() -> int | None:
-    """Most bytes in use so far on any device of this process; None where jax does not know."""
+    """Peak bytes in use on any device of this process so far; None if jax does not know."""
     import jax
 
     stats = [device.memory_stats() for device in jax.local_devices()]

@@ -1,4 +1,4 @@
-"""The run directory: one run at a time in it, and files that a full disk does not spoil."""
+"""The run directory: its lock, and files that survive a full disk."""
 
 import contextlib
 import errno
@@ -16,22 +16,28 @@ from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
 
 Say = Callable[[str], None]
-LOCK = ".lock"  # of a run directory
+LOCK = ".lock"  # name of the lock file in a run directory
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_MOST_WAITING = 16 << 20  # bytes of a file that wait in memory until they can be written
+_MOST_WAITING = 16 << 20  # bytes per file queued in memory until they can be written
 
 
 @contextlib.contextmanager
 def locked(directory: Path, say: Say) -> Iterator[None]:
-    """Keep every other run out of a run directory, which is made, while the body runs.
+    """Hold the lock of a run directory while the body runs; creates the directory.
 
-    All processes of a run call it; the first one takes the lock for all. It is a POSIX lock on
-    `<directory>/.lock`: it belongs to the process, so the kernel releases it however that ends and
-    no forked worker inherits it, and NFS and Lustre (mounted with `flock`) keep it over all hosts.
-    A file system without locks is reported by `say`.
+    All processes of a run call it; process 0 takes the lock for all. It is a POSIX lock on
+    `<directory>/.lock`. It belongs to the process, so the kernel releases it however the process
+    ends and forked workers do not inherit it. On NFS and Lustre (mounted with `flock`) it holds on
+    all hosts. On a file system without locks `say` gets a warning instead. If the body raises
+    `ConfigError` before anything else is in the directory, the directory is removed again.
 
-    Raises `ConfigError`, in all processes, where another run holds it or the directory cannot be
-    written.
+    Args:
+      directory: the run directory.
+      say: prints a sentence.
+
+    Raises:
+      ConfigError: in all processes, if another run holds the lock or the directory cannot be
+        written.
     """
     lock, refusal = None, ""
     if processes.first():
@@ -43,13 +49,18 @@ def locked(directory: Path, say: Say) -> Iterator[None]:
         raise ConfigError(refusal or f"run.dir={directory} is refused by the first process.")
     try:
         yield
+    except ConfigError:
+        if lock is not None and os.listdir(directory) == [LOCK]:
+            (directory / LOCK).unlink()
+            directory.rmdir()
+        raise
     finally:
         if lock is not None:
             os.close(lock)
 
 
 def _take(directory: Path, say: Say) -> int:
-    """The open lock file; it stays, since to remove it would let two runs hold locks of a name."""
+    """Take the lock and return the open lock file."""
     path = directory / LOCK
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +85,10 @@ def _take(directory: Path, say: Say) -> int:
             f"run.dir={directory} is used by another process{holder}: wait until it ends or stop "
             f"it, or give another run.dir."
         ) from error
-    with contextlib.suppress(OSError):  # of a full disk: the lock holds without a name in it
+    if not _is_at(path, lock):
+        os.close(lock)  # the run that held it has removed it: another may lock the next file
+        return _take(directory, say)
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
         os.ftruncate(lock, 0)
         holder = {
             "pid": os.getpid(),
@@ -85,8 +99,15 @@ def _take(directory: Path, say: Say) -> int:
     return lock
 
 
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _holder(lock: int) -> str:
-    """Who wrote the lock file, in words; empty where it does not say."""
+    """The process named in the lock file, as words; empty if the file names none."""
     try:
         holder = json.loads(os.pread(lock, 4096, 0))
         return f" (pid {holder['pid']} on {holder['host']}, since {holder['since']})"
@@ -95,7 +116,7 @@ def _holder(lock: int) -> str:
 
 
 class WriteGuard:
-    """Lets a run go on where one of its files cannot be written, and reports that by `say`."""
+    """Reports failed writes to files of a run through `say` instead of stopping the run."""
 
     def __init__(self, say: Say):
         self.say = say
@@ -103,9 +124,9 @@ class WriteGuard:
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Run the body, which writes `what`, and report its `OSError` instead of raising it.
+        """Run the body, which writes the file `what`; report its `OSError` instead of raising it.
 
-        Of failures in a row the first is reported, and then the first success.
+        Among consecutive failures only the first is reported, and then the first success.
         """
         try:
             yield
@@ -123,12 +144,20 @@ class WriteGuard:
 
 
 class AppendedFile:
-    """A file that grows by whole records, each written at once.
+    """A file to which records are appended, each written immediately.
 
-    A record that cannot be written whole leaves the file as it was and waits in memory, in order,
-    for the next call; above 16 MiB the oldest are dropped, and counted in `lost`. `prepare`, if
-    given, is called once, before the file is first opened. Its methods raise `OSError` where
-    something is left unwritten.
+    A record that cannot be written completely leaves the file unchanged and is queued in memory, in
+    order, until the next call. Above 16 MiB the oldest queued records are dropped.
+
+    Args:
+      path: the file.
+      prepare: called once before the file is first opened, if given.
+
+    Attributes:
+      lost: number of dropped records.
+
+    Raises:
+      OSError: from any method that leaves records unwritten.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], None] | None = None):
@@ -140,7 +169,7 @@ class AppendedFile:
         self._waiting_bytes = 0
 
     def append(self, record: bytes) -> None:
-        """Write a record after those that wait."""
+        """Write a record after the queued ones."""
         self._waiting.append(record)
         self._waiting_bytes += len(record)
         while len(self._waiting) > 1 and self._waiting_bytes > _MOST_WAITING:
@@ -149,7 +178,7 @@ class AppendedFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write all records that wait; make the file if it is not there."""
+        """Write all queued records; create the file if it does not exist."""
         if self._prepare:
             self._prepare()
             self._prepare = None
@@ -168,11 +197,11 @@ class AppendedFile:
         except OSError:
             with contextlib.suppress(OSError):
                 file.truncate(size)
-            self._release()  # opened anew: a file of another host may have become stale
+            self._release()  # reopened next time: the handle may be stale on a network file system
             raise
 
     def close(self) -> None:
-        """Write what waits, and close the file; what still cannot be written is lost."""
+        """Write the queued records and close the file; records that cannot be written are lost."""
         try:
             if self._waiting:
                 self.flush()
@@ -189,10 +218,10 @@ class AppendedFile:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it, so that under its name it is always whole.
+    """Write a file atomically: to a temporary file in the same folder, which is then renamed.
 
-    No link is followed: whatever has the name of the file that is being written is removed first.
-    For files that one process writes at a time.
+    Links are not followed: anything with the temporary file's name is removed first. One process at
+    a time may write a given file.
     """
     fresh = path.with_name(f"{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The processes of a run: how they find each other, and what they have to agree on.
+"""The processes of a run: how they find each other, and what they agree on.
 
-With one process everything here does nothing. Importing this module does not import jax.
+With one process every function here does nothing. Importing this module does not import jax.
 """
 
 import contextlib
@@ -16,30 +16,34 @@ from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
 
 
 class NotMetError(Exception):
-    """The other processes of the run did not come."""
+    """The other processes of the run did not connect."""
 
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_met: list[Watch] = []  # none, or the one watch of this process once it has met the others
+_met: list[Watch] = []  # empty, or the one watch of this process after `join`
 
 
 def join() -> None:
-    """Meet the other processes, if this one was started as one of several.
+    """Connect to the other processes, if this one was started as one of several.
 
     They are found from JAX_COORDINATOR_ADDRESS (`host:port` of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, or from what Slurm (`srun`) and Open MPI tell their tasks. Call before the first
-    use of a device. Raises `ConfigError` where one of the three is missing or no number, and
-    `NotMetError` where the others do not come.
+    JAX_PROCESS_ID, or from the variables that Slurm (`srun`) and Open MPI set. Call it before a
+    device is first used.
+
+    Raises:
+      ConfigError: one of the three variables is missing or is no number.
+      NotMetError: the other processes do not connect.
     """
     places = _places()
     if places is None:
         return
     import jax
 
-    # It would take SIGTERM for itself, also before anybody asks it.
+    # Otherwise jax installs its own handler for SIGTERM, even if the service is never used.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        # jax aborts where it misses a process: the watch comes before it, with a sentence.
+        # jax aborts without a message when a heartbeat is missing: a long timeout lets the watch
+        # notice first and report it.
         jax.distributed.initialize(**places, heartbeat_timeout_seconds=3 * SILENT_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise NotMetError(
@@ -54,7 +58,7 @@ def join() -> None:
 
 
 def started() -> int:
-    """How many processes this run was started with, as far as its environment says."""
+    """Number of processes that this run was started with, according to its environment."""
     places = _places()
     if places:
         return places["num_processes"]
@@ -62,7 +66,7 @@ def started() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process that prints and writes logs."""
+    """Whether this is process 0, which prints and writes logs."""
     import jax
 
     return jax.process_index() == 0
@@ -70,7 +74,7 @@ def first() -> bool:
 
 @contextlib.contextmanager
 def first_before_others(name: str) -> Iterator[None]:
-    """The first process runs the body alone, the others after it."""
+    """Run the body in process 0, and only then in the others."""
     if not several():
         yield
         return
@@ -85,17 +89,17 @@ def first_before_others(name: str) -> Iterator[None]:
 
 
 def several() -> bool:
-    """Whether this is one of several processes that have met."""
+    """Whether this is one of several connected processes."""
     return bool(_met)
 
 
 def largest(value: int) -> int:
-    """The largest of the processes' values, on each of them."""
+    """The largest of the processes' values, on every process."""
     return max(map(int, _met[0].service.gather("largest", str(value)))) if several() else value
 
 
 def devices_of_host() -> int:
-    """Devices of the host that has fewest, over all processes that run there."""
+    """Number of devices per host (the smallest over hosts), counting all processes of a host."""
     import jax
 
     own = jax.local_device_count()
@@ -109,10 +113,13 @@ def devices_of_host() -> int:
 
 
 def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
-    """Compare what all processes must have alike: texts by name.
+    """Compare texts by name that must be equal in all processes; all of them call it.
 
-    All call it. Raises `ConfigError`, on all of them, that names the first part in which a process
-    differs from the first one: together they would wait for ever, or compute nonsense.
+    Processes that differ would deadlock or compute garbage.
+
+    Raises:
+      ConfigError: in all processes; it names the first entry in which a process differs from
+        process 0.
     """
     if not several():
         return
@@ -131,26 +138,26 @@ def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
 
 
 def stops_after(step: int, received: int) -> int:
-    """The signal for which the run stops after this step, or 0; one process alone has received it.
+    """The signal that stops the run after this step, or 0 (`Watch.reached`).
 
-    Of several as `Watch.reached`.
+    With a single process this is `received`, the signal that it has received.
     """
     return _met[0].reached(step, received) if several() else received
 
 
 def finish() -> None:
-    """Meet the others at the end of the run."""
+    """Wait for the other processes at the end of the run."""
     if several():
         _met[0].finish()
 
 
 def leave(code: int, sentence: str) -> NoReturn:
-    """End this one of several processes at once, with a sentence, and the others because of it."""
+    """Exit this process at once with a message, and make the others exit."""
     _met[0].leave(code, sentence)
 
 
 def _places() -> dict[str, Any] | None:
-    """Arguments for jax that say who is where: none where jax finds out; None for one process."""
+    """Arguments of `jax.distributed.initialize`; empty if jax finds them, None for one process."""
     given = {name: os.environ.get(name) for name in _NAMES}
     if given["JAX_COORDINATOR_ADDRESS"] is None:
         return {} if max(_tasks()) > 1 else None
@@ -172,6 +179,6 @@ def _places() -> dict[str, Any] | None:
 
 
 def _tasks() -> list[int]:
-    """How many tasks a launcher says it started."""
+    """Numbers of tasks according to the variables of each launcher."""
     names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     return [int(os.environ.get(name, "1")) for name in names]

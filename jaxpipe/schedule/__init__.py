@@ -1,6 +1,6 @@
-"""Schedules as data: who computes what in which order, proved and lowered to integer tables.
+"""Pipeline schedules as data: built, proved, simulated, and lowered to integer tables.
 
-Pure Python and numpy; nothing here knows jax.
+Pure Python and numpy; this package does not import jax. "Rank" means pipeline rank throughout.
 """
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label

@@ -1,9 +1,11 @@
-"""What a pipeline schedule is made of: actions, where stages live, and the order on each rank.
+"""The types of a pipeline schedule: actions, the placement of stages, the order on each rank.
+
+In this package "rank" is short for pipeline rank (`pp_rank`), a coordinate on the mesh axis pp.
 
 Letters. This package writes B for the gradient of a stage's *input*, W for the gradient of its
 *weights* and BW for both in one action (Qi et al., "Zero Bubble Pipeline Parallelism", section 2).
-People read labels, such as `BW3@1`: op, microbatch and stage. Files have PyTorch's notation, `1B3`,
-where `I` is our B, `W` our W and `B` our BW; it has no letter for U, the update of a stage.
+Labels such as `BW3@1` show op, microbatch and stage. Files use PyTorch's notation, `1B3`, where `I`
+is our B, `W` our W and `B` our BW; it has no letter for U, the optimizer update of a stage.
 """
 
 import enum
@@ -14,11 +16,11 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule, or the request for one, breaks a rule; the message names rule and place."""
+    """Raised for an invalid schedule or request; the message names the rule and the position."""
 
 
 class Op(enum.Enum):
-    """The kinds of work; each name is that of labels, each value the letter of the notation."""
+    """The kinds of work: names appear in labels, values are the letters of PyTorch's notation."""
 
     F = "F"
     B = "I"
@@ -26,21 +28,21 @@ class Op(enum.Enum):
     BW = "B"
     U = "U"
 
-    __hash__ = object.__hash__  # there is one of each; enum's own is slow, and actions are keys
+    __hash__ = object.__hash__  # members are singletons; enum's hash is slow, and actions are keys
 
     @property
     def gives_dx(self) -> bool:
-        """Whether it makes the gradient of a stage's input."""
+        """Whether the op computes the gradient of a stage's input."""
         return self in (Op.B, Op.BW)
 
     @property
     def gives_dw(self) -> bool:
-        """Whether it makes the gradients of a stage's weights."""
+        """Whether the op computes the gradients of a stage's weights."""
         return self in (Op.W, Op.BW)
 
 
 class Action(NamedTuple):
-    """One op of one stage on one microbatch; of U it is the last of the step that it ends.
+    """One op of one stage on one microbatch; a U has the last microbatch of the step it ends.
 
     >>> action = Action(Op.BW, stage=2, microbatch=5)
     >>> str(action), action.notation
@@ -53,7 +55,7 @@ class Action(NamedTuple):
 
     @property
     def notation(self) -> str:
-        """PyTorch's text of it, for files."""
+        """The action in PyTorch's notation, for files."""
         return f"{self.stage}{self.op.value}{self.microbatch}"
 
     def __str__(self) -> str:
@@ -61,7 +63,7 @@ class Action(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What an action leaves behind for others: `y` of a stage, or `dx`, its input's gradient."""
+    """The result of an action that others read: a stage's output `y` or input gradient `dx`."""
 
     kind: str
     stage: int
@@ -69,9 +71,9 @@ class Value(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An F, a gradient action (B, W or BW), or both at once; what one rank does in one tick.
+    """What one rank does in one tick: an F, a gradient action (B, W or BW), or both.
 
-    `update` is the U of the stage whose gradients this cell's makes whole.
+    `update` is the U of a stage whose weight gradients this cell's gradient action completes.
 
     >>> cell = Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2))
     >>> str(cell), cell.notation
@@ -84,7 +86,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, action: Action) -> "Cell":
-        """The cell of one action."""
+        """Return a cell with one action, F or a gradient."""
         return cls(forward=action) if action.op is Op.F else cls(gradient=action)
 
     @property
@@ -99,7 +101,7 @@ class Cell(NamedTuple):
 
     @property
     def notation(self) -> str:
-        """PyTorch's text of it, for files."""
+        """The cell in PyTorch's notation, for files."""
         text = ";".join(action.notation for action in self.actions)
         return f"({text})OVERLAP_F_B" if len(self.actions) == 2 else text
 
@@ -108,7 +110,7 @@ class Cell(NamedTuple):
 
 
 def label(*actions: Action, stages: bool = True) -> str:
-    """What people read of actions in one cell: op, microbatch and, unless a rank has one, stage.
+    """Return the label of the actions of a cell: op, microbatch and, with `stages`, the stage.
 
     >>> label(Action(Op.F, 0, 7), Action(Op.BW, 0, 2), stages=False)
     'F7+BW2'
@@ -118,10 +120,10 @@ def label(*actions: Action, stages: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages live.
+    """The rank of every stage.
 
     Stage `s` is on rank `rank_of[s]`. In a bidirectional placement the microbatches from
-    `mirrored_from` on enter at the last rank: for them it is on rank `pp - 1 - rank_of[s]`.
+    `mirrored_from` on enter at the last rank: they find stage `s` on rank `pp - 1 - rank_of[s]`.
     """
 
     rank_of: tuple[int, ...]
@@ -129,7 +131,7 @@ class Placement:
 
     @classmethod
     def loop(cls, pp: int, virtual_stages: int = 1) -> "Placement":
-        """Stage `s` on rank `s mod pp`.
+        """Return the placement of stage `s` on rank `s mod pp`.
 
         >>> Placement.loop(2, virtual_stages=2).rank_of
         (0, 1, 0, 1)
@@ -138,7 +140,7 @@ class Placement:
 
     @classmethod
     def v_shape(cls, pp: int) -> "Placement":
-        """Down the ranks and up again: stages `r` and `2 pp - 1 - r` on rank `r`.
+        """Return the V-shaped placement: stages `r` and `2 pp - 1 - r` on rank `r`.
 
         >>> Placement.v_shape(2).rank_of
         (0, 1, 1, 0)
@@ -147,7 +149,7 @@ class Placement:
 
     @property
     def pp(self) -> int:
-        """Number of ranks."""
+        """Number of pipeline ranks."""
         return max(self.rank_of) + 1
 
     @property
@@ -157,25 +159,25 @@ class Placement:
 
     @property
     def own_chunks(self) -> int:
-        """Most stages that a rank owns, whose parameters it holds."""
+        """Largest number of stages whose parameters one rank stores."""
         return max(Counter(self.rank_of).values())
 
     @property
     def chunks(self) -> int:
-        """Most stages that a rank computes: twice its own where microbatches enter at both ends."""
+        """Largest number of stages that one rank computes: 2 x `own_chunks` if bidirectional."""
         return self.own_chunks * (1 if self.mirrored_from is None else 2)
 
     def mirrored(self, microbatch: int) -> bool:
-        """Whether a microbatch enters at the last rank."""
+        """Return whether a microbatch enters at the last rank."""
         return self.mirrored_from is not None and microbatch >= self.mirrored_from
 
     def rank(self, stage: int, microbatch: int) -> int:
-        """The rank that computes a stage of a microbatch."""
+        """Return the rank that computes a stage for a microbatch."""
         rank = self.rank_of[stage]
         return self.pp - 1 - rank if self.mirrored(microbatch) else rank
 
     def chunk(self, stage: int, microbatch: int = 0) -> int:
-        """Which of the stages of its rank: its own in order, then those it computes mirrored.
+        """Return the index of a stage on its rank: first unmirrored stages, then mirrored ones.
 
         >>> [Placement.v_shape(2).chunk(stage) for stage in range(4)]
         [0, 0, 1, 1]
@@ -186,13 +188,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of cells on every rank; times are decided later, by `simulate` or `lower`.
+    """The order of cells on every rank, without times; `simulate` and `lower` assign times.
 
-    Where sequences are cut into `slices` in time, every slice counts as a microbatch, and so many
-    in a row are one sequence. Each stage runs their F in this order, their gradients in reverse.
-
-    With `updates` the microbatches are those of so many steps in turn, and every stage has a U
-    after each; 0: one step, whose update stands outside.
+    Attributes:
+      name: name of the family or file.
+      placement: the rank of every stage.
+      microbatches: number of microbatches, over all fused steps; a sequence slice counts as one.
+      ranks: the cells of every rank, in order.
+      slices: sequence slices per sequence. `slices` consecutive microbatches form one sequence:
+        each stage runs their F in this order, and their gradients in reverse.
+      updates: number of fused optimizer steps, which share the microbatches evenly; every stage has
+        a U after each. 0: a single step, whose update is not part of the schedule.
     """
 
     name: str
@@ -211,7 +217,7 @@ class Schedule:
         orders: Iterable[Iterable[Action | Cell]],
         slices: int = 1,
     ) -> "Schedule":
-        """From orders in which actions that stand alone need no cell around them."""
+        """Build a schedule from orders of cells; a lone action need not be wrapped in a cell."""
         ranks = (
             tuple(Cell.of(item) if isinstance(item, Action) else item for item in order)
             for order in orders
@@ -220,7 +226,7 @@ class Schedule:
 
     @property
     def pp(self) -> int:
-        """Number of ranks."""
+        """Number of pipeline ranks."""
         return self.placement.pp
 
     @property
@@ -230,15 +236,15 @@ class Schedule:
 
     @property
     def labels_stages(self) -> bool:
-        """Whether labels name stages: a rank holds several of them."""
+        """Whether labels name the stage, because a rank has several."""
         return self.stages > self.pp
 
     def orders(self) -> list[list[str]]:
-        """Per rank, the cells in PyTorch's notation, for example `['0F0', '0B0']`."""
+        """Return the cells of every rank in PyTorch's notation, for example `['0F0', '0B0']`."""
         return [[cell.notation for cell in order] for order in self.ranks]
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """All `(rank, action)`, rank by rank, in order."""
+        """Yield every `(rank, action)`, rank by rank, in order."""
         for rank, order in enumerate(self.ranks):
             for cell in order:
                 for action in cell.actions:
@@ -246,7 +252,7 @@ class Schedule:
 
 
 def produced_by(action: Action) -> Value | None:
-    """The value another action may wait for; W and U leave none."""
+    """Return the value of an action that other actions may read; None for W and U."""
     match action.op:
         case Op.F:
             return Value("y", action.stage, action.microbatch)
@@ -257,9 +263,10 @@ def produced_by(action: Action) -> Value | None:
 
 
 def hop_between(kind: str, sender: int, receiver: int, pp: int) -> int | None:
-    """+1 or -1, the way round the ring of a y or dx; None where the two are no neighbours.
+    """Return +1 or -1, the permute direction of a y or dx; None where the ranks are not neighbours.
 
-    Where both ways lead there (two ranks), y goes up and dx goes down.
+    Ranks are a ring: the last one neighbours the first. With two ranks both directions lead to the
+    receiver; y then takes +1 and dx takes -1.
     """
     ways = [hop for hop in (+1, -1) if (sender + hop) % pp == receiver]
     if len(ways) == 2:
@@ -268,7 +275,7 @@ def hop_between(kind: str, sender: int, receiver: int, pp: int) -> int | None:
 
 
 def link_of(action: Action, placement: Placement) -> int | None:
-    """The rank r if what an action makes travels between r and the next; None where it stays."""
+    """Return r if the value of an action travels between ranks r and r + 1; None if it stays."""
     value = produced_by(action)
     to = action.stage + (1 if action.op is Op.F else -1)
     if value is None or not 0 <= to < placement.stages:
@@ -279,11 +286,12 @@ def link_of(action: Action, placement: Placement) -> int | None:
 
 
 def needed_by(action: Action, stages: int) -> list[Value]:
-    """The values an action waits for.
+    """Return the values that an action waits for.
 
-    F waits for the stage before; B and BW for their own F and for the stage after (the last
-    stage's output gradient comes with its own F); W for its own B; U for nothing, since it stands
-    behind all gradients of its stage.
+    F waits for the y of the previous stage. B and BW wait for the F of the same stage and
+    microbatch and for the dx of the next stage (the last stage computes its output gradient from
+    its F). W waits for its B. U waits for no value: the order puts it after all gradients of its
+    stage.
     """
     _, stage, microbatch = action
     match action.op:
@@ -300,7 +308,7 @@ def needed_by(action: Action, stages: int) -> list[Value]:
 
 
 def external_needs(cell: Cell, stages: int) -> list[Value]:
-    """The values a cell waits for: those of its actions, less what its own F makes."""
+    """Return the values that a cell waits for, without the y that the cell's F computes."""
     own = produced_by(cell.forward) if cell.forward else None
     needs = (value for action in cell.actions for value in needed_by(action, stages))
     return [value for value in needs if value != own]

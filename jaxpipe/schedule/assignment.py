@@ -1,4 +1,4 @@
-"""How many layers each stage gets: even, weighted by the embedding and head, pinned, or by list."""
+"""Assignment of layers to stages: even, weighted by embedding and head, pinned, or by list."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,16 @@ def assign_layers(
     weights: tuple[int, int] = (1, 1),
     pinned: tuple[int, int] = (0, 0),
 ) -> tuple[int, ...]:
-    """Layers per stage, in order; they sum to `layers` and none is empty.
+    """Return the number of layers per stage, in order; no stage is empty.
 
-    `even` gives the remainder to the first stages. `weighted` counts the embedding and
-    the head as so many layers of the first and the last stage as `weights` has, then splits evenly.
-    What of `pinned` is above zero are the layers of the first or the last stage; the rest is split
-    evenly, whichever of the two is asked for. A sequence is taken as it is.
+    Args:
+      layers: layers of the model, the sum of the result.
+      stages: number of stages.
+      policy: "even" gives the remainder to the first stages; "weighted" counts embedding and head
+        as layers of the first and last stage, then splits evenly; a sequence is the result itself.
+      weights: layers that the embedding and the head count as under "weighted".
+      pinned: layers of the first and of the last stage, 0 for not pinned; the remaining layers are
+        split evenly under either policy.
 
     Raises `ScheduleError` where a stage would be empty or a list does not fit.
 

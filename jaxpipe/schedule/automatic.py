@@ -11,13 +11,13 @@ from jaxpipe.schedule.search import search
 
 
 def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
-    """The best schedule found that keeps every rank within the limit, by default "2p".
+    """Search for the best schedule that keeps every rank within the memory limit, by default "2p".
 
-    zb_h1, zb_h2 and 1f1b, in its own order and running ahead, stand as candidates where they fit.
-    So the result is never worse, except that in span it may be than 1f1b.
+    The result is no worse than zb_h1 and zb_h2, where these fit. If the objective is the time of
+    the scan, it is also no worse than 1f1b, both in order and with forwards that run ahead.
 
     Raises `ScheduleError` for an unknown objective or limit, and where no microbatch fits the
-    limit, with the least that works.
+    limit; the message gives the least limit that works.
     """
     placement = Placement.loop(pp)
     memory_limit = "2p" if target.memory_limit is None else target.memory_limit
@@ -30,7 +30,7 @@ def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule
 
 
 def _unsplit(pp: int, microbatches: int, lockstep: Lockstep, room: int) -> list[Schedule]:
-    """1F1B as it is, and as the scan lays it out where so many microbatches may be in flight."""
+    """Return 1F1B in order, and as placed with forwards that run ahead within `room`."""
     plain = one_f_one_b(pp, microbatches)
     packed = 2 * pp - (not lockstep.vocab_parallel)
     ahead = [place(plain, replace(lockstep, in_flight=n)) for n in {min(packed, room), room}]

@@ -1,10 +1,11 @@
-"""Building blocks: when each op of a microbatch happens, such that repeating it never collides.
+"""Building blocks: ticks for each op of a microbatch that do not collide when repeated.
 
-With unit ops a rank of C stages does 3C ops a microbatch, so a block repeats every 3C ticks. F of
-stage s + 1 follows F of stage s by `d` ticks along a run of stages in one direction, likewise B; a
-gap separates the runs. Two ops of a rank must differ modulo the period, which leaves the ticks in
-between to W. A microbatch is held from F to B (W follows in the next free tick), so the lifespans
-give the memory (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3).
+With ops of one tick a rank with C stages runs 3C ops per microbatch, so a block repeats every 3C
+ticks. Along a run of stages in one direction, F of stage s + 1 follows F of stage s by a fixed
+number of ticks, and so does B; a gap separates the runs. Two ops of a rank must differ modulo the
+period; the remaining ticks are for W. A microbatch is live from F to B (W follows in the next free
+tick), so these lifetimes give the memory (Qi et al. 2024, "Pipeline Parallelism with Controllable
+Memory", section 3).
 """
 
 from collections.abc import Iterator
@@ -17,22 +18,29 @@ from jaxpipe.schedule.action import Placement
 
 @dataclass(frozen=True)
 class Block:
-    """`phases[rank]`: the ticks of F and of B of microbatch 0, for each of the rank's stages."""
+    """A building block.
+
+    Attributes:
+      phases: per rank, the ticks of F and the ticks of B of microbatch 0, one for each stage of the
+        rank.
+      period: ticks between consecutive microbatches.
+      held: the most (microbatch, stage) pairs that are live, from F to B, on any rank.
+    """
 
     phases: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
     period: int
-    held: int  # most (microbatch, stage) pairs from F to B on any rank
+    held: int
 
 
 @lru_cache(maxsize=8)  # many searches are for few placements
 def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, ...]:
-    """Every block with `1..steps` ticks between neighbours in each run and `1..gaps` at its turns.
+    """Return every block with `1..steps` ticks per hop in a run and gaps of `1..gaps` ticks.
 
-    A run is all of F or B through one chunk, in the order of the stages: the loop placement with
-    one stage a rank has two, the V four.
+    A run is the F or the B of all stages of one chunk index, in stage order: the loop placement
+    with one stage per rank has two runs, the V has four.
     """
     period = 3 * placement.stages // placement.pp
-    ranks = [*placement.rank_of, *reversed(placement.rank_of)]  # of the 2 S ops of a microbatch
+    ranks = [*placement.rank_of, *reversed(placement.rank_of)]  # F, then B, of every stage
     every = []
     for ticks in _extended([], ranks, placement.pp, period, steps, gaps):
         own: list[list[int]] = [[] for _ in range(placement.pp)]
@@ -46,7 +54,7 @@ def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, 
 def _extended(
     ticks: list[int], ranks: list[int], pp: int, period: int, steps: int, gaps: int
 ) -> Iterator[list[int]]:
-    """All ways to go on from `ticks`, run by run, without a collision."""
+    """Yield all completions of `ticks` without a collision, run by run."""
     if len(ticks) == len(ranks):
         yield ticks
         return
@@ -65,7 +73,7 @@ def _phases(own: list[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _held(forward: tuple[float, ...], backward: tuple[float, ...], period: int) -> int:
-    """Most pairs at once: just after one of the F of a period, long after the start."""
+    """Return the most (microbatch, stage) pairs live at once: after an F, in the steady state."""
     ages = [[(now - f) // period - (now - b) // period for f, b in zip(forward, backward)]
             for now in (f + 1000 * period for f in forward)]  # fmt: skip
     return int(max(map(sum, ages)))

@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Build schedules by name, and check their memory."""
 
 from heapq import heappop, heappush
 from typing import Any
@@ -20,26 +20,29 @@ def build(
     memory_limit: str | float | None = None,
     **options: Any,
 ) -> Schedule:
-    """The named schedule, in any case, for `pp` ranks and `microbatches` microbatches a step.
+    """Build the schedule of a family for `pp` ranks.
 
-    `memory_limit` is what a rank may hold, in the unit of `memory` (by default one stage of a
-    microbatch from F to W), so it may be bytes; `"1p"` and `"2p"` are P and 2P microbatches through
-    a rank's stages, counted from F to B. The searched ones make the best of it (zb_auto's default
-    is `"2p"`), of the others it is demanded.
+    Args:
+      name: name of the family, in any case.
+      pp: number of pipeline ranks.
+      microbatches: microbatches per step.
+      memory: memory of the ops; by default every (microbatch, stage) pair takes 1 from F to W.
+      memory_limit: limit per rank in the unit of `memory`, which may be bytes, or "1p" or "2p": P
+        or 2P microbatches through a rank's stages, counted from F to B. Searched schedules are
+        optimized within it (default of zb_auto: "2p"); others must satisfy it.
+      options: options of the family; None is as if the option were not given:
+        virtual_stages: stages per rank, for families in which it is free.
+        slices: sequence slices per microbatch, each of which counts as a microbatch of the
+          schedule; for the loop placement.
+        costs, objective: what zb_auto, zbv, v_half and v_min are searched for (`Target`); other
+          families ignore them.
+        lockstep, effort: for the searched families only (`Target`).
+        breadth: microbatches that a rank runs through one stage before its next; for `bfs` and the
+          interleaved families.
+        path: for `custom`, a file in the format of `read`.
 
-    Options, of which None is as if it were not given:
-      virtual_stages: stages a rank, for the schedules that leave it open.
-      slices: parts of every microbatch's sequences in time, each of which then is one of the
-        schedule's microbatches; for schedules on the loop placement.
-      costs, objective: what steers the searched ones, zb_auto, zbv, v_half and v_min (`Target`);
-        the orders of the others do not depend on them.
-      lockstep, effort: of the searched ones alone.
-      breadth: microbatches that a rank runs through one stage before its next: of `bfs` and the
-        interleaved ones.
-      path: of `custom`, a file that `read` understands.
-
-    Raises `ScheduleError` for an unknown name or option, sizes below one or that the schedule
-    cannot have, and a memory limit that it breaks.
+    Raises `ScheduleError` for an unknown name or option, a size that is below one or not allowed in
+    the family, and a memory limit that the schedule exceeds.
     """
     family = family_of(name)
     options = {option: value for option, value in options.items() if value is not None}
@@ -79,7 +82,7 @@ def _check_options(family: Family, options: dict[str, Any]) -> None:
 def check_memory(
     schedule: Schedule, memory: Memory, memory_limit: str | float, lockstep: Lockstep = PLAIN
 ) -> None:
-    """Raise `ScheduleError` where a schedule, as the scan runs it, holds more than a limit."""
+    """Raise `ScheduleError` where a schedule, as the scan runs it, exceeds a memory limit."""
     limit = limit_in_units(memory_limit, schedule.placement, memory)
     peak = max(peak_memory(schedule, memory, lockstep))
     if peak > limit * (1 + SLACK):
@@ -91,10 +94,10 @@ def check_memory(
 
 
 def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Schedule:
-    """Every microbatch forward through every stage and nothing else: evaluation.
+    """Build a schedule of forwards only, for evaluation.
 
-    Every rank takes what has come furthest, so that few messages wait. As in `Schedule`, so many
-    `slices` in a row are one sequence.
+    Every rank runs the latest stage that is ready, so that few messages are queued. As in
+    `Schedule`, `slices` consecutive microbatches are one sequence.
 
     >>> forward_only(Placement.loop(2), 2).orders()
     [['0F0', '0F1'], ['1F0', '1F1']]

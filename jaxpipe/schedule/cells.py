@@ -1,10 +1,10 @@
-"""Which tick does what: the actions of a schedule placed into cells of a lockstep grid.
+"""Place the actions of a schedule into a grid of ticks x ranks.
 
-The scan that runs a schedule is a lockstep: all ranks take the same ticks, one after the other.
-`scan.py` says how long they wait for each other. A cell holds at most one F and at most one B, W or
-BW. A message sent by an action of tick t can be used from tick t + transfer_ticks on; a value that
-stays on its rank can be used from the next tick on, or by the gradient half of the same cell, since
-F runs first.
+The scan that runs a schedule executes in lockstep: all ranks run the same ticks, one after the
+other. `scan.py` computes how long they wait for each other. A cell has at most one F and at most
+one B, W or BW. The result of an action in tick t can be read on another rank from tick
+t + transfer_ticks on; on the same rank from the next tick on, or by the gradient action of the same
+cell, since F runs first.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,17 @@ from jaxpipe.schedule.progress import in_line
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of the ops, in any one unit, of every stage or per stage; BW costs B + W.
+    """Times of the ops, all in the same unit; the default is a backward of twice the forward.
 
-    `transfer` is the time of one message between ranks. `pair` is the time of an F with an unsplit
-    BW in one cell where they overlap; None: their sum. `exchange` is how much of the ops' times
-    passes in exchanges with devices that are not along the ring: in a cell of two stages those of
-    one half hide behind what the other computes. `U` is the time of an update. The default is the
-    usual account of a transformer layer: backward twice the forward, in two equal halves.
+    Attributes:
+      F, B, W: time of an op, one number for all stages or a sequence with one per stage. BW takes
+        B + W.
+      transfer: time of one message between pipeline ranks.
+      pair: time of an F and an unsplit BW that overlap in one cell; None: the sum of their times.
+      exchange: the part of the ops' times, in the same unit, spent in collectives over mesh axes
+        other than pp. In a cell with two stages, the collectives of one action overlap with the
+        compute of the other.
+      U: time of an optimizer update of a stage.
     """
 
     F: float | Sequence[float] = 1.0
@@ -46,7 +50,7 @@ class Costs:
     U: float | Sequence[float] = 0.0
 
     def of(self, action: Action) -> float:
-        """Time of one action."""
+        """Return the time of one action."""
 
         def pick(cost: float | Sequence[float]) -> float:
             return cost if isinstance(cost, float | int) else cost[action.stage]
@@ -64,14 +68,14 @@ class Costs:
                 return pick(self.U)
 
     def of_cell(self, cell: Cell) -> float:
-        """Time of what a cell holds."""
+        """Return the time of a cell."""
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
         if self.pair is not None and overlaps:
             return self.pair + (self.of(cell.update) if cell.update else 0.0)
         return sum(map(self.of, cell.actions)) - self._hidden(cell)
 
     def _hidden(self, cell: Cell) -> float:
-        """Time of exchanges of one half of a cell that passes while the other half computes.
+        """Return the time of collectives of one action that overlap with compute of the other.
 
         >>> costs = Costs(F=2.0, B=2.0, W=2.0, exchange=Costs(F=1.0, B=0.5, W=0.0))
         >>> forward = Action(Op.F, 0, 3)
@@ -88,7 +92,7 @@ class Costs:
 
 
 def timer(costs: Costs) -> Callable[[Cell], float]:
-    """`costs.of_cell`, asked once for cells with the same ops of the same stages."""
+    """Return a memoized `costs.of_cell`, which ignores microbatches."""
     known: dict[tuple[tuple[Op, int] | None, ...], float] = {}
 
     def taking(cell: Cell) -> float:
@@ -103,11 +107,12 @@ def timer(costs: Costs) -> Callable[[Cell], float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the ops of one microbatch do to a rank's memory, in one unit: F takes, B and W free.
+    """Change of a rank's memory by each op of one stage and microbatch, in any one unit.
 
-    Where B leaves more for W than it frees, it takes too. `state` is what slices of a sequence
-    leave for each other in a stage, from the first F to the last B; its gradient, from the first B
-    to the last, is as large.
+    F allocates, and B and W free (negative numbers). B is positive where its W stash is larger than
+    the residuals that it frees. `state` is the size of the state that the slices of a sequence
+    share in a stage, live from the first F to the last B; its gradient has the same size and is
+    live from the first B to the last.
     """
 
     F: float = 1.0
@@ -117,17 +122,17 @@ class Memory:
 
     @property
     def growth(self) -> float:
-        """What a rank needs free to run B."""
+        """Memory that must be free for a B to run."""
         return max(0.0, self.B)
 
 
 Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
-Ready = Callable[..., bool]  # (action, value made in the same cell) -> are its inputs there?
+Ready = Callable[..., bool]  # (action, value computed in the same cell) -> are its inputs available
 
 
-@lru_cache(maxsize=32)  # a schedule is timed, simulated, lowered and drawn; a plan has two dozen
+@lru_cache(maxsize=32)  # the same schedule is timed, simulated, lowered and drawn; a plan has ~24
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
-    """The grid of a schedule: every cell in the first tick that its order and inputs allow.
+    """Return the grid `[tick][rank]`, every cell in the first tick its order and inputs allow.
 
     Raises `ScheduleError` for a deadlock.
     """
@@ -135,9 +140,9 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
 
 
 def _in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
-    """Each rank's cells strictly one after the other."""
+    """Place the cells of each rank strictly in its order."""
     ticks: list[int] = []
-    free = [0] * schedule.pp  # from which tick on a rank has nothing yet
+    free = [0] * schedule.pp  # first tick after the last placed cell of each rank
     line = in_line(schedule)
     for rank, cell, before in line:
         tick = free[rank]
@@ -153,10 +158,10 @@ def _in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
 
 
 def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
-    """Forwards ahead of the order, within what may be in flight."""
+    """Place forwards ahead of the order, with at most `in_flight` live microbatches per rank."""
     transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight or 0
     lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
-    made: dict[Value, tuple[int, int]] = {}  # value -> (rank that made it, tick)
+    made: dict[Value, tuple[int, int]] = {}  # value -> (rank that computed it, tick)
     grid: list[tuple[Cell, ...]] = []
     idle = 0
     while not all(line.finished for line in lines):
@@ -191,11 +196,11 @@ def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
 
 
 class _RunAhead:
-    """One rank's forwards and gradients as two queues; forwards wait only for room and updates."""
+    """The queues of one rank: gradients, and forwards, which wait for free memory and updates."""
 
     def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
         self._forwards = [cell.forward for cell in cells if cell.forward]
-        self._gradients = [cell[1:] for cell in cells if cell.gradient]  # with their updates
+        self._gradients = [cell[1:] for cell in cells if cell.gradient]  # (gradient, update)
         counts = accumulate((cell.update is not None for cell in cells), initial=0)
         self._updates_before = [count for cell, count in zip(cells, counts) if cell.forward]
         self._updates = 0
@@ -207,7 +212,10 @@ class _RunAhead:
         return self._f == len(self._forwards) and self._g == len(self._gradients)
 
     def take(self, ready: Ready) -> Cell:
-        """A gradient if one is ready, else a forward if there is room; both where cells pair."""
+        """Return the next cell: a ready gradient, else a forward within the limit, or both.
+
+        Both share a cell only where transfers take one tick.
+        """
         forward = gradient = update = None
         if self._f < len(self._forwards) and self._room > 0:
             updated = self._updates >= self._updates_before[self._f]

@@ -1,8 +1,8 @@
-"""Schedules from and to files, in PyTorch's notation: one row a rank, one cell an action.
+"""Schedules from and to files, in PyTorch's notation: one row per rank.
 
 A CSV file has a row per rank, such as `0F0, 0F1, 0I0, 0W0, 0B1`; empty cells are idle time and are
-passed over. A JSON file has the same rows as a list of lists. `(0F7;3B2)OVERLAP_F_B` is one cell.
-Slices of a sequence stand there as microbatches, and how many make one stands nowhere.
+skipped. A JSON file has the same rows as a list of lists. `(0F7;3B2)OVERLAP_F_B` is one cell.
+Sequence slices are written as microbatches; the number of slices per sequence is not in the file.
 """
 
 import csv
@@ -20,12 +20,13 @@ _PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
 
 def read(path: str | Path, *, slices: int = 1) -> Schedule:
-    """The schedule in a `.csv` or `.json` file, validated; its placement is read off its forwards.
+    """Read and validate a schedule from a `.csv` or `.json` file.
 
-    So many `slices` in a row are one sequence.
+    The placement follows from the ranks of the forwards. `slices` consecutive microbatches are one
+    sequence.
 
-    Raises `ScheduleError` naming the file and the cell: not readable, not in the notation, or an
-    order that is not complete, well placed and free of deadlock.
+    Raises `ScheduleError`, naming file and cell, where the file cannot be read or parsed, or the
+    schedule is not complete, well placed and free of deadlock.
     """
     path = Path(path)
     try:
@@ -56,9 +57,9 @@ def read(path: str | Path, *, slices: int = 1) -> Schedule:
 def custom(
     pp: int, microbatches: int, *, path: str | Path | None = None, slices: int = 1
 ) -> Schedule:
-    """The schedule in a file, which must be for so many ranks and microbatches.
+    """Read a schedule from a file and check that it is for `pp` ranks and `microbatches`.
 
-    Raises `ScheduleError` where it is not, besides what `read` raises.
+    Raises `ScheduleError` for a file of other sizes, and as `read` does.
     """
     if path is None:
         raise ScheduleError("custom needs a path: give the .csv or .json file of the schedule.")
@@ -73,9 +74,9 @@ def custom(
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as `.csv` or `.json`; `read` gives the same one back.
+    """Write a schedule as `.csv` or `.json`, for `read`.
 
-    Raises `ScheduleError` for one with updates: the notation has no letter for them.
+    Raises `ScheduleError` for fused steps: the notation has no letter for updates.
     """
     if schedule.updates:
         raise ScheduleError(
@@ -90,7 +91,7 @@ def write(schedule: Schedule, path: str | Path) -> None:
 
 
 def parse(text: str, where: str = "cell") -> Cell:
-    """One cell from its notation; `where` stands in the error.
+    """Parse one cell; `where` is its position, for the error message.
 
     >>> parse("3I2").gradient
     Action(op=<Op.B: 'I'>, stage=3, microbatch=2)
@@ -115,7 +116,7 @@ def _action(text: str, where: str) -> Action:
 
 
 def _placed(name: str, orders: list[list[Cell]], where: str) -> Schedule:
-    """Find where each stage lives, for the first and for the last microbatch."""
+    """Return a schedule whose placement, mirrored or not, is inferred from its forwards."""
     actions = [(r, action) for r, order in enumerate(orders) for c in order for action in c.actions]
     forwards = {(a.stage, a.microbatch): r for r, a in actions if a.op is Op.F}
     if not forwards:

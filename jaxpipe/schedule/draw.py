@@ -1,4 +1,4 @@
-"""A schedule as text: one line a rank, one column a tick."""
+"""A schedule as text: one line per rank, one column per tick."""
 
 from jaxpipe.schedule.action import Schedule, label
 from jaxpipe.schedule.cells import place
@@ -6,7 +6,7 @@ from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 
 def timeline(schedule: Schedule, lockstep: Lockstep = PLAIN) -> str:
-    """The grid of `place`: the label of every cell, a dot where idle.
+    """Return the grid of `place` as text: the label of every cell, a dot where idle.
 
     >>> from jaxpipe.schedule import build
     >>> print(timeline(build("1f1b", pp=3, microbatches=4)))

@@ -1,8 +1,9 @@
-"""DualPipe and DualPipeV: two streams of microbatches meet on every rank, F overlapped with BW.
+"""DualPipe and DualPipeV: every rank computes two streams of microbatches and overlaps F with BW.
 
-DeepSeek-AI 2025, "DualPipe" (the eight steps of its `step`), and the "cut in half" V form. Phase 0
-is the stream that is nearer its start on this rank, phase 1 the other. Where an overlapped pair
-would wait, gradients are split so that W fills the gap. Bubble (P/2-1)(pair + BW - 3W), P stages.
+Source: DeepSeek-AI 2025, "DualPipe" (the eight steps of its `step`), and its "cut in half" V form.
+Phase 0 is the stream that has passed fewer ranks when it reaches this rank, phase 1 the other.
+Where an overlapped pair would wait, gradients are split so that W fills the gap. The bubble is
+(P/2-1)(pair + BW - 3W) with P stages.
 """
 
 from collections import deque
@@ -12,10 +13,11 @@ from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, Sched
 
 
 def dualpipe(pp: int, microbatches: int) -> Schedule:
-    """Microbatches enter at both ends; rank r computes stages r and P-1-r.
+    """Build DualPipe: microbatches enter at both ends, and rank r computes stages r and P-1-r.
 
-    The first half of the microbatches goes down the ranks, the second half up. P must be even, M
-    even and at least 2P.
+    The first half of the microbatches goes down the ranks, the second half up.
+
+    Raises `ScheduleError` unless P and M are even and M is at least 2P.
     """
     if pp % 2 or microbatches % 2 or microbatches < 2 * pp:
         legal = pp + pp % 2
@@ -40,7 +42,10 @@ def dualpipe(pp: int, microbatches: int) -> Schedule:
 
 
 def dualpipev(pp: int, microbatches: int) -> Schedule:
-    """Every microbatch goes down the ranks and up again: stages r and 2P-1-r. M is at least 2P."""
+    """Build DualPipeV, on the V placement: rank r computes stages r and 2P-1-r.
+
+    Raises `ScheduleError` for fewer than 2P microbatches.
+    """
     if microbatches < 2 * pp:
         raise ScheduleError(
             f"dualpipev needs at least 2 pp microbatches: got pp={pp}, "
@@ -64,9 +69,14 @@ def _eight_steps(
     turns: bool,
     where: Callable[[int, int], tuple[int, int]],
 ) -> list[Action | Cell]:
-    """One rank's order. `where(phase, i)` is the stage and microbatch of the i-th of a phase.
+    """Return one rank's order.
 
-    `turns`: this rank hands one stream to itself, so its first pair cannot overlap.
+    Args:
+      ranks: ranks that one phase passes before the streams meet, P/2 (DualPipe) or P (DualPipeV).
+      rank: distance of this rank from the nearer end (DualPipe), or its number (DualPipeV).
+      overlapped: length of step 4, in rounds of two pairs.
+      turns: whether the two phases meet on this rank; the first pair of step 4 is then two cells.
+      where: `(phase, i)` to the stage and microbatch of the i-th action of a phase.
     """
     order: list[Action | Cell] = []
     done = {(op, phase): 0 for op in "FB" for phase in (0, 1)}
@@ -97,7 +107,7 @@ def _eight_steps(
     for _ in range(beyond):  # 5: BW1, F1 with BW0
         order += [act(Op.BW, 1), pair(1, 0)]
     split = False
-    for i in range(rank + 1):  # 6: both gradients, the second half of them split
+    for i in range(rank + 1):  # 6: gradients of both phases, the second half of them split
         split |= i == (rank + 1) // 2 and rank % 2 == 1
         order.append(act(Op.B if split else Op.BW, 1))
         split |= i == (rank + 1) // 2 and rank % 2 == 0

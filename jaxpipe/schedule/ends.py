@@ -1,8 +1,8 @@
-"""Embedding and loss that all ranks compute together, each with a part of the vocabulary.
+"""Columns of a vocabulary-parallel embedding and head, which all pipeline ranks compute together.
 
 After Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary Parallelism": the last
-stage is then no slower than the others. Ranks that meet every tick anyway need no passes of their
-own for it: the work stands at the start of a tick, in which all of them do it for one microbatch.
+stage is then no slower than the others. The paper's separate passes are not needed, because ranks
+synchronize in every tick: at the start of a tick all of them do this work for one microbatch.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from jaxpipe.schedule.row import EndColumns
 
 
 def ranks_of(stage: int, schedule: Schedule) -> tuple[int, ...]:
-    """The ranks that compute a stage, for one microbatch or another."""
+    """Return the sorted ranks that compute a stage for any microbatch."""
     ranks = {schedule.placement.rank(stage, m) for m in range(schedule.microbatches)}
     return tuple(sorted(ranks))
 
@@ -24,9 +24,13 @@ def ranks_of(stage: int, schedule: Schedule) -> tuple[int, ...]:
 def shared_end_columns(
     schedule: Schedule, grid: Grid, slots: Sequence[Buffers[Mapping[Hashable, int]]], *, spare: int
 ) -> EndColumns[np.ndarray]:
-    """The columns of ends that all ranks share; `slots` has those of every rank by owner.
+    """Return the columns of the vocabulary-parallel embedding and head.
 
-    The grid has an empty last tick. `spare` is an index behind the last slot of the inbox.
+    Args:
+      schedule: the schedule that is lowered.
+      grid: its cells, with an empty last tick.
+      slots: slots of every rank by buffer; inbox slots have the reading action as key.
+      spare: index of the inbox's dummy slot.
     """
     shape, last = (len(grid), schedule.pp), schedule.stages - 1
     first_ranks, last_ranks = ranks_of(0, schedule), ranks_of(last, schedule)

@@ -1,7 +1,7 @@
-"""The families of schedules: one record each, which says all that others ask about it.
+"""The registry of schedule families, with one record per family.
 
-To add a schedule, write its builder, and an entry here: `build`, the configuration's checks, the
-plan and the tests of every schedule follow from it.
+To add a schedule, write its builder and add an entry to `FAMILIES`: `build`, the configuration's
+checks, the plan and the tests of all schedules read this entry.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ from jaxpipe.schedule.vshape import one_f_one_b_v, v_shaped
 
 
 class Variant(NamedTuple):
-    """A family with its open choices made; None leaves one as the family has it.
+    """A family with values for its options; None keeps the family's default.
 
     >>> Variant("interleaved_1f1b", virtual_stages=2).label
     'interleaved_1f1b v=2'
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
+        """The name of the variant in tables."""
         choices = {
             "v=": self.virtual_stages, "breadth=": self.breadth, "": self.memory_limit,
             "in_flight=": self.in_flight,
@@ -52,9 +52,13 @@ class Variant(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What decides which variants of a family are worth a try.
+    """The sizes that decide which variants of a family a plan tries.
 
-    Ranks, layers of the model, slices of a sequence, and whether all ranks share the vocabulary.
+    Attributes:
+      pp: number of pipeline ranks.
+      layers: layers of the model.
+      slices: sequence slices per sequence.
+      vocab_parallel: whether embedding and head are vocabulary-parallel over pp.
     """
 
     pp: int
@@ -64,7 +68,7 @@ class Sizes(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """As many microbatches in flight as let 1F1B do an F and a BW in every steady tick."""
+        """Microbatches in flight with which 1F1B runs an F and a BW in every steady tick."""
         return 2 * self.pp - 1 + self.vocab_parallel + self.slices - 1
 
 
@@ -73,14 +77,14 @@ def _as_it_is(name: str, sizes: Sizes) -> Iterable[Variant]:
 
 
 def _running_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
-    """In order, packed, and half-way between."""
-    less = sizes.slices - 1  # of what follows is for the slices
+    """Return the variant in order, the packed one, and one with a limit halfway between."""
+    less = sizes.slices - 1  # the part of the limits that is due to slices
     ahead = {(3 * sizes.pp - 1) // 2, sizes.packed - less} - {sizes.pp - 1, sizes.pp}
     return [Variant(name), *(Variant(name, in_flight=n + less) for n in sorted(ahead))]
 
 
 def _beside_or_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
-    """In order, and with forwards that run ahead in cells of their own, within its own memory."""
+    """Return the variant in order, and one whose forwards run ahead within the same memory."""
     held = sizes.pp + 1 if name == "dualpipe" else 2 * sizes.pp
     return [Variant(name), Variant(name, in_flight=held)]
 
@@ -100,18 +104,19 @@ def _of_no_size(name: str, sizes: Sizes) -> Iterable[Variant]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a family of schedules before one is built.
+    """A family of schedules: its builder, its constraints and its variants.
 
     Attributes:
-      name: as in `build` and in the configuration.
+      name: the name in `build` and in the configuration.
       builder: `(pp, microbatches, **options) -> Schedule`.
-      summary: one line for people who choose.
+      summary: one line that helps to choose a family.
       placement: "loop": stage s on rank s mod pp. "v": down the ranks and up again. "both ways":
-        microbatches enter at both ends. "file": as a file has it.
-      least_rounds: at least so many microbatches for each rank; 0: one microbatch is enough.
-      even: pp and the number of microbatches must be even.
-      in_rounds: microbatches come in rounds of one length, at least pp where there are so many.
-      underfills: fewer microbatches than ranks are no mistake.
+        microbatches enter at the first and at the last rank. "file": read from a file.
+      least_rounds: lower bound on microbatches per rank; 0: one microbatch is enough.
+      even: whether pp and the number of microbatches must be even.
+      in_rounds: whether microbatches are divided into rounds of equal length, at least pp where
+        there are that many microbatches.
+      underfills: whether fewer microbatches than ranks are acceptable.
       variants: `(name, sizes) -> variants` that a plan tries.
     """
 
@@ -126,31 +131,31 @@ class Family:
     variants: Callable[[str, Sizes], Iterable[Variant]] = _as_it_is
 
     def takes(self, option: str) -> bool:
-        """Whether its builder has an option, such as `slices` or `virtual_stages`."""
+        """Return whether the builder has an option, such as `slices` or `virtual_stages`."""
         of_search = {field.name for field in fields(Target)} if self.searched else set()
         return option in of_search | {*signature(self.builder).parameters}
 
     @property
     def searched(self) -> bool:
-        """Whether its order is searched for the costs of the ops."""
+        """Whether the order comes from a search for given costs of the ops."""
         return "target" in signature(self.builder).parameters
 
     def default(self, option: str) -> Any:
-        """What an option of its builder is where it is not given; None for one that it has not."""
+        """Return the default of a builder's option; None if the builder lacks the option."""
         parameter = signature(self.builder).parameters.get(option)
         return parameter and parameter.default
 
     def placed(self, pp: int) -> Placement:
-        """Where the stages of a searched one live."""
+        """Return the placement of a searched schedule's stages."""
         return Placement.v_shape(pp) if self.placement == "v" else Placement.loop(pp)
 
     @property
     def stages(self) -> int:
-        """Stages that a rank holds where nothing else is asked for."""
+        """Default number of stages per rank."""
         return self.default("virtual_stages") or (2 if self.placement == "v" else 1)
 
     def nearest(self, pp: int, microbatches: int) -> tuple[int, int]:
-        """The sizes nearest to these that it can have.
+        """Return the nearest valid `(pp, microbatches)`.
 
         >>> FAMILIES["dualpipe"].nearest(3, 5), FAMILIES["interleaved_1f1b"].nearest(2, 5)
         ((4, 8), (2, 4))
@@ -164,7 +169,7 @@ class Family:
         return pp, microbatches
 
     def least(self, pp: int) -> int:
-        """The fewest microbatches that it can have on so many ranks."""
+        """Return the fewest microbatches that the family allows on `pp` ranks."""
         return self.nearest(pp, 1)[1]
 
 
@@ -208,7 +213,7 @@ BUILDERS = {name: f.builder for name, f in FAMILIES.items() if f.placement != "f
 
 
 def family_of(name: str) -> Family:
-    """The family of that name, in any case; raises `ScheduleError` where there is none."""
+    """Return the family of a name, ignoring case; raise `ScheduleError` for an unknown one."""
     if name.lower() not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(NAMES)}.")
     return FAMILIES[name.lower()]

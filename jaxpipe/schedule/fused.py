@@ -1,9 +1,9 @@
-"""Steps that overlap: so many in one schedule, each stage updated where its gradients are whole.
+"""Fused steps: several steps in one schedule, with the optimizer update of a stage as an action U.
 
-The update is an action, U. A rank that has made its gradients of a step updates its stages and
-begins the next step's warm-up while others still drain. So the parallelogram of `zb_h2` pays, whose
-ranks begin and end one after the other (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section
-4). The order on every rank stays as it is, and with it what a rank holds.
+A rank that has computed all its gradients of a step updates its stages and starts the warm-up of
+the next step while other ranks still drain. `zb_h2` gains from this, because its ranks start and
+end one after the other (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). The order
+on every rank does not change, and neither does its memory.
 """
 
 from jaxpipe.schedule.action import Action, Cell, Op, Schedule, ScheduleError
@@ -13,10 +13,10 @@ from jaxpipe.schedule.scan import paced, scan_time
 
 
 def fused(schedule: Schedule, steps: int) -> Schedule:
-    """So many steps of a schedule in turn; microbatch m of step k is k M + m.
+    """Return a schedule of consecutive `steps`; microbatch m of step k has the number k M + m.
 
-    Raises `ScheduleError` for less than one step, and where a stage is on two ranks: before an
-    update these would exchange what they have of its gradients.
+    Raises `ScheduleError` for less than one step, and where a stage is on two ranks, which would
+    have to all-reduce its gradients before an update.
 
     >>> from jaxpipe.schedule import build, timeline
     >>> print(timeline(fused(build("zb_h2", pp=2, microbatches=3), 2)))
@@ -46,14 +46,17 @@ def fused(schedule: Schedule, steps: int) -> Schedule:
 
 
 def _ends(order: tuple[Cell, ...]) -> list[bool]:
-    """Of every cell of a rank whether it makes the last gradient of a stage's weights."""
+    """Return for every cell of a rank whether it completes the weight gradients of a stage."""
     makes = [cell.gradient is not None and cell.gradient.op.gives_dw for cell in order]
     last = {cell.gradient.stage: at for at, cell in enumerate(order) if makes[at]}
     return [makes[at] and last[cell.gradient.stage] == at for at, cell in enumerate(order)]
 
 
 def _of_step(cell: Cell, first: int, last: int | None) -> Cell:
-    """A cell in the step whose microbatches begin with `first`; with the update after `last`."""
+    """Return a cell in the step that starts with microbatch `first`.
+
+    With `last`, the last microbatch of the step, the cell gets the update of its stage.
+    """
     forward, gradient, _ = (
         action and action._replace(microbatch=first + action.microbatch) for action in cell
     )
@@ -62,10 +65,10 @@ def _of_step(cell: Cell, first: int, last: int | None) -> Cell:
 
 
 def time_saved(schedule: Schedule, steps: int, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
-    """Share of the scan's time that goes if so many steps overlap, and are not one after the other.
+    """Return the share of the scan's time that fusing `steps` saves over separate steps.
 
-    Both have their updates. A lockstep that keeps cells to every so many ticks is paced anew for
-    the steps together. Raises what `fused` and `scan_time` raise.
+    Both times include the updates. A lockstep with `every` above 1 is paced again for the fused
+    schedule. Raises `ScheduleError` as `fused` and `scan_time` do.
 
     >>> from jaxpipe.schedule import build
     >>> h1, h2 = (build(name, pp=8, microbatches=32) for name in ("zb_h1", "zb_h2"))

@@ -1,10 +1,10 @@
-"""The messages of a schedule: who sends which value to whom, when, and in which permute.
+"""The messages of a schedule: sender, receiver and ticks of every value, and its permute.
 
-A tick has one permute each way round the ring, so a value travels to a neighbouring rank or stays.
-A permute joins only the ranks of its routes, over which some tick sends: without stages that go on
-from the last rank to the first, these two do not wait for each other.
-A permute carries a lane for each message that some rank may have for it in one tick: a y, a dx, or
-one of each where a cell makes both for the same neighbour (V-shaped and bidirectional placements).
+A tick has one permute in each direction, so a value travels to a neighbouring rank or stays. The
+permute pairs ("routes") are only those between which some tick sends. The last and the first rank
+thus do not wait for each other unless consecutive stages are on them.
+A permute has one lane per message that a rank may send in one tick: a y, a dx, or one of each where
+a cell computes both for the same neighbour (V-shaped and bidirectional placements).
 """
 
 from collections import defaultdict
@@ -26,10 +26,12 @@ from jaxpipe.schedule.cells import Grid
 
 
 class Message(NamedTuple):
-    """A value for the action that reads it; `made`, `stored` and `read` are ticks.
+    """A value, the rank that computes it and the rank that reads it.
 
-    A sender that is its own receiver keeps the value. One that is read in the cell that makes it
-    (the last stage's y, which the head turns into its gradient) is never stored: `stored` is None.
+    `made`, `stored` and `read` are the ticks in which it is computed, written to the inbox and
+    read. If sender and receiver are the same rank, it is not sent. A value that is read in the cell
+    that computes it (the last stage's y, which the head replaces by its gradient) is never stored:
+    `stored` is None.
     """
 
     value: Value
@@ -45,14 +47,14 @@ Routes = Mapping[int, tuple[Route, ...]]  # by hop
 
 
 class Lane(NamedTuple):
-    """A message of every rank, every tick, to the rank `hop` further; of which kinds (y, dx)."""
+    """One message per rank and tick to the rank at distance `hop`; its kinds are y, dx or both."""
 
     hop: int
     kinds: tuple[str, ...]
 
 
 def messages(schedule: Schedule, grid: Grid, transfer_ticks: int) -> dict[Action, Message]:
-    """The message that each action reads; those that read none are left out."""
+    """Return the message that each action reads, without actions that read none."""
     made = {
         value: (rank, tick)
         for tick, row in enumerate(grid)
@@ -76,7 +78,7 @@ def messages(schedule: Schedule, grid: Grid, transfer_ticks: int) -> dict[Action
 
 
 def _input_of(action: Action, stages: int) -> Value | None:
-    """What a stage hands to an action of another, or the head to one of the last stage."""
+    """Return the value that an action reads from another stage, or from the head."""
     op, stage, m = action
     if op is Op.F:
         return Value("y", stage - 1, m) if stage else None
@@ -86,7 +88,7 @@ def _input_of(action: Action, stages: int) -> Value | None:
 
 
 def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
-    """The fewest lanes that carry all messages between ranks, at most two a direction.
+    """Return the fewest lanes that carry all messages between ranks, at most two per direction.
 
     Raises `ScheduleError` for a message to a rank that is not next on the ring.
     """
@@ -105,14 +107,14 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
     return tuple(lanes)
 
 
-@lru_cache(maxsize=32)  # a schedule is laid out in several ways in turn; a plan has two dozen
+@lru_cache(maxsize=32)  # a schedule is tried with several locksteps; a plan has about two dozen
 def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
-    """By turn and hop the pairs of ranks between which some of its messages travel, in order.
+    """Return the permute pairs that the schedule uses, sorted, by phase and hop.
 
-    Those between ranks r and r + 1 are of turn r modulo `turns`.
+    The pairs of ranks r and r + 1 are in phase r modulo `turns`.
 
-    Raises `ScheduleError` for a message to a rank that is not next on the ring, and for turns of
-    ranks that have several stages.
+    Raises `ScheduleError` for a message to a rank that is not next on the ring, and for phased
+    permutes where ranks have several stages.
     """
     if turns > 1 and schedule.placement != Placement.loop(schedule.pp):
         raise ScheduleError(
@@ -120,7 +122,7 @@ def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
             f"{schedule.name} have several stages: only with one stage a rank."
         )
     stages, rank_of = schedule.stages, schedule.placement.rank
-    examples = {}  # one message of every kind and route
+    examples = {}  # one message of every kind and permute pair
     for receiver, action in schedule.actions():
         if value := _input_of(action, stages):
             sender = rank_of(value.stage, value.microbatch)
@@ -143,7 +145,10 @@ def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
 
 
 def hop_of(message: Message, schedule: Schedule) -> int:
-    """Its way round the ring, as of `hop_between`."""
+    """Return the permute direction of a message, +1 or -1, by `hop_between`.
+
+    Raises `ScheduleError` where sender and receiver are not neighbours.
+    """
     kind, stage, m = message.value
     hop = hop_between(kind, message.sender, message.receiver, schedule.pp)
     if hop is None:

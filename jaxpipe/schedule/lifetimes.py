@@ -1,8 +1,8 @@
-"""When every value that waits is written and last read, and slots by these intervals.
+"""Live intervals of all stored values, and their slots by interval colouring.
 
-A slot is taken from the tick it is written to the tick it is last read, both included. Slots are
-coloured greedily by start, which for intervals uses the fewest possible: the most that are ever
-alive at once.
+A value occupies its slot from the tick in which it is written to the tick in which it is last read,
+both included. Intervals are coloured greedily by start, which uses the fewest slots possible: the
+largest number of values that are live at once.
 """
 
 import heapq
@@ -20,14 +20,17 @@ T = TypeVar("T")
 
 
 class Buffers(NamedTuple, Generic[T]):
-    """One thing of each buffer: of messages, and of the lifetimes of activations.
+    """One item per ring buffer, such as its length or the intervals of its values.
 
-    `inbox`: y or dx from when it is stored until it is read. `for_b`: residuals from F to B.
-    `for_w`: residuals from F to W. `stash`: from B to W. An unsplit gradient is both B and W, and
-    stashes nothing. Where the ends' gradients are deferred, `head`: what the loss leaves for W of
-    the last stage; `embed`: dx of stage 0 until its W. Where sequences are sliced, `state`: what
-    the slices of a sequence leave for each other in a stage, from its first F to its last B;
-    `dstate`: the gradient at it, from its first B to its last.
+    Attributes:
+      inbox: y or dx, from its arrival until it is read.
+      for_b: residuals, from F to B or BW.
+      for_w: residuals, from F to W or BW.
+      stash: the W stash, from B to W; BW has none.
+      head: inputs of the head's deferred weight gradients, from the loss to W of the last stage.
+      embed: dx of stage 0 for the embedding's deferred gradient, from B to W.
+      state: state that the slices of a sequence share in a stage, from the first F to the last B.
+      dstate: gradient of `state`, from the first B to the last.
     """
 
     inbox: T
@@ -41,9 +44,9 @@ class Buffers(NamedTuple, Generic[T]):
 
 
 class Owner(NamedTuple):
-    """Whose activations a slot holds: those of a microbatch in a stage.
+    """The stage and microbatch whose activations a slot stores.
 
-    What slices of a sequence share is the first slice's.
+    The state that the slices of a sequence share is owned by the first slice.
     """
 
     stage: int
@@ -51,12 +54,12 @@ class Owner(NamedTuple):
 
 
 def owner_of(action: Action) -> Owner:
-    """Whose activations an action makes or takes."""
+    """Return the owner of the activations that an action writes or reads."""
     return Owner(action.stage, action.microbatch)
 
 
 def sequence_of(action: Action, schedule: Schedule) -> Owner:
-    """Who owns what the slices of an action's sequence share."""
+    """Return the owner of the state that the slices of an action's sequence share."""
     first = action.microbatch - action.microbatch % schedule.slices
     return Owner(action.stage, first)
 
@@ -64,7 +67,7 @@ def sequence_of(action: Action, schedule: Schedule) -> Owner:
 def lifetimes(
     schedule: Schedule, grid: Grid, inputs: dict[Action, Message], lockstep: Lockstep
 ) -> list[Buffers[dict[Hashable, Interval]]]:
-    """Every rank's intervals by buffer: of the inbox by the reading action, else by `Owner`."""
+    """Return every rank's live intervals by buffer: in the inbox by reader, else by `Owner`."""
     when = {
         action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
     }
@@ -100,7 +103,7 @@ def lifetimes(
 def _add_states(
     alive: list[Buffers[dict[Hashable, Interval]]], schedule: Schedule, when: dict[Action, int]
 ) -> None:
-    """When a stage holds what the slices of a sequence share."""
+    """Add the live intervals of the state that slices share, and of its gradient."""
     for action, tick in when.items():
         sequence = sequence_of(action, schedule)
         of_rank = alive[schedule.placement.rank(action.stage, action.microbatch)]
@@ -116,7 +119,7 @@ def _extend(intervals: dict[Hashable, Interval], key: Hashable, tick: int) -> No
 
 
 def colour(intervals: Iterable[tuple[Key, Interval]]) -> dict[Key, int]:
-    """The lowest free slot for each closed interval `(first, last)`, taken in order of start.
+    """Assign each closed interval `(first, last)` the lowest free slot, in order of start.
 
     >>> colour([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
     {'a': 0, 'b': 1, 'c': 0}

@@ -1,4 +1,4 @@
-"""The knobs of the lockstep: how the scan that runs a schedule places its actions into ticks."""
+"""Options of lockstep execution: how a schedule is placed into the ticks of the scan."""
 
 from dataclasses import dataclass
 
@@ -7,35 +7,35 @@ from jaxpipe.schedule.action import Action, Cell, Op, Placement, ScheduleError, 
 
 @dataclass(frozen=True)
 class Lockstep:
-    """How a schedule is laid out in ticks; none of it changes what is computed.
+    """How a schedule is placed into ticks; no option changes the numbers that it computes.
 
     Attributes:
-      transfer_ticks: a message sent in tick t can be used from tick t + transfer_ticks on, 1 or 2.
-      in_flight: None keeps each rank's order of cells. A number lets every rank run forwards ahead
-        of its order while it holds at most so many microbatches; with one-tick transfers it then
-        also pairs an F with a gradient action in one cell, so that all ranks do the same work in a
-        tick. For 1F1B, 2P - 1 wins back what the lockstep costs, and more gains nothing.
-      every, offset: F of the first stage stand only in ticks that are multiples of `every`, and
-        gradients at the input of the last stage `offset` ticks after such. So cells of neighbours
-        can be kept in ticks in which one does not wait for the other; an idle tick takes no time
-        by itself. `scan.paced` chooses them.
-      turns: ranks r and r + 1 exchange only in ticks that are r modulo `turns`, by a permute of
-        theirs in a branch, so in other ticks neither waits for the other. Cells stand only where
-        what they make can travel next. For transfers of one tick.
-      meets: all ranks meet in every tick, whoever sends to whom, as they do in permutes on CPU.
-      vocab_parallel: all ranks compute both ends of the model, each a part of the vocabulary. The
-        loss is then made at the start of the tick after the last stage's F; so its gradient cannot
-        share the cell of that F, and packed 1F1B needs 2P in flight.
-      defer_ends: the gradients of the embedding's and the head's own matrices wait for W of their
-        stages, for the memory of what they take: a whole gradient of the logits for each microbatch
-        that waits.
-      pairs: the two halves of a cell, an F and a gradient of different chunks, stand in one branch
-        of the program, so that XLA may run collectives of one during the compute of the other; else
-        they are two branches in a row, and DualPipe compiles in two thirds of the time.
+      transfer_ticks: ticks until a message can be read, 1 or 2: one sent in tick t can be read from
+        tick t + transfer_ticks on.
+      in_flight: limit on live microbatches per rank, within which forwards run ahead of the rank's
+        order; None keeps the order. With one-tick transfers an F is then also paired with a
+        gradient action in one cell, so that all ranks do the same work in a tick. For 1F1B, 2P - 1
+        removes the idle time that lockstep adds, and a higher limit gains nothing.
+      every, offset: F of the first stage run only in ticks that are multiples of `every`, and B or
+        BW of the last stage only `offset` ticks after such a tick. This can move cells of
+        neighbours into ticks in which neither waits for the other; an idle tick takes no time by
+        itself. `scan.paced` chooses them.
+      turns: phased permutes: ranks r and r + 1 exchange only in ticks equal to r modulo `turns`,
+        by a permute of that phase in a branch, so in other ticks neither waits for the other. A
+        cell runs only where its result can be sent in the next tick. Needs one-tick transfers.
+      meets: all ranks synchronize in every tick, whichever ranks exchange, as permutes on CPU do.
+      vocab_parallel: embedding and head are vocabulary-parallel over pp. The loss is computed at
+        the start of the tick after the last stage's F, so the gradient action of a microbatch
+        cannot share the cell of that F, and packed 1F1B needs 2P in flight.
+      defer_ends: the weight gradients of embedding and head are deferred to W of their stages. This
+        keeps their inputs live: the full gradient of the logits for every deferred microbatch.
+      pairs: F and gradient action of a cell, if of different chunks, are traced into one branch, so
+        that XLA may overlap collectives of one with compute of the other. False: two consecutive
+        branches; DualPipe then compiles in two thirds of the time.
 
     Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight`, `every` or
     `turns` below 1, an `offset` that is not below `every`, `turns` with transfers of two ticks, and
-    for ends that are both shared and deferred.
+    for `vocab_parallel` together with `defer_ends`.
 
     >>> Lockstep(transfer_ticks=2).in_flight is None
     True
@@ -77,7 +77,7 @@ class Lockstep:
             )
 
     def lets(self, action: Action, placement: Placement, tick: int) -> bool:
-        """Whether an action may stand in a tick."""
+        """Return whether `every`, `offset` and `turns` allow an action in a tick."""
         op, stage, _ = action
         if self.turns > 1:
             link = link_of(action, placement)
@@ -90,7 +90,7 @@ class Lockstep:
         return True
 
     def next_for(self, cell: Cell, placement: Placement, tick: int) -> int:
-        """The first tick from this one on in which all of a cell may stand.
+        """Return the first tick, from `tick` on, that is allowed to all actions of a cell.
 
         Raises `ScheduleError` where there is none.
         """
@@ -106,4 +106,4 @@ class Lockstep:
         raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.turns=}.")
 
 
-PLAIN = Lockstep()  # transfers end in their tick, and every rank keeps its order
+PLAIN = Lockstep()  # one-tick transfers, and every rank keeps its order

@@ -1,10 +1,10 @@
-"""Schedules on the loop placement: stage s on rank s mod P, in v rounds.
+"""Schedules on the loop placement: stage s on rank s mod P, v stages per rank.
 
 Two families. Breadth-first runs a group of microbatches through all stages, then back. The
 alternating family warms up with forwards, then alternates one forward with one gradient, then
-drains; its members differ in how long they warm up and in how far W trails B:
+drains; its members differ in the length of the warm-up and in how far W lags behind B:
 
-| schedule | warm-up on rank r | W trails B by | bubble for M >= P, per rank | held on rank r |
+| schedule | warm-up on rank r | lag of W behind B | bubble for M >= P, per rank | live on rank r |
 |---|---|---|---|---|
 | 1f1b | P-1-r | unsplit | (P-1)(F+B+W) | P-r |
 | interleaved_1f1b | (v-1)k + 2(P-1-r) | unsplit | the same / v | (v-1)k + 2(P-1-r) + 1 |
@@ -12,18 +12,18 @@ drains; its members differ in how long they warm up and in how far W trails B:
 | zb_h2 | 2(P-1-r) | 2r | (P-1)(F+B-2W) in span | 2(P-r)-1 until B, 2P-1 until W |
 | interleaved_zb | (v-1)k + P-1-r | r | zb_h1's / v | (v-1)k + P-r until B |
 
-k is the number of microbatches that a rank runs through one stage before it turns to its next:
-M / max(1, M div P), or the `breadth` that is asked for (Megatron's
-`microbatch_group_size_per_vp_stage`; the last group may be smaller). A chunk counts as one
-microbatch held. Sources: Narayanan et al. 2021 (1F1B, interleaved), Lamy-Poirier 2023
-(breadth-first), Qi et al. 2024 "Zero Bubble Pipeline Parallelism", sections 2 and 3 (H1, H2),
-PyTorch's `torch.distributed.pipelining` (interleaved_zb, and the meaning of k).
+k is the number of microbatches that a rank runs through one stage before its next stage:
+M / max(1, M div P), or the option `breadth` (Megatron's `microbatch_group_size_per_vp_stage`; the
+last group may be smaller). The last column counts (microbatch, chunk) pairs. Sources: Narayanan et
+al. 2021 (1F1B, interleaved), Lamy-Poirier 2023 (breadth-first), Qi et al. 2024 "Zero Bubble
+Pipeline Parallelism", sections 2 and 3 (H1, H2), PyTorch's `torch.distributed.pipelining`
+(interleaved_zb, and the meaning of k).
 
-All can cut sequences into `slices` in time, each with a passage of its own (Li et al. 2021,
-"TeraPipe"; under 1F1B: Sun et al. 2024, "Seq1F1B"). A slice attends to those before it, so it
-returns before them: gradients come in the reverse order within a sequence, and a warm-up is longer
-by `slices - 1`. The bubble stays so many slices long, which are shorter; a rank holds P - r +
-slices - 1 of them under 1F1B.
+All of them can divide sequences into `slices`, which pass through the pipeline one by one (Li et
+al. 2021, "TeraPipe"; under 1F1B: Sun et al. 2024, "Seq1F1B"). A slice attends to earlier slices,
+so their gradients need its gradient first: gradients come in reverse order within a sequence, and
+the warm-up is longer by `slices - 1`. The bubble keeps its length, counted in slices, which are
+shorter than microbatches. Under 1F1B, P - r + slices - 1 slices are live on rank r.
 """
 
 from collections import deque
@@ -35,7 +35,9 @@ from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleErr
 
 
 def gpipe(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """All forwards, then all backwards, both in microbatch order (Huang et al. 2019, Fig. 2c).
+    """Build GPipe: all forwards, then all backwards, in microbatch order.
+
+    Source: Huang et al. 2019, Fig. 2c.
 
     >>> gpipe(2, 2).orders()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1F1', '1B0', '1B1']]
@@ -59,7 +61,10 @@ def bfs(
     breadth: int | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """Breadth-first: groups of `breadth` microbatches (None: all) through every stage and back.
+    """Build breadth-first: groups of `breadth` microbatches go through every stage and back.
+
+    `breadth` None: all microbatches form one group. Raises `ScheduleError` where `breadth` does not
+    divide `microbatches`.
 
     >>> bfs(1, 2, 2).orders()
     [['0F0', '0F1', '1F0', '1F1', '1B1', '1B0', '0B1', '0B0']]
@@ -81,7 +86,7 @@ def bfs(
 
 
 def one_f_one_b(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Fewer microbatches than ranks are legal: the warm-up is then cut at M.
+    """Build 1F1B. With fewer microbatches than ranks the warm-up ends after M forwards.
 
     >>> print("\\n".join(" ".join(order) for order in one_f_one_b(2, 3).orders()))
     0F0 0F1 0B0 0F2 0B1 0B2
@@ -100,7 +105,7 @@ def interleaved_1f1b(
     breadth: int | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """1F1B over v stages a rank: a bubble v times shorter for v times the transfers."""
+    """Build 1F1B over v stages per rank: a bubble v times shorter for v times the transfers."""
     return _alternating(
         "interleaved_1f1b", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: 2 * (pp - 1 - r),
@@ -108,7 +113,7 @@ def interleaved_1f1b(
 
 
 def zb_h1(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Zero bubble at 1F1B's memory: W fills the drain.
+    """Build ZB-H1, a smaller bubble than 1F1B at its memory: W fills the drain.
 
     >>> print("\\n".join(" ".join(order) for order in zb_h1(2, 3).orders()))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -120,7 +125,7 @@ def zb_h1(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
 
 
 def zb_h2(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
-    """Zero bubble at twice the memory: the trapezoid becomes a parallelogram."""
+    """Build ZB-H2, zero bubble at twice 1F1B's memory: ranks start and end one after the other."""
     return _alternating(
         "zb_h2", _Sizes(pp, microbatches, slices),
         warmup=lambda r: 2 * (pp - 1 - r), lag=lambda r: 2 * r,
@@ -135,7 +140,7 @@ def interleaved_zb(
     breadth: int | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """`zb_h1` over v stages a rank."""
+    """Build `zb_h1` over v stages per rank."""
     return _alternating(
         "interleaved_zb", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: pp - 1 - r, lag=lambda r: r,
@@ -157,7 +162,7 @@ def _alternating(
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
 ) -> Schedule:
-    """A member of the family: of every rank the warm-up within a chunk, and how far W trails B."""
+    """Build a schedule from each rank's warm-up within a chunk and the lag of W behind B."""
     pp, microbatches, slices, chunks, _ = sizes
     groups = _groups(name, sizes) if chunks > 1 else [microbatches]
     turns = _Turns(pp, chunks, slices, _turns(chunks, [size * slices for size in groups]))
@@ -167,9 +172,9 @@ def _alternating(
 
 
 def _groups(name: str, sizes: _Sizes) -> list[int]:
-    """The microbatches of every round: equal ones, or as many as `breadth` says and a rest."""
+    """Return the microbatches of every round: equal rounds, or `breadth` each and a remainder."""
     pp, microbatches, slices, _, breadth = sizes
-    least = -(-pp // slices)  # the fewest that fill the ranks
+    least = -(-pp // slices)  # the fewest microbatches that occupy all ranks
     if breadth is None:
         rounds = max(1, microbatches // least)
         if microbatches % rounds:
@@ -190,7 +195,7 @@ def _groups(name: str, sizes: _Sizes) -> list[int]:
 
 
 def _turns(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
-    """`(chunk, microbatch)` of every forward of a rank: each group through one chunk after another.
+    """Return `(chunk, microbatch)` of a rank's forwards: each group passes chunk after chunk.
 
     >>> _turns(2, [2, 1])
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
@@ -203,7 +208,7 @@ def _turns(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
 
 
 def _returning(index: int, slices: int) -> int:
-    """The slice whose gradient is the `index`-th of a stage: of each sequence the last first.
+    """Return the microbatch of a stage's `index`-th gradient: slices in reverse per sequence.
 
     >>> [_returning(index, slices=2) for index in range(4)]
     [1, 0, 3, 2]
@@ -214,9 +219,9 @@ def _returning(index: int, slices: int) -> int:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Which forward and which gradient is the i-th of a rank.
+    """The i-th forward and the i-th gradient of a rank.
 
-    `forwards` are those of `_turns`; gradient i works on the same chunk counted from the last.
+    `forwards` is the result of `_turns`; gradient i is of the same chunk, counted from the last.
     """
 
     pp: int
@@ -225,7 +230,7 @@ class _Turns:
     forwards: list[tuple[int, int]]
 
     def order(self, rank: int, warmup: int, lag: int | None) -> list[Action]:
-        """One rank's order. `lag` None leaves gradients unsplit; else W runs `lag` behind B."""
+        """Return one rank's order. W lags `lag` behind B; None leaves gradients unsplit."""
         total = len(self.forwards)
         warmup = min(warmup, total)
         order = [self._forward(rank, i) for i in range(warmup)]

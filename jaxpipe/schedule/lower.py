@@ -1,9 +1,9 @@
 """Lower a schedule to the integer tables that the scan reads, with buffer slots by liveness.
 
-A tick of the executor runs in this order, which is also what makes two uses of a slot collide:
-store what arrived or was kept; F reads its input and writes residuals; the head turns the last
-stage's y into its gradient; the gradient action reads residuals and output gradient and writes a
-stash.
+A tick of the executor runs in the following order, which decides whether two uses of a slot in the
+same tick collide: it stores the messages that arrived and the values that stay on the rank; F reads
+its input and writes residuals; the head replaces the last stage's y by its gradient; the gradient
+action reads residuals and output gradient and writes the W stash.
 """
 
 from collections.abc import Hashable, Mapping
@@ -21,12 +21,12 @@ from jaxpipe.schedule.lifetimes import Buffers, colour, lifetimes, owner_of, seq
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.row import Row, StepColumns, unused_columns
 
-SlotOf = Buffers[Mapping[Hashable, int]]  # of one rank: the slot by owner, or by reading action
+SlotOf = Buffers[Mapping[Hashable, int]]  # slots on one rank, by owner or by reading action
 At = tuple[int, int]  # tick, rank
 
 
 class Pair(NamedTuple):
-    """An F and a gradient of different chunks in one cell: two halves that may overlap."""
+    """An F and a gradient action of different chunks in one cell, which XLA may overlap."""
 
     forward: int
     op: Op
@@ -35,16 +35,17 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """A schedule as the scan reads it, and the sizes of the buffers that the columns point into.
+    """A schedule as the scan reads it, and the lengths of the ring buffers its columns index.
 
     Attributes:
-      columns: what every rank does in every tick, arrays `[T, P]` that cannot be written.
-      slots: the sizes of the buffers; `slots_of`: how many of them each rank uses.
-      lanes: the messages that travel in every tick.
-      routes: by turn and hop, between which ranks: a rank waits for those that it has a route with.
-      pairs: what the column `pair` counts.
-      lockstep: how the schedule was laid out in ticks.
-      first_ranks, last_ranks: the ranks that have a first or last stage: two if bidirectional.
+      columns: what every rank does in every tick; read-only int32 arrays `[T, P]`.
+      slots: length of every ring buffer, without the dummy slot; `slots_of`: slots each rank uses.
+      lanes: the messages that a permute carries in every tick.
+      routes: by phase (`turns`) and hop, the permute pairs; a rank waits only for the ranks that it
+        forms a permute pair with.
+      pairs: the entries that the column `pair` indexes.
+      lockstep: the options with which the schedule was placed into ticks.
+      first_ranks, last_ranks: ranks that compute the first or last stage; two if bidirectional.
     """
 
     columns: Row[np.ndarray]
@@ -64,26 +65,26 @@ class Tables:
 
     @property
     def trains(self) -> bool:
-        """Whether any gradient is computed."""
+        """Whether the schedule computes gradients."""
         return bool(self.slots.for_b or self.slots.for_w)
 
     @property
     def forwards(self) -> list[int]:
-        """The chunks that some cell runs F of, outside pairs."""
+        """The chunks whose F some cell runs outside `pairs`."""
         return self._chunks_of(Op.F)
 
     @property
     def gradients(self) -> list[tuple[Op, int]]:
-        """The `(op, chunk)` that some cell runs, outside pairs."""
+        """The `(op, chunk)` of every gradient action that some cell runs outside `pairs`."""
         return [(op, chunk) for op in (Op.B, Op.BW, Op.W) for chunk in self._chunks_of(op)]
 
     @property
     def splits(self) -> bool:
-        """Whether some gradient is split into B and W."""
+        """Whether some backward is split into B and W."""
         return bool(self.slots.stash)
 
     def stores(self, column: np.ndarray) -> bool:
-        """Whether any cell uses a column of inbox slots."""
+        """Return whether any cell uses a given column of inbox slots."""
         return bool((column < self.slots.inbox).any())
 
     def _chunks_of(self, op: Op) -> list[int]:
@@ -91,16 +92,21 @@ class Tables:
 
 
 def grid_of(schedule: Schedule, lockstep: Lockstep) -> Grid:
-    """The cells of every tick; with shared ends one more, for what they take from the last."""
+    """Return the grid of `place`; with a parallel vocabulary it has one more, empty tick.
+
+    The vocabulary-parallel head and embedding gradient process the results of a tick at the start
+    of the next one.
+    """
     grid = place(schedule, lockstep)
     return (*grid, (Cell(),) * schedule.pp) if lockstep.vocab_parallel else grid
 
 
-@lru_cache(maxsize=4)  # checks, summary and executor of a run share them
+@lru_cache(maxsize=4)  # the checks, the summary and the executor of a run share the tables
 def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
-    """Tables of any schedule in which stages that follow each other are on neighbouring ranks.
+    """Lower a schedule to tables.
 
-    Raises `ScheduleError` for other placements, and what `place` raises.
+    Raises `ScheduleError` for a placement in which consecutive stages are neither on the same nor
+    on neighbouring ranks, and for the errors of `place`.
 
     >>> from jaxpipe.schedule import build
     >>> columns = lower(build("1f1b", pp=2, microbatches=2)).columns
@@ -146,7 +152,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
 
 
 def _steps(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
-    """Where ranks end and begin steps: a rank's update is made with the last of its stages'."""
+    """Flag step ends and starts: a rank updates all its stages in the tick of its last U."""
     updates = np.array([[cell.update is not None for cell in row] for row in grid], np.int32)
     stages = np.bincount(schedule.placement.rank_of)
     ends = updates * (updates.cumsum(axis=0) % stages == 0)
@@ -155,7 +161,7 @@ def _steps(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
 
 
 def _fill_first_embeddings(columns: Row[np.ndarray]) -> None:
-    """Of every rank and step the first gradient of the embedding."""
+    """Flag the first embedding gradient of every rank and step."""
     done = columns.steps.ends.cumsum(axis=0) - columns.steps.ends
     for rank, of_rank in enumerate(columns.embed_gradient.T):
         (ticks,) = np.nonzero(of_rank)
@@ -164,7 +170,7 @@ def _fill_first_embeddings(columns: Row[np.ndarray]) -> None:
 
 
 def _leaves(columns: tuple) -> list[np.ndarray]:
-    """The arrays of columns, those in tuples of them too."""
+    """Return the arrays of all columns, including those in nested tuples."""
     nested = [_leaves(c) if isinstance(c, tuple) else [c] for c in columns if c is not None]
     return [leaf for leaves in nested for leaf in leaves]
 
@@ -175,7 +181,7 @@ def _pairs(placement: Placement, grid: Grid) -> tuple[Pair, ...]:
 
 
 def _pair_of(cell: Cell, placement: Placement) -> Pair | None:
-    """The pair that a cell is, if its halves cannot depend on each other."""
+    """Return the pair of a cell whose two actions cannot depend on each other, else None."""
     if not (cell.forward and cell.gradient):
         return None
     forward, gradient = (placement.chunk(a.stage, a.microbatch) for a in cell[:2])
@@ -185,7 +191,7 @@ def _pair_of(cell: Cell, placement: Placement) -> Pair | None:
 def _fill_ops(
     columns: Row[np.ndarray], at: At, cell: Cell, placement: Placement, pairs: tuple[Pair, ...]
 ) -> None:
-    """Which ops a cell runs: of one pair, or each for itself."""
+    """Fill the ops of a cell: one pair, or each action by itself."""
     pair = _pair_of(cell, placement)
     if pair in pairs:
         columns.pair[at] = 1 + pairs.index(pair)
@@ -195,7 +201,7 @@ def _fill_ops(
 
 
 def _put(column: np.ndarray, at: At, slots: Mapping[Hashable, int], key: Hashable) -> None:
-    """The slot of a key in a cell, if it has one."""
+    """Write the slot of a key into a column, if the key has one."""
     if key in slots:
         column[at] = slots[key]
 
@@ -203,7 +209,7 @@ def _put(column: np.ndarray, at: At, slots: Mapping[Hashable, int], key: Hashabl
 def _fill_forward(
     columns: Row[np.ndarray], at: At, action: Action, schedule: Schedule, slot_of: SlotOf
 ) -> None:
-    """What F of a stage takes and leaves."""
+    """Fill the slots that an F reads and writes."""
     _, stage, m = action
     owner = owner_of(action)
     columns.forward_mb[at] = m
@@ -221,7 +227,7 @@ def _fill_forward(
 def _fill_gradient(
     columns: Row[np.ndarray], at: At, action: Action, schedule: Schedule, slot_of: SlotOf
 ) -> None:
-    """What B, W or BW of a stage takes and leaves."""
+    """Fill the slots that a B, W or BW reads and writes."""
     op, stage, m = action
     owner, sequence = owner_of(action), sequence_of(action, schedule)
     columns.gradient_mb[at] = m
@@ -242,7 +248,7 @@ def _fill_gradient(
     if op is Op.W:
         _put(columns.stash_read, at, slot_of.stash, owner)
     if columns.ends is None and stage == 0:
-        waits = owner in slot_of.embed  # until the weights' gradients are made
+        waits = owner in slot_of.embed  # the embedding's gradient is deferred to W
         columns.embed_gradient[at] = op.gives_dw if waits else op.gives_dx
 
 
@@ -253,7 +259,7 @@ def _fill_message(
     schedule: Schedule,
     lanes: tuple[Lane, ...],
 ) -> None:
-    """Where a message is stored, and on which lane it is sent before."""
+    """Fill the slot that stores a message, and the lane that sends it."""
     kind, stage, _ = message.value
     if columns.ends is not None and (kind, stage) == ("y", schedule.stages - 1):
         column = columns.ends.dy_write

@@ -1,7 +1,7 @@
-"""A schedule as a figure: what every rank does when, and below it how much it holds.
+"""A schedule as a figure: the timeline of every rank, and below it the memory curves.
 
-`boxes` and `segments` decide what there is to see, the rest draws it. All boxes of a colour are one
-path, so that tens of thousands of them take seconds and a small file.
+`boxes` and `segments` compute what is drawn, the other functions draw it. All boxes of a colour are
+one path, so that tens of thousands of them take seconds and a small file.
 """
 
 import html
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".pdf", ".png", ".html")
-_LOOKS = {  # Okabe and Ito's colours, W lightened: colour-blind readers and print tell them apart
+_LOOKS = {  # Okabe and Ito's colours, W lightened: distinct to colour-blind readers and in print
     Op.F: ("F (forward)", (0.0, 0.45, 0.7)),
     Op.B: ("B (input gradient)", (0.0, 0.62, 0.45)),
     Op.W: ("W (weight gradient)", (0.94, 0.75, 0.29)),
@@ -35,9 +35,9 @@ _STYLE = {"font.size": 8, "hatch.linewidth": 0.4, "savefig.dpi": 200, "svg.hashs
 _STYLE |= {"legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0}
 _STYLE |= {"legend.title_fontsize": 10, "legend.labelspacing": 0.9, "axes.spines.top": False}
 _STYLE |= {"axes.spines.right": False, "pdf.fonttype": 42}  # publishers refuse the default, Type 3
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 10.0, 0.75, 0.15, 0.78, 0.45  # inches, as the next line
-_RANK, _RANKS, _GAP, _CURVES = 0.3, 5.5, 0.1, 1.5  # a rank, all ranks at most, the curves below
-_HALF = 0.42  # of a box's height, where ranks are 1 apart
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 10.0, 0.75, 0.15, 0.78, 0.45  # inches, as is the next line
+_RANK, _RANKS, _GAP, _CURVES = 0.3, 5.5, 0.1, 1.5  # heights: a rank, most for all ranks, curves
+_HALF = 0.42  # half the height of a box, where the distance of ranks is 1
 _DIGIT = 0.74  # width of a digit and its share of the margin, in font sizes
 _PAGE = b"""<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>%b</title>
 <style>svg {max-width: 100%%; height: auto}</style>\n%b</html>\n"""
@@ -45,7 +45,7 @@ _Floats = tuple[float, ...]
 
 
 class Box(NamedTuple):
-    """A cell that is not empty, from its start to its end."""
+    """A non-empty cell with its start and end."""
 
     start: float
     end: float
@@ -53,11 +53,14 @@ class Box(NamedTuple):
 
 
 class Track(NamedTuple):
-    """One rank: times in the unit of the costs, amounts in that of `held`.
+    """What is drawn of one rank: times in the unit of the costs, memory in that of `held`.
 
-    `idle` is what the boxes leave of the time from 0 to the schedule's end. `phases` bounds
-    warm-up, steady and cool-down: 0, the start of the first gradient action, the end of the last F
-    if that is later, the schedule's end. `memory` has when the amount held changes, and to what.
+    Attributes:
+      boxes: the non-empty cells.
+      idle: (start, end) of the idle intervals from 0 to the schedule's end.
+      phases: bounds of warm-up, steady and cool-down: 0, the start of the first gradient action,
+        the end of the last F if that is later, the schedule's end.
+      memory: (time, memory) wherever the live memory changes.
     """
 
     boxes: list[Box]
@@ -75,11 +78,18 @@ def picture(
     held: tuple[float, float] = (1.0, 1.0),
     unit: str = "microbatches",
 ) -> None:
-    """Draw the timeline and the memory curve into a .svg, .pdf, .png or .html file.
+    """Draw the timeline and the memory curves of a schedule into a file.
 
-    A cell of two actions is split, F on top; later chunks and mirrored microbatches are lighter.
-    Times are in the unit of the costs; for `lockstep` see `boxes`, for `held`, which counts in
-    `unit`, `segments`. The same input makes the same bytes.
+    A cell with two actions is split, F on top; later chunks and mirrored microbatches are lighter.
+    The same input gives the same bytes.
+
+    Args:
+      schedule: the schedule to draw.
+      path: the file, whose suffix is .svg, .pdf, .png or .html.
+      costs: times of the ops; the time axis has their unit. None: F, B and W take 1.
+      lockstep: as in `boxes`.
+      held: as in `segments`.
+      unit: the unit of `held`, for the axis label.
 
     Raises `ScheduleError` for another suffix and where the schedule cannot finish.
     """
@@ -96,7 +106,9 @@ def picture(
 
 
 def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) -> list[list[Box]]:
-    """What every rank does when: in the ticks of a lockstep, or, without one, as early as it can.
+    """Return the timed cells of every rank, as the scan runs them, or asynchronously.
+
+    With `lockstep` None every rank runs its cells as early as it can.
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
@@ -111,9 +123,10 @@ def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) ->
 
 
 def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> list[Track]:
-    """The tracks of `boxes`.
+    """Return the track of every rank, from the result of `boxes`.
 
-    `held`: what a microbatch of a stage holds from its F's start to its B's end, then to its W's.
+    `held` is the memory of a microbatch in a stage, first from the start of F to the end of B or
+    BW, then from there to the end of W.
     """
     end = max(box.end for line in lines for box in line)
     rows = []
@@ -168,15 +181,15 @@ def _figure(schedule: Schedule, rows: list[Track], title: str, time: str, unit: 
 
 
 def _shade(schedule: Schedule, stage: int, microbatch: int) -> int:
-    """Which of the chunks and directions that share a rank this is."""
+    """Return the index of the colour shade of a stage's chunk and of a microbatch's direction."""
     rank_of = schedule.placement.rank_of
     mirrored = microbatch >= (schedule.placement.mirrored_from or schedule.microbatches)
     return rank_of[:stage].count(rank_of[stage]) + mirrored * max(map(rank_of.count, rank_of))
 
 
 def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Floats) -> None:
-    """Boxes and idle times; `points` is the size of a unit of time and of a rank."""
-    found, idle = defaultdict(list), []  # left, top, right, bottom; of boxes also the microbatch
+    """Draw boxes and idle intervals; `points` is the size of a unit of time and of a rank."""
+    found, idle = defaultdict(list), []  # (left, top, right, bottom), for boxes also the microbatch
     for rank, row in enumerate(rows):
         idle += [(start, rank - _HALF, end, rank + _HALF) for start, end in row.idle]
         for start, end, cell in row.boxes:
@@ -223,7 +236,7 @@ def _numbers(axes: "Axes", corners: list[_Floats], colour: _Floats, points: _Flo
 
 
 def _draw_phases(axes: "Axes", rows: list[Track], points: float) -> None:
-    """Two stairs across the ranks, and above the first rank the names that fit."""
+    """Draw the phase bounds as two stairs across the ranks, and the phase names that fit."""
     edges = np.arange(len(rows) + 1) - 0.5
     for bounds in zip(*(row.phases[1:3] for row in rows)):
         axes.stairs(bounds, edges, orientation="horizontal", baseline=None, color="black")
@@ -234,7 +247,7 @@ def _draw_phases(axes: "Axes", rows: list[Track], points: float) -> None:
 
 
 def _draw_memory(curves: "Axes", ranks: "Axes", rows: list[Track]) -> None:
-    """A step line per rank, the later the thinner, so that all stay visible where they coincide."""
+    """Draw a step line per rank, thinner for later ranks, so that coinciding lines stay visible."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(rows)))

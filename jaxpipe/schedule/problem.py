@@ -1,6 +1,6 @@
-"""What a search for a schedule is asked for, and how good an answer is.
+"""The target of a schedule search, and the score of a candidate.
 
-Orders are lists of plain integers here, since a search looks at millions of ops.
+Orders are lists of plain integers in the search, since it visits millions of ops.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from jaxpipe.schedule.scan import meetings_of, starts_of, waits_of
 from jaxpipe.schedule.simulate import peak_memory
 
 F, B, W = 0, 1, 2
-Step = tuple[int, int, int]  # (F, B or W; stage; microbatch): an Action, quick to compare
+Step = tuple[int, int, int]  # (F, B or W; stage; microbatch), an Action that compares faster
 Orders = list[list[Step]]
 Score = tuple[float, ...]
 
@@ -35,9 +35,10 @@ def check_objective(name: str) -> None:
 
 
 def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> float:
-    """A memory limit in the unit of `memory`: `"1p"` is P microbatches through a rank's stages.
+    """Return a memory limit in the unit of `memory`.
 
-    Raises `ScheduleError` for other words.
+    `"1p"` is P microbatches through a rank's stages, `"2p"` twice as much. Raises `ScheduleError`
+    for other strings.
     """
     if not isinstance(limit, str):
         return limit
@@ -51,16 +52,16 @@ _ALIKE, _STAGES = Costs(), Memory()
 
 @dataclass(frozen=True)
 class Target:
-    """What a searched schedule is to be good at, as `build` takes it.
+    """The options of a searched schedule, as in `build`.
 
     Attributes:
-      costs: seconds of the ops.
-      memory: what F, B and W hold, in any unit.
-      memory_limit: what a rank may hold, in that unit, or "1p", "2p"; None: what the family says.
-      objective: what is to be short: the time of the "scan", or, of ranks that run freely, the
-        "span" of the slowest one or the "makespan".
-      lockstep: how the scan lays it out in ticks.
-      effort: about how many steps are simulated on the way; None: some seconds' worth.
+      costs: times of the ops, in any one unit.
+      memory: memory of F, B and W, in any one unit.
+      memory_limit: limit per rank in the unit of `memory`, or "1p", "2p"; None: the family's.
+      objective: the time to minimize: "scan", or of asynchronous ranks, "span" (the slowest rank)
+        or "makespan".
+      lockstep: how the scan places the schedule into ticks.
+      effort: approximate number of steps to simulate; None: enough for some seconds.
     """
 
     costs: Costs = _ALIKE
@@ -76,9 +77,9 @@ ANY_TARGET = Target()
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked for: every rank within `limit`, and the target's objective least.
+    """A search problem: minimize the target's objective, with every rank within `limit`.
 
-    The limit is in the unit of the target's memory, and stands for what that says of one.
+    `limit` is in the unit of the target's memory and replaces the target's `memory_limit`.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Problem:
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
-        """The stages of every rank, first to last."""
+        """The stages of every rank, in order."""
         stages: list[list[int]] = [[] for _ in range(self.placement.pp)]
         for stage, rank in enumerate(self.placement.rank_of):
             stages[rank].append(stage)
@@ -100,18 +101,18 @@ class Problem:
 
     @cached_property
     def times(self) -> list[list[float]]:
-        """Time of `[op][stage]`."""
+        """Times of the ops, `[op][stage]`."""
         stages = range(self.placement.stages)
         return [[self.target.costs.of(Action(op, stage, 0)) for stage in stages] for op in _OPS]
 
     @cached_property
     def steps(self) -> int:
-        """Number of ops of the whole schedule: what one evaluation costs."""
+        """Number of ops of the schedule, the cost of one evaluation."""
         return 3 * self.placement.stages * self.microbatches
 
     @cached_property
     def room(self) -> int:
-        """How many stages of a microbatch a rank may hold after F."""
+        """Limit on (microbatch, stage) pairs that are live on a rank after F."""
         memory = self.target.memory
         return int((self.limit - memory.growth) / memory.F * (1 + SLACK))
 
@@ -127,18 +128,18 @@ class Problem:
 
     @cached_property
     def work(self) -> list[float]:
-        """The time of all ops of every rank."""
+        """Total time of the ops of every rank."""
         per_stage = [sum(times) for times in zip(*self.times)]
         return [self.microbatches * sum(per_stage[s] for s in own) for own in self.stages_of]
 
     @cached_property
     def least(self) -> float:
-        """What no schedule can beat: the work of the busiest rank."""
+        """Lower bound on the time of any schedule: the work of the busiest rank."""
         return max(self.work)
 
     @cached_property
     def following(self) -> list[list[tuple[int, int, float] | None]]:
-        """Of `[op][stage]`: the op and stage that need its result, and how long that travels."""
+        """Consumer of a result, `[op][stage]`: its op and stage, and the transfer time, or None."""
         rank_of, last = self.placement.rank_of, self.placement.stages - 1
         table: list[list[tuple[int, int, float] | None]] = [[], [], [None] * (last + 1)]
         for stage, rank in enumerate(rank_of):
@@ -152,24 +153,24 @@ class Problem:
 
     @cached_property
     def in_ticks(self) -> "Problem":
-        """The same, with times counted in ticks of the scan."""
+        """The same problem with times counted in ticks of the scan."""
         travels = self.target.lockstep.transfer_ticks - 1
         return replace(self, target=Target(Costs(transfer=travels), objective="makespan"))
 
     @cached_property
     def waits(self) -> np.ndarray:
-        """Which ranks a rank waits for in the scan, as of `waits_of`."""
+        """The ranks that each rank waits for in the scan, the result of `waits_of`."""
         every = zip(self.placement.rank_of, self.placement.rank_of[1:])
         ways = [way for one, other in every if one != other for way in ((one, other), (other, one))]
         return waits_of({0: tuple(ways)}, self.placement.pp)
 
     def scan_time(self, orders: Orders) -> float:
-        """How long the scan takes; as `scan.scan_time` of the schedule, without making one."""
+        """Return the time of the scan; `scan.scan_time` without building a schedule."""
         _, times, starts = self._scanned(orders)
         return float((starts[-1] + times[-1]).max())
 
     def _scanned(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
-        """In which tick every rank does which step; times and starts of its cells `[T, P]`."""
+        """Return the tick of every step, by rank; and times and starts of all cells, `[T, P]`."""
         ticks = [[int(begin) for begin in line] for line in self.in_ticks.replay(orders).begins]
         times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
         for rank, (line, order) in enumerate(zip(ticks, orders)):
@@ -187,7 +188,7 @@ class Problem:
         )
 
     def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
-        """The same on the clock of the scan: steps of the ranks that all others wait for."""
+        """Return the same as `critical` in scan time: steps of the ranks that others wait for."""
         ticks, times, starts = self._scanned(orders)
         ends = starts + times
         position = [{tick: at for at, tick in enumerate(line)} for line in ticks]
@@ -195,35 +196,35 @@ class Problem:
         for tick in range(len(ends) - 1, 0, -1):
             if tick in position[rank]:
                 found.append((rank, position[rank][tick]))
-            if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for one beside it
+            if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for another rank
                 before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
                 met = range(len(orders)) if self.target.lockstep.meets else self.waits[:, rank]
                 rank = max(met, key=lambda other: before[other])
         return [(rank, at) for rank, at in found if at]
 
     def schedule(self, orders: Orders) -> Schedule:
-        """The orders as a schedule."""
+        """Return the orders as a schedule."""
         actions = ([Action(_OPS[op], *where) for op, *where in order] for order in orders)
         return Schedule.of(self.name, self.placement, self.microbatches, actions)
 
     def score(self, orders: Orders) -> Score | None:
-        """The objective, then what decides between equals; None for a deadlock."""
+        """Return the objective, followed by a tie-breaker; None for a deadlock."""
         replay = self.replay(orders)
         return replay and replay.score(orders)
 
     @cached_property
     def for_free_ranks(self) -> "Problem":
-        """The same, for ranks that run freely: for the span where it is for the scan."""
+        """The same problem for asynchronous ranks, with the objective "span" in place of "scan"."""
         if self.target.objective != "scan":
             return self
         return replace(self, target=replace(self.target, objective="span"))
 
     def holds(self, schedule: Schedule) -> bool:
-        """Whether a schedule stays within the memory."""
+        """Return whether a schedule stays within the memory limit."""
         return max(peak_memory(schedule, self.target.memory)) <= self.limit * (1 + SLACK)
 
     def fits(self, order: Sequence[Step]) -> bool:
-        """Whether a rank's order stays within the memory."""
+        """Return whether a rank's order stays within the memory limit."""
         memory, limit = self.target.memory, self.limit * (1 + SLACK)
         change = memory.F, memory.B, memory.W
         held = 0.0
@@ -234,9 +235,9 @@ class Problem:
         return True
 
     def replay(self, orders: Orders, most: float = NEVER) -> "Replay | None":
-        """The orders, each op as early as can be.
+        """Run the orders, each op as early as possible.
 
-        None for a deadlock, and as soon as the score is sure to begin with more than `most`.
+        Returns None for a deadlock, and as soon as the first entry of the score must exceed `most`.
         """
         replay, left = Replay(self, most), sum(map(len, orders))
         runnable = replay.runnable
@@ -249,10 +250,10 @@ class Problem:
         return None if left else replay
 
     def critical(self, orders: Orders, begins: list[list[float]]) -> list[tuple[int, int]]:
-        """The `(rank, position)` of ops on the longest path that began when the one before ended.
+        """Return `(rank, position)` of ops on the longest path that start as the previous op ends.
 
-        The path is traced back from the end of the rank with the longest span, or of the last
-        rank to end where the makespan counts. Only a change of order at these ops can shorten it.
+        The path is traced back from the end of the rank with the longest span, or for the makespan
+        from the last rank to end. Only a change of order at these ops can shorten it.
         """
         if self.target.objective == "scan":
             return self._critical_in_scan(orders)
@@ -282,10 +283,10 @@ class Problem:
 
 
 class Replay:
-    """Ops begun as early as can be, each rank in its order; `begins[rank]` is when.
+    """A simulation that starts ops as early as possible; `begins[rank]` has their start times.
 
-    `most` is what the score may begin with at most. A rank can spare as much idle time as that
-    leaves beside its own work; once it is used up, the rest is `hopeless`.
+    `most` limits the first entry of the score. A rank's idle time may not exceed `most` minus its
+    own work; once it does, the replay is `hopeless`.
     """
 
     def __init__(self, problem: Problem, most: float = NEVER):
@@ -294,19 +295,19 @@ class Replay:
         self.times, self.following = problem.times, problem.following
         self.begins: list[list[float]] = [[] for _ in ranks]
         self.clocks = [0.0 for _ in ranks]
-        # When the input of an op is there, by op and by stage and microbatch.
+        # Arrival time of an op's input, `[op][stage * microbatches + microbatch]`.
         self.ready = [[NEVER] * count for _ in _OPS]
         self.ready[F][: self.m] = [0.0] * self.m
-        self.waits: dict[Step, int] = {}  # the rank that cannot go on without this step's input
-        self.runnable: list[int] = []  # ranks that can, again
-        self.late_start_counts = problem.target.objective != "span"  # no scan beats a makespan
+        self.waits: dict[Step, int] = {}  # step whose input is missing -> the rank blocked on it
+        self.runnable: list[int] = []  # ranks whose missing input has arrived
+        self.late_start_counts = problem.target.objective != "span"  # a scan takes >= the makespan
         self.spare = [most * (1 + SLACK) - work for work in problem.work]
         self.hopeless = False
 
     def advance(self, rank: int, order: Sequence[Step]) -> int:
-        """Begin what follows in its order until an input is missing, or the score is hopeless.
+        """Run a rank's next steps until an input is missing or the score is hopeless.
 
-        Returns how many steps it has begun.
+        Returns the number of steps that it has started.
         """
         line, clock, m = self.begins[rank], self.clocks[rank], self.m
         ready, times, all_following, waits = self.ready, self.times, self.following, self.waits
@@ -337,7 +338,7 @@ class Replay:
         return len(line) - first
 
     def score(self, orders: Orders) -> Score:
-        """The objective, then what decides between equals."""
+        """Return the objective, followed by a tie-breaker."""
         starts = [line[0] for line in self.begins]
         makespan = max(self.clocks) - min(starts)
         span = max(end - start for start, end in zip(starts, self.clocks))

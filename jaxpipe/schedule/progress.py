@@ -1,7 +1,7 @@
-"""The cells of a schedule in one line, each behind those whose results it waits for.
+"""The cells of a schedule in topological order, each after the cells whose results it reads.
 
-Whatever the clock, when a cell begins follows from one pass along the line: once the cell before it
-on its rank has ended, and what other ranks make for it is there.
+Every model of time computes start times in one pass over this order: a cell starts once the
+previous cell of its rank has ended and its inputs from other ranks have arrived.
 """
 
 from functools import lru_cache
@@ -19,18 +19,18 @@ from jaxpipe.schedule.action import (
 
 
 class Place(NamedTuple):
-    """A cell of a rank; `before` are the places in the line of what it needs of other ranks."""
+    """A cell and its rank; `before` has the positions of cells of other ranks that it reads."""
 
     rank: int
     cell: Cell
     before: tuple[int, ...]
 
 
-@lru_cache(maxsize=32)  # a schedule is proved, timed and laid out in turn; a plan has two dozen
+@lru_cache(maxsize=32)  # the same schedule is proved, timed and placed; a plan has about two dozen
 def in_line(schedule: Schedule) -> tuple[Place, ...]:
-    """All cells, those of a rank in its order.
+    """Return all cells in a topological order that keeps the order of each rank.
 
-    Raises `ScheduleError` for a deadlock, and names the cell where the first rank stands still.
+    Raises `ScheduleError` for a deadlock; the message names the first blocked rank and its cell.
 
     >>> from jaxpipe.schedule import build
     >>> line = in_line(build("1f1b", pp=2, microbatches=1))
@@ -38,8 +38,8 @@ def in_line(schedule: Schedule) -> tuple[Place, ...]:
     [(0, 'F0@0', ()), (1, 'F0@1', (0,)), (1, 'BW0@1', ()), (0, 'BW0@0', (2,))]
     """
     line: list[Place] = []
-    made: dict[Value, int] = {}  # value -> where its cell is in the line
-    waits: dict[Value, int] = {}  # value not made yet -> the rank that stands still for it
+    made: dict[Value, int] = {}  # value -> position of its cell in the line
+    waits: dict[Value, int] = {}  # value not computed yet -> the rank blocked on it
     done = [0] * schedule.pp
     runnable = list(reversed(range(schedule.pp)))
     while runnable:

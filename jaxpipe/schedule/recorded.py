@@ -1,8 +1,8 @@
-"""The ticks of a step that was recorded: who did what when, from the exchanges between them.
+"""The ticks of a profiled step, recovered from the permutes in the recording.
 
-Every tick begins with the same collective permutes on all ranks, so the n-th of them on a device
-begins tick n, and the grid of the schedule says what that rank does in it. The time inside an
-exchange is the message and the wait for neighbours; the time up to the next one is work.
+Every tick starts with the same collective permutes on all ranks, so the n-th permute on a device
+starts tick n, and the grid of the schedule gives the cell of that rank. The time inside a permute
+is the message and the wait for neighbours; the time from there to the next permute is compute.
 """
 
 import json
@@ -18,12 +18,12 @@ _PERMUTES = ("ppermute", "collective-permute")
 
 
 class ProfileError(RuntimeError):
-    """A recording that does not show the ticks; the text is one sentence for the user."""
+    """Raised for a recording without recognizable ticks; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An operation of the compiled program on one device, in seconds of any common clock."""
+    """An operation of the compiled program on one device, in seconds on a common clock."""
 
     device: int
     name: str
@@ -33,18 +33,18 @@ class Event:
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick of one rank: it meets the others from `begin` to `works`, and works until `end`."""
+    """One tick of one rank: permutes from `begin` to `works`, compute from `works` to `end`."""
 
     number: int
     cell: Cell
     begin: float
     works: float
     end: float
-    stages: bool = False  # whether its label names them
+    stages: bool = False  # whether the label names stages
 
     @property
     def label(self) -> str:
-        """The text of its cell, as schedules are drawn."""
+        """The label of the cell, as in timelines."""
         return label(*self.cell.actions, stages=self.stages) or "idle"
 
 
@@ -59,11 +59,16 @@ def ticks_of(
     turns: int = 1,
     stages: bool = False,
 ) -> Ranks:
-    """The ticks of every recorded rank; `ranks` maps the devices that are wanted to theirs.
+    """Return the ticks of every requested rank.
 
-    `turns` of the lockstep; `stages`: the labels of ticks name them.
+    Args:
+      events: the recorded operations, in any order.
+      grid: the cells of the schedule, `[tick][rank]`.
+      ranks: pipeline rank by device, for the devices to read.
+      turns: as in `Lockstep`.
+      stages: whether the labels of ticks name stages.
 
-    Raises `ProfileError` where the recording has no permute that runs once a tick.
+    Raises `ProfileError` where a device is missing or no permute runs once per tick.
     """
     by_device = defaultdict(list)
     for event in events:
@@ -88,7 +93,7 @@ def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]
         for name, count in counts.items()
         if count in shares
     ]
-    if turns > 1:  # a permute for each, and one of them a tick
+    if turns > 1:  # one permute per phase, of which a tick runs one
         runs = [sorted((e for run in runs for e in run), key=lambda event: event.begin)]
     if not runs or len(runs[0]) != len(cells):
         raise ProfileError(
@@ -97,7 +102,7 @@ def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]
         )
     begins = [min(each.begin for each in tick) for tick in zip(*runs)]
     works = [max(each.end for each in tick) for tick in zip(*runs)]
-    # What runs in the last tick has run in others before; what comes after the loop has not.
+    # An operation of the last tick has run in earlier ticks; one after the loop has not.
     of_loop = {event.name for event in events if begins[0] < event.begin < begins[-1]}
     last = (event.end for event in events if event.begin >= works[-1] and event.name in of_loop)
     ends = [*begins[1:], max(last, default=works[-1])]
@@ -105,7 +110,7 @@ def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]
 
 
 def bubbles(ranks: Ranks) -> dict[int, float]:
-    """Share of the loop's time in which a rank does nothing that the schedule asks for."""
+    """Return per rank the share of the scan's time in which it computes no action."""
     begin = min(ticks[0].begin for ticks in ranks.values())
     end = max(ticks[-1].end for ticks in ranks.values())
     return {
@@ -115,7 +120,7 @@ def bubbles(ranks: Ranks) -> dict[int, float]:
 
 
 def op_seconds(ranks: Ranks) -> dict[tuple[Op, int], float]:
-    """Median seconds of every op by stage, from the ticks that do nothing else."""
+    """Return median seconds by op and stage, from the ticks with a single action."""
     found = defaultdict(list)
     for ticks in ranks.values():
         for tick in ticks:
@@ -126,7 +131,7 @@ def op_seconds(ranks: Ranks) -> dict[tuple[Op, int], float]:
 
 
 def write_trace(ranks: Ranks, path: Path) -> None:
-    """As JSON for Perfetto or chrome://tracing: one track a rank, a box for each tick and wait."""
+    """Write JSON for Perfetto or chrome://tracing: a track per rank, a box per tick and permute."""
     start = min(ticks[0].begin for ticks in ranks.values())
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}

@@ -1,7 +1,7 @@
-"""The columns of the tables that the scan reads: one row a tick, one value a rank.
+"""The columns of the tables that the scan reads: one row per tick, one value per rank.
 
-`Tables` hold a `Row` of numpy arrays `[T, P]`; a tick on one rank gets a `Row` of scalars. Both are
-trees to jax, which knows named tuples.
+`Tables` contains a `Row` of numpy arrays `[T, P]`; a tick on one rank reads a `Row` of scalars.
+Both are pytrees, because named tuples are.
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -15,123 +15,125 @@ Leaf = TypeVar("Leaf")
 
 
 class EndColumns(NamedTuple, Generic[Leaf]):
-    """What all ranks do together at the start of a tick where they share the vocabulary.
+    """Columns of the vocabulary-parallel embedding and head, at the start of a tick.
 
-    `head[k]` is about rank `last_ranks[k]`, `embed[k]` and `embed_gradient[k]` about rank
-    `first_ranks[k]` of the tables: 1 + a microbatch, 0 for none; the same value on every rank.
+    All ranks compute them together. `head[k]` serves rank `last_ranks[k]` of the tables, `embed[k]`
+    and `embed_gradient[k]` serve rank `first_ranks[k]`. Each is 1 + the microbatch, or 0 for none,
+    and has the same value on every rank.
     """
 
     embed: tuple[Leaf, ...]
-    """The embedding of this microbatch is made for that rank, which stores it."""
+    """Compute the embedding of this microbatch; rank `first_ranks[k]` stores it."""
     head: tuple[Leaf, ...]
-    """The loss of the y that that rank made last, whose gradient it stores."""
+    """Compute the loss of the last y of rank `last_ranks[k]`, which stores the gradient."""
     embed_gradient: tuple[Leaf, ...]
-    """The embedding's gradient, of the dx that that rank made last."""
+    """Compute the embedding's gradient from the last dx of rank `first_ranks[k]`."""
     embed_write: Leaf
-    """Slot of the inbox for an embedding, of the rank that it is for."""
+    """Inbox slot for the embedding, on the rank that reads it."""
     dy_write: Leaf
-    """Slot of the inbox for a gradient at y, of the rank that made y."""
+    """Inbox slot for the gradient of y, on the rank that computed y."""
 
 
 class StepColumns(NamedTuple, Generic[Leaf]):
-    """Where steps that are one schedule end and begin, on every rank at its own time."""
+    """Boundaries of fused steps, which every rank reaches in a different tick."""
 
     ends: Leaf
-    """Flag: the rank's sums of gradients are whole for this step: its update follows."""
+    """Flag: the rank's gradient sums are complete for this step, and its update follows."""
     begins: Leaf
-    """Flag: its sums begin anew, in the tick after an update."""
+    """Flag: gradient sums restart from zero; set in the tick after an update."""
     embeds: Leaf
-    """Flag: the rank's gradient of the embedding is its step's first."""
+    """Flag: this is the rank's first embedding gradient of the step."""
 
 
 class Row(NamedTuple, Generic[Leaf]):
     """One integer per column, for each tick and rank.
 
-    Columns hold 0, slot columns the size of their buffer (an index behind its last slot), in cells
-    that do not use them. Flags are 0 or 1. Slots are those of `Buffers`.
+    In a cell that does not use a column, the column is 0; a slot column is then the length of its
+    ring buffer, an index past its last slot (in the inbox, the dummy slot). Flags are 0 or 1. Slots
+    index the ring buffers of `Buffers`.
     """
 
     F: Leaf
-    """1 + the chunk whose F this is."""
+    """1 + the chunk to run F of."""
     B: Leaf
-    """1 + the chunk whose B this is."""
+    """1 + the chunk to run B of."""
     W: Leaf
-    """1 + the chunk whose W this is."""
+    """1 + the chunk to run W of."""
     BW: Leaf
-    """1 + the chunk whose BW this is."""
+    """1 + the chunk to run BW of."""
     pair: Leaf
-    """1 + an index into the tables' `pairs`; the four columns above are then 0."""
+    """1 + an index into `Tables.pairs`; the four columns above are then 0."""
     forward_mb: Leaf
-    """The microbatch of F."""
+    """Microbatch of F."""
     gradient_mb: Leaf
-    """The microbatch of B, W or BW."""
+    """Microbatch of B, W or BW."""
 
     embed: Leaf
-    """Flag: F takes the embedding of its microbatch, not `x_read`."""
+    """Flag: the input of F is the embedding of its microbatch, not `x_read`."""
     head: Leaf
-    """Flag: the loss follows F, and leaves the output gradient in place of y."""
+    """Flag: head and loss run after F, and the output gradient replaces y."""
     head_weight: Leaf
-    """Flag: the gradients of the head's own matrices are made, which have waited for W."""
+    """Flag: compute the deferred gradients of the head's weight matrices."""
     embed_gradient: Leaf
-    """Flag: the embedding's gradient follows, of the dx just made or, deferred, of `dx_read`."""
+    """Flag: compute the embedding's gradient from the new dx or, if deferred, from `dx_read`."""
     dy_of_head: Leaf
-    """Flag: a gradient takes what the head has just left, not `dy_read`."""
+    """Flag: the gradient action reads the head's latest output gradient, not `dy_read`."""
     first_slice: Leaf
-    """Flag: F takes zeros, not `state`: it is of a sequence's first slice."""
+    """Flag: F belongs to a sequence's first slice and reads zeros, not `state`."""
     last_slice: Leaf
-    """Flag: B and BW take zeros, not `dstate`: they are of a sequence's last slice."""
+    """Flag: B or BW belongs to a sequence's last slice and reads zeros, not `dstate`."""
 
     x_read: Leaf
-    """Slot of the inbox that F reads."""
+    """Inbox slot that F reads."""
     dy_read: Leaf
-    """Slot of the inbox that B or BW reads."""
+    """Inbox slot that B or BW reads."""
     keep_y: Leaf
-    """Slot of the inbox for the y that this rank made last and reads itself."""
+    """Inbox slot for this rank's latest y, where this rank reads it itself."""
     keep_dx: Leaf
-    """Slot of the inbox for the dx that this rank made last and reads itself."""
+    """Inbox slot for this rank's latest dx, where this rank reads it itself."""
     turn: Leaf
-    """Which of the tables' routes are those of this tick; the same value on every rank."""
+    """Phase of the permutes, an index into `Tables.routes`; the same value on every rank."""
     arrive: tuple[Leaf, ...]
-    """By lane: slot of the inbox for what arrives."""
+    """Per lane: inbox slot for the arriving message."""
     send: tuple[Leaf, ...]
-    """By lane: 1 + which of its kinds is sent, 0 where nobody waits for what was made last."""
+    """Per lane: 1 + the index of the kind to send; 0 where no rank reads the latest results."""
 
     for_b_write: Leaf
-    """Slot for the residuals that F leaves for B."""
+    """Slot where F writes the residuals for B."""
     for_b_read: Leaf
-    """Slot of the residuals that B and BW read."""
+    """Slot where B and BW read those residuals."""
     for_w_write: Leaf
-    """Slot for the residuals that F leaves for W."""
+    """Slot where F writes the residuals for W."""
     for_w_read: Leaf
-    """Slot of the residuals that B, W and BW read."""
+    """Slot where B, W and BW read those residuals."""
     stash_write: Leaf
-    """Slot for what B leaves for W."""
+    """W stash slot that B writes."""
     stash_read: Leaf
-    """Slot of what W reads of B."""
+    """W stash slot that W reads."""
     head_write: Leaf
-    """Slot for what the loss leaves for `head_weight`."""
+    """Slot where the loss writes the inputs of `head_weight`."""
     head_read: Leaf
-    """Slot of what `head_weight` reads."""
+    """Slot where `head_weight` reads its inputs."""
     dx_write: Leaf
-    """Slot for the dx of stage 0 that the embedding's gradient waits for."""
+    """Slot for the dx of stage 0, where the embedding's gradient is deferred."""
     dx_read: Leaf
-    """Slot of the dx that `embed_gradient` reads."""
+    """Slot of the dx that a deferred `embed_gradient` reads."""
     state: Leaf
-    """Slot of what slices of a sequence share: F reads and writes it."""
+    """Slot of the state that the slices of a sequence share; F reads and writes it."""
     state_read: Leaf
-    """Slot of what slices of a sequence share, as B and BW read it."""
+    """Slot of the state that the slices of a sequence share; B and BW read it."""
     dstate: Leaf
-    """Slot of the gradient at what slices share: B and BW read and write it."""
+    """Slot of the gradient of that state; B and BW read and write it."""
 
     ends: EndColumns[Leaf] | None
-    """None where the ranks of the first and last stages compute the ends alone."""
+    """None where the ranks of the first and last stages compute embedding and head alone."""
     steps: StepColumns[Leaf] | None
-    """None where the update stands outside: of one step."""
+    """None for a single step, whose update is not part of the schedule."""
     tick: Leaf | None = None
-    """Its number, where messages are printed; no table has it."""
+    """Number of the tick, where messages are printed; None in tables."""
 
     def chunk_of(self, op: Op) -> Leaf:
-        """1 + the chunk that this op is run of, outside pairs.
+        """Return the column of an op: 1 + the chunk to run, without `Tables.pairs`.
 
         >>> from jaxpipe.schedule import build, lower
         >>> lower(build("1f1b", pp=1, microbatches=2)).columns.chunk_of(Op.BW).T.tolist()
@@ -147,7 +149,7 @@ def unused_columns(
     ends: EndColumns[np.ndarray] | None,
     steps: StepColumns[np.ndarray] | None,
 ) -> Row[np.ndarray]:
-    """Columns `[T, P]` for so many lanes in which no cell uses anything yet."""
+    """Return columns of a shape `[T, P]` in which no cell uses anything yet."""
 
     def unused(spare: int = 0) -> np.ndarray:
         return np.full(shape, spare, np.int32)

@@ -1,7 +1,7 @@
-"""List scheduling: a simulation in time order in which every rank decides by a few rules.
+"""List scheduling: a simulation in time order in which every rank picks its next op by rules.
 
-After Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 3.1, with the urgency of an op
-taken from a building block (see `blocks`).
+After Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 3.1; the priority of an op comes
+from a building block (see `blocks`).
 """
 
 import heapq
@@ -13,14 +13,19 @@ from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Replay
 
 @dataclass(frozen=True)
 class Rules:
-    """What every rank does, one entry a rank.
+    """The rules of every rank; `follow`, `wait`, `fill` and `warmup` have one entry per rank.
 
-    `phases[rank]`: when F and when B of microbatch 0 happen by the block, for each of the rank's
-    stages; `period` later those of microbatch 1. `follow`: may ops overtake the block's order: 0
-    all may, 1 forwards keep to it, 2 all keep to it. `wait`: stay idle for a more urgent op that
-    will be there before the op at hand is done. `fill`: put a W into a gap too short for it: 0
-    never, 1 while this rank's idle time is the longest of all, 2 always. `warmup`: forwards of the
-    first stage before the first B.
+    Attributes:
+      period: ticks of the block between consecutive microbatches.
+      phases: per rank, the ticks of F and the ticks of B of microbatch 0 in the block, one for each
+        stage of the rank.
+      follow: whether ops may overtake the block's order: 0 all may; 1 forwards keep the order;
+        2 all keep the order.
+      wait: whether to idle for a more urgent op whose input arrives before the available op ends.
+      fill: whether to run a W in a gap that is shorter than W: 0 never; 1 if idling through the gap
+        would make this rank's idle time the longest; 2 always.
+      warmup: forwards of the rank's first stage before its first B.
+      most: the largest warmup to try.
     """
 
     period: float
@@ -29,10 +34,10 @@ class Rules:
     wait: tuple[bool, ...]
     fill: tuple[int, ...]
     warmup: tuple[int, ...]
-    most: int  # the largest warmup to try
+    most: int
 
     def changed(self, dice: random.Random) -> "Rules":
-        """One to three rules made anew, each of a single rank or, at times, of every rank."""
+        """Return a copy with one to three random changes, each on one rank or on all ranks."""
         lists = {name: list(getattr(self, name)) for name in _RULES}
         pp, chunks = len(self.warmup), len(self.phases[0][F])
         for _ in range(dice.choice((1, 1, 2, 3))):
@@ -54,17 +59,16 @@ class Rules:
         return replace(self, **{name: tuple(values) for name, values in lists.items()})
 
 
-_EVERY_RANK = 0.2  # of the changes; of two chunks, half of that
+_EVERY_RANK = 0.2  # share of changes that affect all ranks, divided by the number of chunks
 _RULES = ("phases", "phases", "follow", "wait", "fill", "warmup")  # phases change twice as often
 
 
 def list_schedule(
     problem: Problem, rules: Rules, most: float = NEVER
 ) -> tuple[Score, Orders] | None:
-    """The score and the orders that the rules lead to.
+    """Return the orders that the rules lead to, and their score.
 
-    None where they lead into a deadlock, and as soon as the score is sure to begin with more than
-    `most`.
+    Returns None for a deadlock, and as soon as the first entry of the score must exceed `most`.
     """
     ranks = [_Rank(problem, rules, rank) for rank in range(problem.placement.pp)]
     replay = Replay(problem, most)
@@ -92,7 +96,7 @@ def list_schedule(
             there = rank.free + (transfer if to != at else 0.0)
             other = ranks[to]
             other.arrivals[op][following][i] = there
-            # The neighbour may decide anew now that it knows, and when the input is there.
+            # The neighbour decides again now, knowing the arrival time, and when the input arrives.
             if other.free <= now:
                 heapq.heappush(events, (now, to))
             if other.free < there:
@@ -104,7 +108,7 @@ def list_schedule(
 
 
 class _Rank:
-    """What a rank knows by now, and how it decides."""
+    """The state of one rank in the simulation, and its decisions."""
 
     __slots__ = (
         "arrivals", "done", "fill", "first", "follow", "free", "growth", "held", "idle", "limit",
@@ -118,16 +122,16 @@ class _Rank:
         self.first, self.warmup = stages[0], rules.warmup[rank]
         self.memory, self.limit = (memory.F, memory.B, memory.W), problem.limit * (1 + SLACK)
         self.growth = memory.growth
-        self.free = self.idle = self.held = 0.0  # free: when it may decide again
-        # By op and stage: how many are done, and when the input of each is there, as far as known.
+        self.free = self.idle = self.held = 0.0  # free: time of the next decision
+        # By op and stage: the number of finished ops, and known arrival times of their inputs.
         self.done = [dict.fromkeys(stages, 0) for _ in (F, B)]
         self.arrivals = [{stage: [NEVER] * self.m for stage in stages} for _ in (F, B)]
         if 0 in stages:
             self.arrivals[F][0] = [0.0] * self.m
-        self.pending: list[Step] = []  # the W whose B is done, first to last
-        self.taken = 0  # of pending
+        self.pending: list[Step] = []  # every W whose B is done, in order
+        self.taken = 0  # how many of `pending` have run
         self.order: list[Step] = []
-        # An F of an early stage leaves room for those that must follow it here.
+        # An F of an early stage must leave memory for the F of later stages on this rank.
         rooms = [1] * len(stages) if self.follow else range(len(stages), 0, -1)
         self.lines = [
             (stage, *(rules.phases[rank][op][chunk] for op in (F, B)), room * memory.F)
@@ -135,7 +139,7 @@ class _Rank:
         ]
 
     def choose(self, now: float, ranks: "list[_Rank]") -> tuple[int, int] | None:
-        """The op and stage that it starts at this moment; None: it waits."""
+        """Return the op and stage to start now; None: stay idle."""
         heads, blocked = self._heads(now)
         soonest = NEVER
         for _, there, op, stage in heads:
@@ -158,14 +162,16 @@ class _Rank:
         return None
 
     def _heads(self, now: float) -> tuple[list[tuple[float, float, int, int]], bool]:
-        """The next F and B of each stage, most urgent first: (urgency, when there, op, stage).
+        """Return the next F and B of each stage, and whether memory blocks one of them.
 
-        Second: is an F that is there, or soon will be, kept out by the memory alone?
+        The ops are (priority, arrival of the input, op, stage), most urgent first. The second
+        result is True where the input of an op has arrived, or arrives within the time of a W, and
+        only the memory limit prevents the op.
         """
         heads, blocked = [], False
         m, period, follow, limit = self.m, self.period, self.follow, self.limit
-        cramped = self.held + self.growth > limit  # no B before a W
-        # An F leaves room for the growth of a B, once all W that wait have made theirs.
+        cramped = self.held + self.growth > limit  # a W must run before the next B
+        # An F must leave memory for the growth of a B, after all pending W have freed theirs.
         waiting = len(self.pending) - self.taken
         held = max(self.held, self.held + waiting * self.memory[W] + self.growth)
         (forward, backward), (to_f, to_b) = self.done, self.arrivals
@@ -188,12 +194,12 @@ class _Rank:
         heads.sort()
         if follow == 2:
             return heads[:1], blocked
-        if follow == 1:  # of the forwards only one that is the most urgent of all
+        if follow == 1:  # a forward is a candidate only if it is the most urgent op
             heads = heads[:1] + [head for head in heads[1:] if head[2] == B]
         return heads, blocked
 
     def start(self, now: float, op: int, stage: int) -> Step:
-        """Do it: the clock and the memory of this rank."""
+        """Start an op: advance the clock, memory and order of this rank."""
         if op == W:
             step = self.pending[self.taken]
             self.taken += 1

@@ -1,14 +1,15 @@
-"""The scan's clock: when every rank begins every tick.
+"""The clock of the scan: when every rank starts every tick.
 
-A rank waits for its own messages alone. A permute is over for it once those that it has routes with
-have come to the same permute, and a message's time has passed: it waits as a receiver for what is
-sent, and as a sender until the receiver is there to take it, whether a cell needs the message or
-not. So works a permute on GPUs (NCCL's grouped send and receive). On CPU all ranks of a permute
-meet (`Lockstep.meets`).
+A rank waits only for the ranks that it forms a permute pair with. A permute ends on a rank once
+these ranks have reached the same permute and the time of a message has passed: a receiver waits for
+the sender and a sender for the receiver, whether or not a cell reads the message. This is how a
+permute works on GPUs (NCCL's grouped send and receive). On CPU all ranks of a permute synchronize
+(`Lockstep.meets`).
 
-With one-tick transfers the permute of a tick stands before its cell. With two-tick transfers it
-begins with the cell, and only the next tick waits for it; so a rank may run a cell ahead of its
-neighbours. Where all ranks share the vocabulary they meet in every tick that has work at the ends.
+With one-tick transfers the permute of a tick runs before its cell. With two-tick transfers it
+starts with the cell, and only the next tick waits for it, so a rank may run one cell ahead of its
+neighbours. With a parallel vocabulary all ranks synchronize in the ticks in which the embedding or
+the head has work.
 """
 
 from collections.abc import Iterable
@@ -22,15 +23,15 @@ from jaxpipe.schedule.lanes import Routes, routes_of
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 _PACES = (2, 3)
-_GAIN = 1e-3  # what an idle tick more is worth
+_GAIN = 1e-3  # relative gain that another candidate needs, since it has more ticks
 
 
 def scan_starts(
     schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN
 ) -> tuple[Grid, np.ndarray]:
-    """The grid of a schedule, and the start of every cell `[T, P]`, in the unit of the costs.
+    """Return the grid of a schedule and the start of every cell `[T, P]`, in the unit of the costs.
 
-    Raises `ScheduleError` where the schedule cannot finish, or sends to no neighbour.
+    Raises `ScheduleError` where the schedule cannot finish, or sends to a rank not adjacent.
     """
     routes, grid = routes_of(schedule, lockstep.turns), place(schedule, lockstep)
     times = _times(grid, costs)
@@ -45,13 +46,13 @@ def scan_starts(
 
 
 def _times(grid: Grid, costs: Costs) -> np.ndarray:
-    """What every cell takes, `[T, P]`."""
+    """Return the time of every cell, `[T, P]`."""
     taking = timer(costs)
     return np.array([[taking(cell) for cell in row] for row in grid])
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
-    """How long the scan takes, from the first start to the last end; raises as `scan_starts`."""
+    """Return the time of the scan from first start to last end; raise as `scan_starts` does."""
     grid, starts = scan_starts(schedule, costs, lockstep)
     return max(float(t) + costs.of_cell(cell) for t, cell in zip(starts[-1], grid[-1]))
 
@@ -59,13 +60,13 @@ def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> f
 def paced(
     schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN, *, turns: bool = False
 ) -> Lockstep:
-    """The lockstep with the `every` and `offset` that make the scan shortest, or by turns.
+    """Return the lockstep with the `every`, `offset` and phased permutes of the shortest scan.
 
-    Of those that take as long, to a thousandth, it is the first; `turns`: two turns of one-tick
-    transfers are tried too. With one-tick transfers and no turns, where each waits for the other's
-    whole cell, there is nothing to gain.
+    A later candidate must be shorter by more than a thousandth. With `turns`, one-tick transfers in
+    two phases are tried too. With one-tick transfers `every` gains nothing, because neighbours wait
+    for each other's full cell in every tick.
 
-    Raises as `scan_starts` where a schedule cannot be run as it is given.
+    Raises `ScheduleError` as `scan_starts` does, if the schedule cannot run under `lockstep`.
 
     >>> from jaxpipe.schedule import build
     >>> schedule = build("interleaved_1f1b", pp=4, microbatches=16)
@@ -83,7 +84,7 @@ def paced(
     for tried in ways:
         try:
             time = scan_time(schedule, costs, tried)
-        except ScheduleError:  # a cell has actions of both kinds, or a rank several stages
+        except ScheduleError:  # no tick is open to all of a cell, or a rank has several stages
             continue
         if time < least * (1 - _GAIN):
             best, least = tried, time
@@ -91,7 +92,9 @@ def paced(
 
 
 def waits_of(routes: Routes, pp: int) -> np.ndarray:
-    """By rank itself and the two ranks beside it, `[3, P]`; itself where there is no route.
+    """Return the ranks that each rank waits for, `[3, P]`: itself and its two neighbours.
+
+    A neighbour without a permute pair is replaced by the rank itself.
 
     >>> waits_of({1: ((0, 1), (1, 2)), -1: ((1, 0), (2, 1))}, 3).tolist()
     [[0, 1, 2], [1, 2, 2], [0, 0, 1]]
@@ -111,10 +114,16 @@ def starts_of(
     transfer_ticks: int,
     meetings: Iterable[int] = (),
 ) -> np.ndarray:
-    """Start of every cell `[T, P]`, of cells that take so long.
+    """Return the start of every cell, `[T, P]`.
 
-    `waits` `[turns, 3, P]`, of every turn as of `waits_of`; in `meetings`, ticks, all ranks begin
-    together. The first exchange carries nothing and is not counted.
+    Args:
+      times: time of every cell, `[T, P]`.
+      waits: the result of `waits_of` for every phase of the permutes, `[turns, 3, P]`.
+      transfer: time of a message.
+      transfer_ticks: as in `Lockstep`.
+      meetings: ticks in which all ranks start together.
+
+    The first tick's permute carries no message and is not counted.
     """
     ticks, pp = times.shape
     together = np.zeros(ticks, bool)
@@ -132,9 +141,9 @@ def starts_of(
 
 
 def meetings_of(ops: Iterable[tuple[int, str, int]], stages: int) -> list[int]:
-    """The ticks in which all ranks compute a part of an end, as in `shared_end_columns`.
+    """Return the ticks of vocabulary-parallel work, as in `shared_end_columns`.
 
-    Of ops as `(tick, name, stage)`.
+    `ops` are `(tick, name, stage)`.
     """
     found = []
     for tick, name, stage in ops:

@@ -1,17 +1,17 @@
 """The search behind the automatic schedules.
 
-1. *Building blocks* that fit the memory (`blocks`) say how urgent each op is; *rules* (`rules`)
-   turn a block into a finite schedule with the true costs. Blocks and rules do not depend on the
-   number of microbatches, so the best are found on a shorter pipeline run: first alike on all
-   ranks, then changed rank by rank, keeping what is no worse.
-2. Steps on the longest path of the whole schedule are moved, keeping what is no worse. Only such
-   moves can shorten it, as in job-shop scheduling (van Laarhoven et al. 1992, "Job Shop Scheduling
-   by Simulated Annealing", theorem 1).
+1. *Building blocks* (`blocks`) give the priority of each op; *rules* (`rules`) turn a block into a
+   finite schedule with the true costs and the memory limit. Blocks and rules do not depend on the
+   number of microbatches, so the best are found on fewer microbatches: first with the same rules on
+   all ranks, then with rules changed rank by rank. A change is kept if the score is no worse.
+2. Steps on the longest path of the full schedule are moved; a move is kept if the score is no
+   worse. Only such moves can shorten the schedule, as in job-shop scheduling (van Laarhoven et al.
+   1992, "Job Shop Scheduling by Simulated Annealing", theorem 1).
 
-For the time of the scan both are first done for the span, whose clock is quick, and then steps are
-moved again, on the scan's own clock.
+If the objective is the time of the scan, both are first done for the span, which is faster to
+compute, and then steps are moved again for the time of the scan.
 
-Seeded, so that the same request gives the same schedule.
+The search is seeded, so that the same request gives the same schedule.
 """
 
 import random
@@ -25,30 +25,35 @@ from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Score,
 from jaxpipe.schedule.rules import Rules, list_schedule
 from jaxpipe.schedule.scan import scan_time
 
-_WALKS = 5  # local searches, from the best starting points of different worth
-_STARTS, _CHANGES, _MOVES, _POLISH = 0.3, 0.2, 1.5, 0.5  # moves cost a fifth of a listing
-_SCANS = 0.5  # of the moves; on the clock of the scan
+_WALKS = 5  # local searches, from the best starting points with distinct scores
+# Shares of `effort`; they add up to more than 1, as a move costs a fifth of a list schedule.
+_STARTS, _CHANGES, _MOVES, _POLISH = 0.3, 0.2, 1.5, 0.5
+_SCANS = 0.5  # share of `effort` for moves that are scored by the time of the scan
 _DISTANCES = (1, 1, 1, 2, 3, 4, 6)
 
 
 def search(
     problem: Problem, *, effort: int | None = None, known: Iterable[Schedule] = ()
 ) -> Schedule:
-    """The best schedule found, no worse than any of the `known` ones that fits the memory.
+    """Return the best schedule found.
 
-    By the time of the scan it is no worse, either, than what would be found for the span. Of the
-    known ones those with cells of several ops, or an unsplit gradient, are only compared with.
+    Args:
+      problem: the placement, microbatches, memory limit and objective.
+      effort: approximate number of steps to simulate, about 350,000 per second; None: 350,000, or
+        370 schedules of the length that is searched, if that is more.
+      known: candidates to start from; those that exceed the memory limit are ignored.
 
-    `effort` is about how many steps are simulated on the way, a third of a million a second (None:
-    as many as that, or 370 schedules of the length that is searched).
+    The result is no worse than any `known` schedule that fits the memory and splits every gradient,
+    with one op per cell. If the objective is the time of the scan, it is also no worse than the
+    other `known` schedules and than what is found for the span.
 
-    Raises `ScheduleError` where nothing is found that fits the memory.
+    Raises `ScheduleError` where no schedule is found that fits the memory.
     """
     problem.check_limit()
     dice = random.Random(0)
     pp, m = problem.placement.pp, problem.microbatches
     room = min(problem.room * pp // problem.placement.stages, m)
-    steady = 2 * max(pp, room)  # twice what is ever in flight: no bubble of the ends in the middle
+    steady = 2 * max(pp, room)  # twice the most in flight: warm-up and drain do not meet
     effort = effort or max(350_000, 370 * 3 * problem.placement.stages * steady)
     free = problem.for_free_ranks
     short = replace(free, microbatches=min(m, steady))
@@ -56,10 +61,10 @@ def search(
     starts = [orders for schedule in known if (orders := _orders(schedule))]
     scored, walks = _scored(free, starts), []
     if not scored or scored[0][0][0] > free.least * (1 + SLACK):
-        thorough = effort > 10 * problem.steps  # is there time to look at the whole schedule?
+        thorough = effort > 10 * problem.steps  # enough effort to list the full schedule
         walks = _walks(short, effort, dice)[: None if thorough else 2]
         for _, orders, rules in walks:
-            starts.append(stretched(orders, m - short.microbatches))
+            starts.append(extended(orders, m - short.microbatches))
             if m > short.microbatches and thorough:
                 listed = list_schedule(free, rules)
                 starts += [listed[1]] if listed else []
@@ -80,7 +85,7 @@ def search(
     for _, orders, _ in walks:
         moves = int(effort * _SCANS / short.steps / len(walks))
         moved = _move_steps(short, short.score(orders), orders, moves, dice)[1]
-        starts.append(stretched(moved, m - short.microbatches))
+        starts.append(extended(moved, m - short.microbatches))
     score, orders = _scored(problem, starts)[0]
     found = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
     costs, lockstep = problem.target.costs, problem.target.lockstep
@@ -88,17 +93,17 @@ def search(
 
 
 def _scored(problem: Problem, candidates: Iterable[Orders | None]) -> list[tuple[Score, Orders]]:
-    """Those that fit the memory and end, best first."""
+    """Return the candidates that fit the memory and have no deadlock, best first."""
     fitting = [orders for orders in candidates if orders and all(map(problem.fits, orders))]
     scored = [(score, orders) for orders in fitting if (score := problem.score(orders))]
     return sorted(scored, key=lambda item: item[0])
 
 
-def stretched(orders: Orders, more: int) -> Orders | None:
-    """The orders of a schedule with `more` microbatches, by repeating one period of each rank.
+def extended(orders: Orders, more: int) -> Orders | None:
+    """Return orders with `more` additional microbatches, by repeating one period of each rank.
 
-    A period is a run of steps in the middle that has every op of every stage once; None where a
-    rank has none.
+    A period is the run of steps nearest to the middle that has every op of every stage once.
+    Returns None where a rank has no period.
     """
     if not more:
         return orders
@@ -121,8 +126,8 @@ def stretched(orders: Orders, more: int) -> Orders | None:
 
 
 def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Score, Orders, Rules]]:
-    """A good schedule from each of the best starting points, best first."""
-    found: dict[Score, tuple[Orders, Rules]] = {}  # the best, of different worth
+    """Return the result of a local search from each of the best starting points, best first."""
+    found: dict[Score, tuple[Orders, Rules]] = {}  # the best, with distinct scores
     for rules in islice(_starts(problem, dice), max(4, int(effort * _STARTS / problem.steps))):
         most = max(found)[0] if len(found) == _WALKS else NEVER
         result = list_schedule(problem, rules, most)
@@ -136,7 +141,7 @@ def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Sco
         for _ in range(int(effort * _CHANGES / problem.steps / len(found))):
             changed = rules.changed(dice)
             result = list_schedule(problem, changed, best[0])
-            if result and result[0] <= best:  # along equals too: plateaus are wide
+            if result and result[0] <= best:  # equal scores too, because plateaus are wide
                 (best, orders), rules = result, changed
         share = int(effort * _MOVES / problem.steps / len(found))
         walks.append((*_move_steps(problem, best, orders, share, dice), rules))
@@ -144,10 +149,10 @@ def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Sco
 
 
 def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
-    """Blocks with the same rules on all ranks, in the order in which they are worth a try.
+    """Yield blocks with the same rules on all ranks, in the order in which to try them.
 
-    Turn by turn: of the blocks that fit the memory the one that fills it best, any of them, and one
-    that needs more memory, which is of use where ops may overtake its order.
+    It cycles through blocks that fit the memory, fullest first; the same blocks in random order;
+    and random blocks that need more memory, which help only where ops may overtake their order.
     """
     pp, room = problem.placement.pp, max(1, problem.room)
     every = list(product((0, 1, 2), (False, True), (0, 1, 2)))  # follow, wait, fill
@@ -176,14 +181,14 @@ def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
 def _move_steps(
     problem: Problem, score: Score, orders: Orders, evaluations: int, dice: random.Random
 ) -> tuple[Score, Orders]:
-    """The score and orders after moving steps of the longest path to and fro within their rank."""
+    """Move steps of the longest path within their rank; return the new score and orders."""
     orders = list(orders)
     critical = problem.critical(orders, problem.replay(orders).begins)
     for _ in range(evaluations if critical else 0):
         rank, at = dice.choice(critical)
         distance = dice.choice(_DISTANCES)
         old = orders[rank]
-        if dice.random() < 0.5:  # the step goes ahead of those before it, or its neighbour behind
+        if dice.random() < 0.5:  # move the step earlier, or else the step before it later
             to = max(0, at - distance)
         else:
             at -= 1
@@ -203,7 +208,7 @@ def _move_steps(
 
 
 def _in_order(steps: Sequence[Step]) -> bool:
-    """Whether F, B and W of a microbatch, and the microbatches of an op, keep their order."""
+    """Return whether F, B and W of a microbatch, and the microbatches of an op, are in order."""
     latest: dict[tuple[int, int], int] = {}
     ops: dict[tuple[int, int], int] = {}
     for op, stage, i in steps:
@@ -215,7 +220,7 @@ def _in_order(steps: Sequence[Step]) -> bool:
 
 
 def _orders(schedule: Schedule) -> Orders | None:
-    """Its orders; None where it has an action or a cell that is no step."""
+    """Return a schedule's orders; None where a cell has several actions or an unsplit gradient."""
     kinds = {Op.F: F, Op.B: B, Op.W: W}
     cells = (cell.actions for order in schedule.ranks for cell in order)
     if any(len(actions) > 1 or actions[0].op is Op.BW for actions in cells):

@@ -1,11 +1,12 @@
-"""How long a schedule takes and how much it holds, before any device is touched.
+"""Simulated time and memory of a schedule; it needs no device.
 
-Two clocks. *Asynchronous*: a rank starts an action once it is free and the inputs have arrived (one
-program per rank). *Scan*: all ranks take the same ticks, and wait in them for their own messages
-(`scan.py`).
+Two models of time. *Asynchronous*: a rank starts an action once it is free and the inputs have
+arrived (one program per rank). *Scan*: all ranks execute the same ticks, and wait in each for their
+own messages (`scan.py`).
 
-Two bubbles. *Global*: idle share of the time from the first start to the last end of all. *Span*:
-the same with each rank's own first start to last end, the longest one (Qi et al. 2024, Table 2).
+Two bubbles. *Global*: idle share of the time from the first start to the last end over all ranks.
+*Span*: idle share of the longest time that one rank takes from its first start to its last end (Qi
+et al. 2024, Table 2).
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ from jaxpipe.schedule.scan import scan_time
 
 @dataclass(frozen=True)
 class Report:
-    """Times in the unit of the costs; peaks in microbatches, per rank.
+    """The result of a simulation: times in the unit of the costs, bubbles as fractions of a time.
 
-    `peak_until_b` counts a microbatch from its F to its B or BW, `peak_until_w` to its W or BW.
-    Bubbles are fractions of the time in question: 0 is perfect.
+    Attributes:
+      makespan: asynchronous time from the first start to the last end over all ranks.
+      max_span: asynchronous time of the slowest rank, from its first start to its last end.
+      scan_makespan: time of the scan.
+      bubble_global, bubble_span, bubble_scan: idle share of these three times; 0 is perfect.
+      peak_until_b: per rank, the most live (microbatch, stage) pairs, from F to B or BW.
+      peak_until_w: the same from F to W or BW.
     """
 
     makespan: float
@@ -36,7 +42,7 @@ class Report:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep = PLAIN) -> Report:
-    """Times and peaks of a schedule; `lockstep` says how the scan would run it.
+    """Simulate a schedule, both asynchronously and as the scan runs it under `lockstep`.
 
     Raises `ScheduleError` where the schedule cannot finish.
 
@@ -65,7 +71,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep 
 
 
 def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
-    """Start and end of every cell of every rank when each rank runs as early as it can.
+    """Return start and end of every cell, per rank, if each rank runs as early as it can.
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
@@ -82,9 +88,9 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
 
 
 def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) -> list[float]:
-    """Most that each rank holds at once, in the unit of `memory`, as the scan would run it.
+    """Return the peak memory of each rank, in the unit of `memory`, as the scan runs the schedule.
 
-    With `in_flight` a rank does not keep its order of cells.
+    With `in_flight` a rank does not keep its order of cells, so the order is that of `place`.
     """
     change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W, Op.U: 0.0}
     slices = schedule.slices
@@ -103,7 +109,7 @@ def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) 
 
 
 def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
-    """Most (microbatch, stage) pairs a rank holds at once, following its order."""
+    """Return the most (microbatch, stage) pairs live at once on each rank, in its order."""
     peaks = []
     for order in schedule.ranks:
         held = peak = 0

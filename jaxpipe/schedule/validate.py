@@ -1,4 +1,4 @@
-"""Is a schedule complete, well placed and free of deadlock? Errors name the rank and the action."""
+"""Proof that a schedule is complete, well placed and free of deadlock."""
 
 from collections import Counter, defaultdict
 
@@ -7,13 +7,16 @@ from jaxpipe.schedule.progress import in_line
 
 
 def validate(schedule: Schedule) -> None:
-    """Check every rule; raise `ScheduleError` at the first that is broken.
+    """Check all rules; raise `ScheduleError` for the first broken one, naming rank and action.
 
-    Rules: each action on the rank that owns its stage; each (stage, microbatch) exactly one F, and
-    either no gradient at all (forward only), or one BW, or one B and one W; slices of a sequence on
-    one rank, in order, and their gradients in reverse; with `updates` one U of each stage in every
-    step, behind its gradients and before its forwards of the next; every action can start once
-    those before it have run (no deadlock).
+    The rules:
+      - Each action is on the rank that computes its stage.
+      - Each (stage, microbatch) has one F, and either one BW, or one B and one W, or, if the whole
+        schedule is forward only, no gradient.
+      - In a stage, slices of a sequence are on one rank, forwards in order, gradients in reverse.
+      - With `updates`, each stage has one U per step, after its gradients of that step and before
+        its forwards of the next.
+      - Every action can start once the actions before it have run (no deadlock).
     """
     _check_placement(schedule)
     _check_complete(schedule)
@@ -62,7 +65,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """Every stage's actions of a step stand between its updates of the steps before and after."""
+    """Check that each stage's actions of a step come between its updates of adjacent steps."""
     steps = schedule.updates or 1
     if schedule.microbatches % steps:
         raise ScheduleError(
@@ -88,7 +91,7 @@ def _check_updates(schedule: Schedule) -> None:
 
 
 def _check_slices(schedule: Schedule) -> None:
-    """A slice's F reads what those of earlier slices left, its B what those of later ones did."""
+    """Check the order of slices: F reads the state of earlier slices, B the gradient of later."""
     slices = schedule.slices
     if schedule.microbatches % slices:
         raise ScheduleError(
@@ -109,7 +112,7 @@ def _check_slices(schedule: Schedule) -> None:
             continue
         before = action._replace(microbatch=earlier)
         other = when.get(before)
-        if other is None:  # a gradient may be split in one slice and whole in the next
+        if other is None:  # a gradient may be split in one slice and unsplit in the next
             other = when[before._replace(op=Op.B if action.op is Op.BW else Op.BW)]
         if other[0] != rank or other[1] >= position:
             raise ScheduleError(

@@ -1,15 +1,15 @@
-"""Schedules on the V placement: rank r holds stages r and 2P-1-r, so the loss is on rank 0.
+"""Schedules on the V placement: rank r has stages r and 2P-1-r, so the loss is on rank 0.
 
-| schedule | held on a rank until W, in stages of a microbatch | bubble for F = B = W, M large |
+| schedule | live on a rank until W, in (microbatch, stage) pairs | bubble for F = B = W, M large |
 |---|---|---|
 | zbv | 2P: as much as 1F1B | none, per rank |
 | v_half | P + 2: about half | about half of 1F1B's |
 | v_min | 2 floor((P + 4) / 3): about a third | about two thirds of 1F1B's |
 | 1f1b_v | 2 ceil((2P + 1) / 3): about two thirds | five sixths of 1F1B's or less |
 
-All but `1f1b_v`, which splits no gradient, are searched, also within other limits. Source: Qi et
-al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4; the order of `zbv` at
-equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
+`1f1b_v` splits no gradient and is constructed; the others are searched, under these or other memory
+limits. Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4;
+the order of `zbv` at equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ _HELD: dict[str, Callable[[int], int]] = {
 
 
 def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
-    """`zbv`, `v_half` or `v_min` for any costs, found by the search within their memory.
+    """Search for a `zbv`, `v_half` or `v_min` schedule for any costs, within a memory limit.
 
-    Without a limit in the target it is that of the table above, in stages of a microbatch from F to
-    B; or what one microbatch takes by itself, where that is more.
+    The default limit is that of the table above, counted in (microbatch, stage) pairs from F to B,
+    or the memory that one microbatch needs alone, where that is more.
     """
     memory, placement = target.memory, Placement.v_shape(pp)
     if target.memory_limit is None:
@@ -45,13 +45,13 @@ def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET)
 
 
 def zbv_order(pp: int, microbatches: int) -> Schedule:
-    """Zero bubble at 1F1B's memory where F, B and W cost the same, in six phases.
+    """Build the zero-bubble V schedule for F = B = W at 1F1B's memory, in six phases.
 
     >>> print("\\n".join(" ".join(order) for order in zbv_order(2, 3).orders()))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    full = max(microbatches, 2 * pp - 1)  # the phases need as many; those beyond M are left out
+    full = max(microbatches, 2 * pp - 1)  # the phases need 2P - 1; those beyond M are dropped
     orders = [
         [action for action in _six_phases(pp, rank, full) if action.microbatch < microbatches]
         for rank in range(pp)
@@ -73,9 +73,9 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
         act(Op.B, chunk)
         act(Op.W, chunk)
 
-    for _ in range(2 * (pp - rank) - 1):  # 1: down
+    for _ in range(2 * (pp - rank) - 1):  # 1: forwards down the ranks
         act(Op.F, 0)
-    for _ in range(rank):  # 2: down and up
+    for _ in range(rank):  # 2: forwards down and up
         act(Op.F, 1)
         act(Op.F, 0)
     for _ in range(pp - rank):  # 3: the first gradients
@@ -86,10 +86,10 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
         gradient(0)
         act(Op.F, 1)
         gradient(1)
-    for _ in range(rank):  # 5: gradients of inputs alone
+    for _ in range(rank):  # 5: B alone
         act(Op.B, 0)
         act(Op.B, 1)
-    for _ in range(pp - rank):  # 6: with the weights' behind
+    for _ in range(pp - rank):  # 6: B, each followed by a W
         gradient(0)
     for chunk in (1, 0):
         while done[Op.W, chunk] < microbatches:
@@ -97,16 +97,16 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
     return order
 
 
-_PERIOD = 6  # ticks of both F and both BW that a rank does of a microbatch
+_PERIOD = 6  # ticks of a rank's two F and two BW of one microbatch
 _TICKS = {Op.F: 1, Op.BW: 2}
 
 
 def one_f_one_b_v(pp: int, microbatches: int) -> Schedule:
-    """1F1B on the V, in two thirds of its memory: a building block, repeated, then moved up.
+    """Build 1F1B on the V in two thirds of 1F1B's memory, by repeating a building block.
 
-    With F = 1 and BW = 2 every op is moved to the first idle ticks of its rank that come after its
-    inputs and do not make the rank hold more. For P - 1 a multiple of 3 this leaves 5/6 of 1F1B's
-    bubble.
+    With F = 1 and BW = 2 every op is then moved to the earliest idle ticks of its rank that come
+    after its inputs and do not raise the rank's peak memory. For P - 1 a multiple of 3 this leaves
+    5/6 of 1F1B's bubble.
 
     >>> print("\\n".join(" ".join(order) for order in one_f_one_b_v(2, 2).orders()))
     0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
@@ -133,10 +133,11 @@ def one_f_one_b_v(pp: int, microbatches: int) -> Schedule:
 
 
 def _block(placement: Placement) -> dict[tuple[Op, int], int]:
-    """The ticks of microbatch 0, which never meet those of others a multiple of 6 ticks later.
+    """Return the ticks of microbatch 0, which do not collide when repeated every 6 ticks.
 
-    F goes down the ranks and up again without a pause. BW of a stage takes the first two ticks that
-    neither F of its rank has, and that leave two in a row to the rank's other BW.
+    F goes down the ranks and up again without a pause. BW of a stage takes the first two
+    consecutive ticks that are free of both F of its rank, and that leave two consecutive ticks to
+    the rank's other BW.
     """
     begins = {(Op.F, stage): stage for stage in range(placement.stages)}
     free = [set(range(_PERIOD)) for _ in range(placement.pp)]
@@ -155,20 +156,27 @@ def _block(placement: Placement) -> dict[tuple[Op, int], int]:
 
 
 class _Line:
-    """One rank's ticks: which are taken, and what it holds in each."""
+    """The ticks of one rank: whether each is busy, and the (microbatch, stage) pairs live in it."""
 
     def __init__(self, ticks: int):
         self.taken = np.zeros(ticks, bool)
         self.held = np.zeros(ticks, int)
 
     def put(self, tick: int, op: Op) -> None:
-        """An op begins then."""
+        """Place an op that starts in a tick."""
         end = tick + _TICKS[op]
         self.taken[tick:end] = True
         self.held[tick if op is Op.F else end :] += 1 if op is Op.F else -1
 
     def move(self, tick: int, op: Op, ready: int, most: int) -> int:
-        """Let an op that begins then begin as early as can be, and say when."""
+        """Move an op to its earliest possible tick, at most `tick`, and return that tick.
+
+        Args:
+          tick: where the op starts now.
+          op: F or BW.
+          ready: first tick in which its inputs are available.
+          most: limit on live (microbatch, stage) pairs.
+        """
         ticks = _TICKS[op]
         self.taken[tick : tick + ticks] = False
         fits = lambda t: op is Op.BW or self.held[t:tick].max() < most  # noqa: E731

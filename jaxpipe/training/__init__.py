@@ -1,1 +1,1 @@
-"""A run: its state and steps, where it begins, its loop, what it shows and logs."""
+"""A training run: state, compiled steps, start, loop, optimizer and logs."""

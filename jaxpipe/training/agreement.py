@@ -1,4 +1,4 @@
-"""What all processes of a run must have alike before they compute together."""
+"""Values that must be equal on all processes before they run a program together."""
 
 import hashlib
 import os
@@ -18,9 +18,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def programs_of(config: Config) -> dict[str, str]:
-    """What a process makes its programs of: versions, kinds of devices, each key of the settings.
+    """Inputs of a process's compiled programs: versions, source, device kind, XLA flags, settings.
 
-    Where XLA writes what it dumps is a process's own affair.
+    `--xla_dump*` flags are left out: processes may dump to different places.
     """
     kinds = {device.device_kind for device in jax.local_devices()}
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -38,7 +38,7 @@ def programs_of(config: Config) -> dict[str, str]:
 
 
 def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
-    """What a process has found in its files, and the schedule that it has built or searched."""
+    """A process's data fingerprints, layers per stage, and a digest of its schedule and tables."""
     tables = trainer.pipeline.tables
     described = (tables.slots, tables.lanes, tables.routes, tables.pairs, tables.lockstep)
     columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]

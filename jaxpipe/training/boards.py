@@ -1,4 +1,4 @@
-"""Where the numbers of a run are shown beside its own log: TensorBoard, Weights & Biases."""
+"""Loggers besides metrics.jsonl: TensorBoard and Weights & Biases."""
 
 import contextlib
 import os
@@ -12,27 +12,27 @@ import numpy as np
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.runtime.directory import WriteGuard
 
-Shown = Mapping[str, float | np.ndarray]  # a scalar, or the finite numbers of a histogram, by name
+Shown = Mapping[str, float | np.ndarray]  # by name: a scalar, or finite numbers for a histogram
 
 
 class Board(Protocol):
-    """A place that shows numbers by step. Its methods raise `OSError` where they cannot."""
+    """A logger of numbers by step. Its methods raise `OSError` where they cannot write."""
 
-    name: str  # in messages
+    name: str  # used in messages
 
     def show(self, step: int, values: Shown) -> None:
-        """Take one step's numbers."""
+        """Log one step's numbers."""
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write pending records and close."""
 
 
 class WeightsAndBiases:
-    """A run of wandb, its files in `<run.dir>/wandb`.
+    """A wandb run with its files in `<run.dir>/wandb`.
 
-    Every start of a run is one of wandb's, all in a group that has the name of the run: what was
-    logged before a resume stays there. The environment's WANDB_MODE, which clusters without a way
-    to the internet set, goes before `log.wandb`. Raises `ConfigError` where wandb refuses.
+    Every start of a training run is a separate wandb run in a group named after the training run,
+    so records from before a resume stay. The environment variable WANDB_MODE, which clusters
+    without internet access set, overrides `log.wandb`. Raises `ConfigError` where wandb fails.
     """
 
     def __init__(self, config: Config, last_step: int):
@@ -50,7 +50,7 @@ class WeightsAndBiases:
                 dir=config.run.dir,
                 mode=mode,
                 config=msgspec.to_builtins(config),
-                settings=wandb.Settings(console="off"),  # the terminal is the progress line's
+                settings=wandb.Settings(console="off"),  # wandb would disturb the progress line
             )
         except wandb.Error as error:
             raise ConfigError(
@@ -59,7 +59,7 @@ class WeightsAndBiases:
             ) from error
 
     def show(self, step: int, values: Shown) -> None:
-        """Send them as numbers and histograms."""
+        """Log one step's values as scalars and histograms."""
         shown = {
             name: self._histogram(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
@@ -68,7 +68,7 @@ class WeightsAndBiases:
             self._run.log(shown, step=step)
 
     def close(self) -> None:
-        """Send what is still to be sent, and end the run."""
+        """Send pending records and finish the wandb run."""
         with self._its_errors():
             self._run.finish()
 
@@ -81,13 +81,13 @@ class WeightsAndBiases:
 
 
 def boards(config: Config, last_step: int, guard: WriteGuard | None = None) -> list[Board]:
-    """Those that the configuration asks for, to go on after `last_step`.
+    """The configured loggers, which continue after `last_step`.
 
-    One whose files cannot be written is left out and reported by `guard`.
+    A logger whose files cannot be written is omitted and reported by `guard`.
     """
     guard, found = guard or WriteGuard(print), list[Board]()
     if config.log.tensorboard:
-        from jaxpipe.training.tensorboard import TensorBoard  # a trainer needs no event files
+        from jaxpipe.training.tensorboard import TensorBoard  # import tensorboardX only if used
 
         found.append(TensorBoard(config, last_step))
     if config.log.wandb:

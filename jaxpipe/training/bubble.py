@@ -1,4 +1,4 @@
-"""The bubble of a step that is recorded while a run goes on, beside the one that was predicted."""
+"""The bubble of steps recorded by the profiler during a run, and the simulator's prediction."""
 
 import gzip
 import json
@@ -26,11 +26,11 @@ Tree = Any
 
 
 class BubbleMeter:
-    """Runs the steps of a run, and records every `log.bubble_every`-th of them, but not its first.
+    """Runs steps and records every `log.bubble_every`-th of them, except the first of the run.
 
-    Such a step waits for those before it, and its metrics have `bubble`, the mean over the ranks of
-    this process, and `bubble_predicted`, the simulator's for the scan. Of steps in one program all
-    have that of the program.
+    A recorded step starts after the steps before it have ended. Its metrics get `bubble`, the mean
+    over this process's pipeline ranks, and `bubble_predicted`, the simulator's value for the scan.
+    Steps of one program (`train.fused_steps`) all get the values of the program.
     """
 
     def __init__(self, trainer: Trainer, steps: CompiledSteps, say: Callable[[str], None]):
@@ -39,7 +39,13 @@ class BubbleMeter:
         self._compiled = False
 
     def run(self, numbers: range, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
-        """State and metrics after the steps of a program; these are stacked if they are several."""
+        """Run the steps of one program; return the state and the metrics.
+
+        Args:
+          numbers: the numbers of the steps; metrics are stacked if there are several.
+          state: donated to the program.
+          batch: the microbatches of all these steps, on the devices.
+        """
         several = len(numbers) > 1
         step = self._steps.train_steps if several else self._steps.train_step
         due = self._compiled and self._every and any(n % self._every == 0 for n in numbers)
@@ -53,7 +59,7 @@ class BubbleMeter:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 _, events = recorded(lambda: _kept(made, step(state, batch)), Path(folder))
                 found = bubbles(ticks(pipeline, events))
-        except (ProfileError, OSError) as error:  # of a full disk: the step itself may be done
+        except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
             self._say(f"log.bubble_every: {error}; no more steps are recorded")
             self._every = 0
             return made[0] if made else step(state, batch)
@@ -75,9 +81,9 @@ def _kept(made: list[Tree], result: Tree) -> Tree:
 
 
 def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Event]]:
-    """What a call returns, once it is done, and the operations of its compiled programs.
+    """Call `run` and record it; return its result and the operations of its compiled programs.
 
-    The profiler's own recording is left in the folder. Raises `OSError` where it cannot be written.
+    The profiler's files stay in `folder`. Raises `OSError` where they cannot be written.
     """
     with recording(folder):
         made = jax.block_until_ready(run())
@@ -86,10 +92,10 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
 
 
 def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:
-    """The ticks of a recorded step, of the ranks of this process's part of the first replica.
+    """The ticks of a recorded step, for this process's pipeline ranks of the first replica.
 
-    They are those of the loop: ticks behind it (`overlap_sums`) are other operations. Raises
-    `ProfileError` where the recording does not show them.
+    Only ticks within the scan are included: ticks after it (`overlap_sums`) are other operations.
+    Raises `ProfileError` where the recording does not show the ticks.
     """
     first = enumerate(pipeline.mesh.devices[:, 0, 0, 0, 0])
     own, how = jax.process_index(), pipeline.execution
@@ -103,7 +109,7 @@ def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:
 
 
 def events_of(recording: Path) -> Iterator[Event]:
-    """The operations of compiled programs, by device, in what the profiler wrote for viewers."""
+    """Yield the operations of compiled programs from the profiler's gzipped trace file."""
     with gzip.open(recording) as file:
         found = json.load(file)["traceEvents"]
     named = [event for event in found if event.get("name") == "process_name"]
@@ -117,6 +123,6 @@ def events_of(recording: Path) -> Iterator[Event]:
 
 
 def _device(process: str) -> int | None:
-    """The device that a process of the recording stands for, named as `/device:GPU:0`."""
+    """The device number in a trace process name such as `/device:GPU:0`; None: no device."""
     kind, _, number = process.rpartition(":")
     return int(number) if "/device:" in kind and number.isdecimal() else None

@@ -1,4 +1,4 @@
-"""The compiled steps of a run whose batches differ in length: one program a length, made ahead."""
+"""Compiled steps for batches of several lengths: one program per length, compiled ahead of use."""
 
 import time
 from collections import OrderedDict
@@ -13,18 +13,18 @@ from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-_KEPT = 32  # programs; of more lengths those used longest ago are compiled anew
-_AHEAD = 32  # steps whose lengths are looked up before their turn,
-_AT_ONCE = 4  # so many of them between two steps
+_KEPT = 32  # programs; the least recently used is dropped and compiled again when needed
+_AHEAD = 32  # steps to look ahead for lengths
+_AT_ONCE = 4  # lengths to look up between two steps
 
 
 class CompiledSteps:
-    """The compiled steps of a trainer, for batches of any length that its rows may have.
+    """A trainer's compiled steps for batches of any length; a context manager.
 
-    With `train.variable_length` a program is compiled for every (microbatches, length), by one
-    thread, in the order in which they are asked for. Which lengths come is a function of (seed,
-    position), so those of the next steps are compiled while others run, on all processes alike.
-    Else there is one length, and these are the trainer's own. A context manager.
+    With `train.variable_length` one thread compiles a program for every (microbatches, length), in
+    the order of requests. The lengths are a function of (seed, position), so the programs of the
+    next steps are compiled while earlier steps run, in the same order on all processes. Otherwise
+    there is one length, and the steps are the trainer's own.
     """
 
     def __init__(self, trainer: Trainer, say: Callable[[str], None]):
@@ -33,8 +33,8 @@ class CompiledSteps:
         self.fused = FusedSteps(trainer)
         self._programs: OrderedDict[tuple[str, int, int], Future[Any]] = OrderedDict()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        self._looked = 0  # position up to which lengths have been looked up
-        self._met: dict[Any, Any] = {}  # programs that all processes have compiled
+        self._looked = 0  # data position up to which lengths have been looked up
+        self._met: dict[Any, Any] = {}  # programs that all processes have compiled, by key
 
     def __enter__(self) -> "CompiledSteps":
         return self
@@ -43,21 +43,21 @@ class CompiledSteps:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def train_step(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
-        """As `Trainer.train_step`."""
+        """Run `Trainer.train_step`, compiled for the batch's length."""
         return self._program("train_step", state, batch)(state, batch)
 
     def train_steps(self, state: State, batch: Tree) -> tuple[State, dict[str, Any]]:
-        """As `FusedSteps.train_steps`."""
+        """Run `FusedSteps.train_steps`."""
         return self._compiled_by_all("train_steps", self.fused.train_steps, state, batch)(
             state, batch
         )
 
     def eval_step(self, state: State, batch: Tree) -> Any:
-        """As `Trainer.eval_step`."""
+        """Run `Trainer.eval_step`, compiled for the batch's length."""
         return self._program("eval_step", state, batch)(state, batch)
 
     def look_ahead(self, data: Split, position: int, left: int) -> None:
-        """Have compiled what steps after the one at a position need; so many are left."""
+        """Queue compilation for the steps after the one at `position`; `left` steps remain."""
         if not self._varies:
             return
         config, step = self._trainer.config, self._trainer.samples_per_step
@@ -70,10 +70,10 @@ class CompiledSteps:
             self._looked += step
 
     def _compiled_by_all(self, key: Any, program: Any, state: State, batch: Tree) -> Any:
-        """The program, before whose first launch several processes compile it and meet.
+        """The program; in a multi-process run, wait until all processes have compiled it.
 
-        Where one compiles for half a minute longer than another, gloo gives up: that is how long a
-        process waits for those that it has its first collective with.
+        At its first collective a process waits only half a minute for the others before gloo gives
+        up, and compile times may differ by more.
         """
         if not processes.several():
             return program
@@ -83,7 +83,7 @@ class CompiledSteps:
         return self._met[key]
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:
-        """The one for such a batch; waits until it is compiled."""
+        """The program for the batch's shape; waits until it is compiled."""
         if not self._varies:
             return self._compiled_by_all(name, getattr(self._trainer, name), state, batch)
         parallel = self._trainer.config.parallel
@@ -92,7 +92,7 @@ class CompiledSteps:
         return self._ask(name, rows // parallel.slices, whole).result()
 
     def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:
-        """The one of so many microbatches of such a length, which may still be compiled."""
+        """A future of the program for this shape, which is compiled if it is not cached."""
         key = name, microbatches, length
         if key not in self._programs:
             self._programs[key] = self._compiler.submit(self._compile, *key)
@@ -102,11 +102,11 @@ class CompiledSteps:
         return self._programs[key]
 
     def _compile(self, name: str, microbatches: int, length: int) -> Any:
-        begun, trainer = time.perf_counter(), self._trainer
+        started, trainer = time.perf_counter(), self._trainer
         batch = trainer.feed.shapes(length, trains=name == "train_step")
         program = getattr(trainer, name).lower(trainer.state_shapes, batch).compile()
         self._say(
             f"compiled {name} for {microbatches} microbatches of {length:,} tokens a row in "
-            f"{time.perf_counter() - begun:.1f} s"
+            f"{time.perf_counter() - started:.1f} s"
         )
         return program

@@ -1,4 +1,4 @@
-"""A batch on its way from the host to the devices: which rows a process reads, who gets them."""
+"""Transfer of host batches to the devices: which rows a process reads, and their sharding."""
 
 import math
 from dataclasses import dataclass
@@ -10,14 +10,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import batch_spec, deal_batch
+from jaxpipe.parallel import batch_spec, shard_batch
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What devices of a mesh take of the batches `[M, B, L]` of a run.
+    """Shards batches `[M, B, L]` over a mesh.
 
-    `numbered`: the model is told the numbers of the samples that it trains on.
+    Attributes:
+      config: the run's configuration.
+      mesh: the mesh to put batches on.
+      numbered: whether batches contain sample numbers, which models with dropout need.
     """
 
     config: Config
@@ -26,21 +29,21 @@ class Feed:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Sharding of a batch on the devices."""
+        """Sharding of every array of a batch."""
         return NamedSharding(self.mesh, batch_spec())
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Names of what a model is given to train on tokens."""
+        """Names of the arrays of a training batch."""
         packed = ("segments", "positions") if self.config.data.documents else ()
         real = (REAL,) if self.config.marks_padding else ()
         return ("inputs", "targets", *packed, *real, *(("samples",) if self.numbered else ()))
 
     def rows(self, process: int | None = None) -> slice:
-        """The examples of each microbatch that devices of a process (None: this one) take.
+        """The examples of each microbatch that a process reads; None: this process.
 
-        Those of all replicas between its first and its last; replicas that share a sequence all
-        take it whole, and cut it themselves.
+        They are the examples of all replicas from its first to its last. Replicas that share a
+        sequence (context parallelism) all read the full sequence.
         """
         process = jax.process_index() if process is None else process
         of_process = np.vectorize(lambda device: device.process_index == process)
@@ -52,12 +55,15 @@ class Feed:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """M, B, this process's rows and how long they are, as the data's readers take them."""
+        """Arguments of `Split.batches`: batch shape, this process's rows, and their length."""
         padding = {"length_of": self.config.length_of} if self.config.pads else {}
         return {**self.config.batch_shape, "rows": self.rows(), **padding}
 
     def shapes(self, length: int, *, trains: bool = True) -> dict[str, jax.ShapeDtypeStruct]:
-        """Batches of so many tokens a row as the compiled steps take them."""
+        """Shapes, dtypes and shardings of a batch with `length` tokens per row, by name.
+
+        `trains` False: of a batch for `eval_step`, which has no sample numbers.
+        """
         ids = np.broadcast_to(np.int32(0), (*self.config.batch_shape.values(), length))
         names = [name for name in self.leaves if trains or name != "samples"]
         return {
@@ -66,12 +72,15 @@ class Feed:
         }
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
-        """A host batch on the devices: the whole one, or this process's rows of it.
+        """Put a host batch on the devices.
 
-        One to train on begins with the sample of that number in the run, which a model that drops
-        values is told: in others nothing is dropped. Which tokens are real is told to experts
-        alone. Raises `ConfigError` where rows are to be packed and these are not, or not as the
-        model needs it, or where experts could not tell padding.
+        Args:
+          batch: arrays `[M, B, L]` by name, of the full batch or of this process's rows.
+          position: number in the run of the first sample, for dropout; None: nothing is dropped.
+
+        Raises:
+          ConfigError: rows should be packed but are not, documents of packed rows are not as the
+            model needs them, or rows have padding that experts could not tell.
         """
         _check_documents(batch, self.config.data.documents)
         batch = self._with_known_padding(batch)
@@ -85,7 +94,7 @@ class Feed:
         return {name: self._placed(leaf, own, first) for name, leaf in self.deal(batch).items()}
 
     def _with_known_padding(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with `real` where it takes that to know padding, and else without."""
+        """The batch with `real` (1 at tokens, 0 at padding) only if experts need it."""
         if REAL in self.leaves and REAL not in batch:
             raise ConfigError(
                 f"rows of train.variable_length may end in padding, which no expert takes, but the "
@@ -94,15 +103,15 @@ class Feed:
         return {name: leaf for name, leaf in batch.items() if name != REAL or name in self.leaves}
 
     def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Leaves `[M, B, L]` in slices, and in the order of devices, which may have stretches."""
+        """Split arrays `[M, B, L]` into sequence slices and order them by sequence shard."""
         parallel = self.config.parallel
         own = next(iter(batch.values())).shape[1]
         dp = parallel.dp * own // self.config.batch_shape["batch_size"]
         heads = parallel.exchanging
-        return deal_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
+        return shard_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
 
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
-        """The global array of which this process has the rows of `own` examples from `first` on."""
+        """The global array; `leaf` holds the rows of `own` examples from example `first` on."""
         of_example = leaf.shape[1] // own
         whole = of_example * self.config.batch_shape["batch_size"]
         begin = of_example * first
@@ -116,7 +125,7 @@ class Feed:
 
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
-    """Random tokens `[M, B, L]` of a step, the same however they are dealt to replicas.
+    """Random tokens `[M, B, L]` of a step, independent of the mesh; int32, fixed seed.
 
     Packed rows have one document each.
     """
@@ -133,9 +142,9 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
 
 
 def _check_documents(batch: dict[str, np.ndarray], most: int) -> None:
-    """Documents follow one another, no more than a row may hold, and positions count their tokens.
+    """Check that documents are contiguous, at most `most` per row, with positions that count up.
 
-    Kernels rely on it, and would mix documents silently. What padding has as positions is free.
+    Attention kernels rely on it and would mix documents silently. Positions of padding are free.
     """
     if not most:
         return

@@ -1,10 +1,10 @@
-"""Several steps in one program (`train.fused_steps`), which overlap where the schedule lets them.
+"""Several steps in one program (`train.fused_steps`), which overlap as far as the schedule allows.
 
-Updates are made of gradients as they are, on every rank when its own are whole. Afterwards the
-steps are validated together (post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism",
-section 5): the norms of all are known only then. If each is finite and so small that nothing is
-clipped, what the updates made is what the same steps in turn make, to the bit. Else they are made
-in turn, from the state before, which is kept until then.
+Every pipeline rank updates with unclipped gradients as soon as its own are complete. Afterwards the
+steps are validated together, because their norms over all ranks are known only then
+(post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). If all norms are
+finite and too small to clip, the result is bitwise that of the same steps one by one. Otherwise the
+steps run again one by one from the previous state, which is kept until then.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline import Pipeline, Side
+from jaxpipe.pipeline import Aux, Pipeline
 from jaxpipe.schedule import fused
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.rates import step_metrics
@@ -23,48 +23,48 @@ from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-_MARGIN = 1e-3  # of the limit: norms that are summed in another order never differ by so much
-_MOST = jnp.finfo(jnp.float32).max ** 0.5  # norms whose square is finite
+_MARGIN = 1e-3  # relative, below the limit: another summation order changes a norm by less
+_MOST = jnp.finfo(jnp.float32).max ** 0.5  # the largest norm whose square is finite
 
 
 @dataclass(frozen=True)
 class FusedSteps:
-    """The steps of a trainer, so many at once as `train.fused_steps` says."""
+    """Runs `train.fused_steps` steps of a trainer in one program."""
 
     trainer: Trainer
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of steps in the program."""
         return self.trainer.config.train.fused_steps
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """What runs them if they overlap; None where every stage is on two ranks."""
+        """The pipeline of the overlapping steps; None if every stage is on two pipeline ranks."""
         one = self.trainer.pipeline
         if one.schedule.placement.mirrored_from is not None:
             return None
-        # Sums over replicas are made in the update.
+        # The update of a stage already reduces its gradients over the replicas.
         how = replace(one.execution, overlap_sums=False)
         return replace(one, schedule=fused(one.schedule, self.count), execution=how)
 
     @cached_property
     def train_steps(self) -> Any:
-        """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
+        """Compiled `(state, batch) -> (state, metrics)`; the state is donated.
 
-        The batch has the microbatches of the steps in turn, `[N M, B, L]`. State and metrics are
-        those of `Trainer.train_step` after so many calls, metrics stacked, `[N]`; but `grad_norm`
-        is summed in another order.
+        The batch holds the microbatches of the N steps in order, `[N M, B, L]`. The result equals
+        that of N calls of `Trainer.train_step`, with metrics stacked, `[N]`; only `grad_norm` is
+        summed in another order.
         """
         return self.trainer.compiled(self._in_turn if self.pipeline is None else self._overlapping)
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         config = self.trainer.config
-        # Numbers that only the devices know: of a norm and a truth that it knows XLA would make
-        # another update, whose products and sums are rounded otherwise.
+        # norm = 0 and finite = True, computed from the state so that they are no constants for XLA:
+        # with constants it would compile another update, which rounds differently.
         known = {"norm": jnp.where(state.step < 0, 1.0, 0.0), "finite": state.step >= 0}
         before = {"moments": state.optimizer, **known}
-        made = self.pipeline.updated(state.params, before, batch, self._update)
+        made = self.pipeline.run_updates(state.params, before, batch, self._update)
         of_steps = made.losses, made.counts, made.aux_losses
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
         has_targets = (of_steps[1] > 0).any(1).all()
@@ -94,7 +94,7 @@ class FusedSteps:
         return lax.scan(self.trainer.step, state, by_step)
 
     def _update(self, gradients: Tree, before: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """As `Trainer.update` makes it of gradients that are finite and not clipped."""
+        """The update of `Trainer.update` for gradients that are finite and not clipped."""
         limit = self.trainer.config.optimizer.clip_norm
         gradients = optimizers.clip_by_global_norm(gradients, before["norm"], limit)
         params, moments = optimizers.apply(
@@ -105,7 +105,7 @@ class FusedSteps:
     def _metrics_of(
         self, norm: jax.Array, losses: jax.Array, counts: jax.Array, aux_losses: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """Those of a step, as `Trainer.step` has them."""
+        """The metrics of one step, as `Trainer.step` returns them."""
         loss, report = self.trainer.first_loss(losses), self.trainer.model.functions.report
-        metrics = step_metrics(loss, norm, Side(), report)
+        metrics = step_metrics(loss, norm, Aux(), report)
         return metrics | self.trainer.losses_of(losses, counts, aux_losses)

@@ -1,4 +1,4 @@
-"""What steps without an update leave to the next: their number, and the loss scale of float16."""
+"""State for non-finite steps: counts of skipped steps, and the loss scale of float16."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,22 +9,23 @@ import jax.numpy as jnp
 from jaxpipe.config import TrainConfig
 
 _FIRST_SCALE = 2.0**15
-_PERIOD = 2000  # finite steps in a row that double the loss scale
+_PERIOD = 2000  # consecutive finite updates after which the loss scale doubles
 
 
 class Guard(NamedTuple):
-    """Decides whether a step that is not finite is left out or stops the run.
+    """Decides whether a step with a non-finite loss or gradient is skipped or stops the run.
 
-    A step without any target has nothing to train on and is always left out.
+    A step without any target is always skipped.
 
     Attributes:
-      in_row: int32, how many steps in a row were not finite, but for those without targets. A run
-        stops at the first above `train.skip_non_finite`, and no step after it changes its state.
-      skipped: int32, how many steps were left out in the whole run: those without an update.
-      finite_steps: int32, how many in a row the loss scale has held for.
-      loss_scale: float32, what backward multiplies the mean loss with, for float16 where steps may
-        be left out: halved by a step that is not finite, doubled by 2000 in a row that are
-        (Micikevicius et al. 2018, "Mixed precision training", section 3.2); else None.
+      in_row: int32, consecutive non-finite steps; finite steps without targets do not reset it. The
+        run stops when it exceeds `train.skip_non_finite`, and no later step changes the state.
+      skipped: int32, steps without an update in the run so far.
+      finite_steps: int32, consecutive finite updates since the loss scale last changed.
+      loss_scale: float32, factor of the mean loss in the backward pass, if float16 is used and
+        steps may be skipped; otherwise None. A non-finite step halves it, and 2000 consecutive
+        finite updates double it (Micikevicius et al. 2018, "Mixed precision training", section
+        3.2).
     """
 
     in_row: jax.Array
@@ -34,7 +35,7 @@ class Guard(NamedTuple):
 
     @classmethod
     def fresh(cls, train: TrainConfig) -> "Guard":
-        """Before the first step."""
+        """The guard before the first step."""
         scales = train.compute_dtype == "float16" and train.skip_non_finite
         none = jnp.int32(0)
         return cls(none, none, none, jnp.float32(_FIRST_SCALE) if scales else None)
@@ -42,9 +43,14 @@ class Guard(NamedTuple):
     def after(
         self, finite: jax.Array, limit: int, has_targets: jax.Array | bool = True
     ) -> tuple["Guard", jax.Array]:
-        """After a step, where up to `limit` in a row may be left out; and whether the run stops.
+        """The guard after a step, and whether the run stops (a bool array).
 
-        Once it has stopped nothing changes.
+        Once the run has stopped, the guard no longer changes.
+
+        Args:
+          finite: whether the step's loss and gradient norm are finite.
+          limit: the number of consecutive non-finite steps that may be skipped.
+          has_targets: whether the step has any target.
         """
         stopped, updates = self.in_row > limit, finite & has_targets
         in_row = jnp.where(finite, jnp.where(has_targets, 0, self.in_row), self.in_row + 1)
@@ -64,7 +70,7 @@ class Guard(NamedTuple):
         return numbers
 
     def restored(self, saved: Mapping[str, float]) -> "Guard":
-        """This one, which is fresh, with such numbers, as far as they were saved."""
+        """This fresh guard with the numbers that `saved` returned; absent ones stay."""
         scale = self.loss_scale
         return self._replace(
             skipped=jnp.int32(saved.get("skipped", 0)),

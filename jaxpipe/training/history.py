@@ -1,4 +1,4 @@
-"""What a run was started with, every time: its configuration, and the versions and devices."""
+"""A record of every start of a run: configuration, versions and devices."""
 
 import contextlib
 import json
@@ -17,11 +17,10 @@ from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
 
 
 def note_start(config: Config, step: int, guard: WriteGuard) -> None:
-    """Write down that the run goes on from this step, which is 0 at first.
+    """Record a start of the run from `step`, which is 0 for a new run.
 
-    `<run.dir>/config.toml` is the whole configuration, the newest if there were others; every one
-    is kept in `<run.dir>/starts.jsonl`, a line a start. What cannot be written is reported by
-    `guard`.
+    Overwrites `<run.dir>/config.toml` with the full configuration and appends a line to
+    `<run.dir>/starts.jsonl`. `guard` reports a file that cannot be written.
     """
     directory = Path(config.run.dir)
     with guard.attempt(str(directory / "config.toml")):
@@ -31,12 +30,12 @@ def note_start(config: Config, step: int, guard: WriteGuard) -> None:
     starts = AppendedFile(directory / "starts.jsonl")
     with guard.attempt(str(directory / "starts.jsonl")):
         starts.append(f"{json.dumps(line)}\n".encode())
-    with contextlib.suppress(OSError):  # which has just been reported
+    with contextlib.suppress(OSError):  # `guard` has just reported it
         starts.close()
 
 
 def versions() -> dict[str, Any]:
-    """What this process runs with; None where it is not known."""
+    """Versions, commit and devices of this process; unknown values are None."""
     packages = {name: _version_of(name) for name in ("jaxpipe", "jax", "jaxlib")}
     return {
         "commit": commit(Path(__file__).parents[1]),
@@ -49,10 +48,10 @@ def versions() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """The git commit of the code in a folder, `-dirty` behind it where files differ from it.
+    """The git commit of the code in a folder, with suffix `-dirty` if files differ from it.
 
-    None without git, or where git does not keep this folder: packages may lie in the checkout of
-    something else.
+    None without git, or where git does not track the folder: an installed package may lie inside
+    the checkout of another project.
     """
 
     def git(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""The loop of a run that has started: steps, logs, held-out losses, saves, and when to stop."""
+"""The training loop: steps, logs, held-out losses, saves, and when to stop."""
 
 import contextlib
 import itertools
@@ -30,20 +30,20 @@ from jaxpipe.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """A step that the devices were given, and whose metrics nobody has read."""
+    """A dispatched step whose metrics have not been read."""
 
     step: int
-    program: range  # the steps of its program
-    before: Seen  # of the data
+    program: range  # numbers of all steps of its program
+    before: Seen  # data position before the step
     after: Seen
-    contents: Contents | None  # if its rows may have padding
-    metrics: dict[str, Any]  # stacked, of all steps of its program, if they are several
-    begun: float  # seconds, of the host's clock
-    spent: dict[str, float]  # seconds of the host since the step before it, by what they went to
-    first: bool  # of its program in this run, which waited for the compiler
+    contents: Contents | None  # documents and padding of its rows; None: rows have no padding
+    metrics: dict[str, Any]  # stacked over the steps of its program if there are several
+    started: float  # host time before its batch was read [s]
+    spent: dict[str, float]  # host time since the previous step by purpose [s]
+    first: bool  # whether the time of its program includes compilation
 
     def numbers(self) -> dict[str, Any]:
-        """Its metrics as numbers or nested lists; waits for them."""
+        """Wait for the step; return its metrics as numbers or nested lists."""
         found = {name: np.asarray(value) for name, value in self.metrics.items()}
         if len(self.program) > 1:
             found = {name: value[self.program.index(self.step)] for name, value in found.items()}
@@ -53,24 +53,24 @@ class _Dispatched:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has started: the loop, and what it does at a step."""
+    """The training loop of a started run; `log` is None except on the first process."""
 
     trainer: Trainer
     data: Data
     checkpoints: Checkpoints
     progress: Progress
-    log: MetricsLog | None  # of the first process
+    log: MetricsLog | None
 
     @cached_property
     def steps(self) -> CompiledSteps:
-        """What runs a step."""
+        """The compiled steps."""
         return CompiledSteps(self.trainer, self.progress.say)
 
     def loop(self, state: State, seen: Seen) -> int:
-        """Step until the last one, a signal, or a loss that is not finite; return the exit code.
+        """Train until the last step, a signal, or too many non-finite steps; return the exit code.
 
-        The metrics of a step are read when the next one is dispatched, so that devices never wait
-        for the host. Where the state is looked at (held-out loss, save, end) they are read first.
+        The metrics of a step are read after the next step is dispatched, so devices never wait for
+        the host. Before the state is used (held-out loss, save, end), all metrics are read.
         """
         trainer, train = self.trainer, self.trainer.config.train
         done = int(state.step)
@@ -84,7 +84,7 @@ class Run:
         with contextlib.closing(batches), self.steps, window, _signals() as received:
             window.turn(done)
             for program in _programs(done, train.steps, train.fused_steps):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(_joined(batches, len(program)), seen.samples)
                 state, metrics = meter.run(program, state, batch)
@@ -94,7 +94,7 @@ class Run:
                     before, (seen, contents) = seen, self._see(seen)
                     unread.add(
                         _Dispatched(
-                            step, program, before, seen, contents, metrics, begun, spent, first
+                            step, program, before, seen, contents, metrics, started, spent, first
                         )
                     )
                     spent = {}
@@ -128,7 +128,7 @@ class Run:
     def _log_all_but(
         self, newest: int, unread: "_Unread", state: State
     ) -> tuple[_Dispatched, dict[str, Any]] | None:
-        """Read and log all but the `newest` steps; return the one that stops the run, if any."""
+        """Read and log all but the `newest` steps; return the step that stops the run, if any."""
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
             dispatched, values, seconds = unread.read()
@@ -158,7 +158,7 @@ class Run:
         return None
 
     def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
-        """What the run has seen after one more step, and what is in that."""
+        """The data position after the next step, and the contents of that step."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
         contents = self.data.train.contents(seen.position, samples) if config.pads else None
         tokens = config.tokens_per_step if contents is None else contents.tokens
@@ -170,7 +170,7 @@ class Run:
         self.checkpoints.save(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
-        """The exit code once all is saved, which is another where that failed."""
+        """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
         if not self.checkpoints.written(step):
             self.progress.say(
                 f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
@@ -182,7 +182,7 @@ class Run:
         return code
 
     def _closing_words(self, step: int) -> str:
-        """What a run that is done has left, and what can be done with it."""
+        """The message after the last step: where the results are, and what to do next."""
         saved = f"{self.trainer.config.run.dir}/checkpoints/{step}"
         return (
             f"done: {step} steps; saved in {saved}, numbers of all steps in "
@@ -191,9 +191,9 @@ class Run:
         )
 
     def _heldout_loss(self, state: State) -> float:
-        """Mean over the targets of at most `train.eval_steps` batches, in nats; NaN: none has any.
+        """Mean loss over the targets of at most `train.eval_steps` batches [nats]; NaN: no targets.
 
-        It is the same however their rows are divided into batches and microbatches.
+        It does not depend on how rows are divided into batches and microbatches.
         """
         trainer, total, targets = self.trainer, 0.0, 0
         batches = self.data.heldout.batches(0, **trainer.feed.sizes)
@@ -210,7 +210,7 @@ class Run:
     def _stop_at_non_finite(
         self, state: State, dispatched: _Dispatched, values: dict[str, Any]
     ) -> int:
-        """Save the state before that step, which no step since has changed; the exit code."""
+        """Save the state before the step, which later steps left unchanged; return 1."""
         step, first = dispatched.step, dispatched.before.position
         last = dispatched.after.position - 1
         self._save(step - 1, state, dispatched.before)
@@ -223,27 +223,27 @@ class Run:
 
 
 class _Unread:
-    """Steps that are dispatched and not read, oldest first."""
+    """A queue of dispatched steps whose metrics have not been read, oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[_Dispatched] = deque()
-        self._read_last = -math.inf  # when
-        self._seconds = 0.0  # of that step
-        self.not_finite = 0  # steps in a row, among them the one read last
+        self._read_last = -math.inf  # host time when the previous program was read [s]
+        self._seconds = 0.0  # time of a step of the program read last
+        self.not_finite = 0  # consecutive non-finite steps up to the step read last
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, dispatched: _Dispatched) -> None:
-        """Another step, after all others."""
+        """Append a step."""
         self._steps.append(dispatched)
 
     def read(self) -> tuple[_Dispatched, dict[str, Any], float]:
-        """Wait for the oldest step: it, its metrics as numbers or nested lists, and its seconds.
+        """Wait for the oldest step; return it, its metrics and its time [s].
 
-        They count from when the step before it was done, or from its own begin if that is later, so
-        they add up to the time of a run without its held-out losses and saves. Steps of one program
-        take equal shares of its time.
+        The time counts from the end of the previous step, or from the step's own start if that is
+        later. The times therefore add up to the run's time without held-out losses and saves.
+        Steps of one program get equal shares of its time.
         """
         dispatched = self._steps.popleft()
         values = dispatched.numbers()
@@ -254,15 +254,16 @@ class _Unread:
             self.not_finite = 0
         if dispatched.step == dispatched.program.start:
             before, self._read_last = self._read_last, time.perf_counter()
-            taken = self._read_last - max(before, dispatched.begun)
+            taken = self._read_last - max(before, dispatched.started)
             self._seconds = taken / len(dispatched.program)
         return dispatched, values, self._seconds
 
 
 def _programs(done: int, last: int, fused: int) -> Iterator[range]:
-    """The steps after those that are done, by the program that makes them.
+    """Yield the numbers of the steps of each program, from step `done` + 1 to `last`.
 
-    So many `fused` begin with a multiple of their number; what is before and after is single.
+    A program has `fused` steps if the number of steps before it is a multiple of `fused` and at
+    least `fused` steps are left; otherwise it has one step.
 
     >>> [list(program) for program in _programs(1, 7, 2)]
     [[2], [3, 4], [5, 6], [7]]
@@ -274,7 +275,7 @@ def _programs(done: int, last: int, fused: int) -> Iterator[range]:
 
 
 def _joined(batches: Iterator[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The batch of the next step, or those of several as one."""
+    """The batches of the next `steps` steps, concatenated along the microbatches."""
     first, *others = itertools.islice(batches, steps)
     if not others:
         return first
@@ -289,19 +290,19 @@ def _not_finite(values: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Note how long the body takes."""
-    begun = time.perf_counter()
+    """Store the time of the body [s] as `seconds[name]`."""
+    started = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - begun
+    seconds[name] = time.perf_counter() - started
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are noted in the list; a second Ctrl-C interrupts.
+    """Append received SIGINT, SIGTERM, SIGUSR1 and SIGHUP to the yielded list.
 
-    Launchers send the others again, to each process and to all of them, while a run is saved.
-    SIGHUP comes where a terminal is closed: nothing can be written to it any more. It is left to
-    `nohup` if that ignores it.
+    A second Ctrl-C interrupts. The other signals never do, because launchers repeat them while a
+    run is saved. SIGHUP means that the terminal is closed: output to it is redirected to /dev/null.
+    SIGHUP stays ignored under `nohup`.
     """
     received: list[int] = []
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]

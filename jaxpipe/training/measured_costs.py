@@ -1,4 +1,4 @@
-"""`parallel.costs = "measure"`: the op seconds of a run, on its own mesh, before its first step."""
+"""Op times measured on a run's own mesh before its first step (`parallel.costs = "measure"`)."""
 
 from statistics import median
 
@@ -26,7 +26,7 @@ from jaxpipe.training.op_timers import TransferTimer, op_seconds
 from jaxpipe.training.trainer import Trainer
 
 _REPEATS = 5
-_LEAST = {  # by objective: in words, and the field of a report
+_LEAST = {  # what an objective minimises: a description, and the field of a `Report`
     "span": ("the longest span of a rank", "max_span"),
     "makespan": ("a step of ranks that run freely", "makespan"),
     "scan": ("a step", "scan_makespan"),
@@ -34,13 +34,13 @@ _LEAST = {  # by objective: in words, and the field of a report
 
 
 def measure(config: Config, *, memory: float | None = None) -> str:
-    """Measure and keep, unless the run has measured before; what to tell the user.
+    """Measure op times and write them to a file, unless it exists; return a message for the user.
 
-    All processes of a run call it; `memory` is as in `chosen`. Raises `ConfigError` where the file
-    cannot be written.
+    All processes of a run must call it. `memory` is as in `chosen`. Raises `ConfigError` where the
+    file cannot be written.
     """
     config = decided(config, jax.default_backend())
-    if not processes.largest(int(read_own(config) is None)):  # before any of them writes
+    if not processes.largest(int(read_own(config) is None)):  # all read before the first writes
         return f"ops were measured before: {own_costs(config)}"
     seconds = _measured(Trainer(config))
     try:
@@ -71,7 +71,7 @@ def _measured(trainer: Trainer) -> OpSeconds:
 
 
 def _gain(config: Config, memory: float | None) -> str:
-    """What the measured seconds changed of what the search makes least, by the simulator."""
+    """A message: how much the measured op times improve the objective, by the simulator."""
     what, field = _LEAST[config.parallel.objective]
     seconds, platform = read_own(config), jax.default_backend()
 

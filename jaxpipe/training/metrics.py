@@ -1,4 +1,4 @@
-"""The log that a run leaves."""
+"""The log of a run: metrics.jsonl and the other loggers."""
 
 import json
 import math
@@ -13,17 +13,17 @@ from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
 from jaxpipe.training.boards import Board
 
 Value = float | list[Any]  # a number, or nested lists of numbers
-_SCALARS = 64  # numbers of a list that boards still show one by one
+_SCALARS = 64  # a list of at most so many numbers is logged as scalars, a longer one as a histogram
 
 
 class MetricsLog:
-    """`<directory>/metrics.jsonl`, one object a step, and the boards that show the same.
+    """Writes metrics to `<directory>/metrics.jsonl` and to loggers; a context manager.
 
-    A run resumed after `last_step` first drops what was logged past it, so every step stands once.
-    Values are numbers or nested lists of them. Numbers that JSON cannot write (NaN, infinity) are
-    null. A board has a scalar for every number of a small list, `counts/3/1`, and a histogram of a
-    large one. What cannot be written is reported by `guard` and written once there is room. A
-    context manager, which closes the boards.
+    The file has one JSON object per step. A run resumed after `last_step` first drops later
+    records, so every step is there once. Values are numbers or nested lists of numbers; NaN and
+    infinity become null. Loggers get a scalar for every number of a small list, such as
+    `counts/3/1`, and a histogram of a large list. `guard` reports records that cannot be written;
+    they are written once there is room. On exit the loggers are closed.
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class MetricsLog:
 
 
 def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
-    """Scalars, and the finite numbers of what is a histogram, by name."""
+    """Yield (name, scalar), and (name, finite numbers) for histograms."""
     for name, value in values.items():
         array = np.asarray(value)
         if array.size <= _SCALARS:
             for index, number in np.ndenumerate(array):
-                value = float(number) if index else number.item()  # boards keep a lone count exact
+                value = float(number) if index else number.item()  # int stays exact in loggers
                 yield "/".join((name, *map(str, index))), value
         elif np.isfinite(array).any():
             yield name, array[np.isfinite(array)]
 
 
 def _for_json(value: Value) -> Any:
-    """The same with null for what JSON cannot write."""
+    """The value with None for NaN and infinity, which JSON cannot write."""
     if isinstance(value, list):
         return [_for_json(part) for part in value]
     return value if math.isfinite(value) else None
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drop from a log the steps after `last_step` and lines that are damaged.
+    """Drop the steps after `last_step` and damaged lines from a log.
 
-    Damaged are lines cut short by a crash, or that a file system filled with other bytes. Steps are
-    in order, so the rest is mostly the beginning of the file, which takes no room to keep.
+    A crash may truncate a line, or the file system may fill it with other bytes. Steps are in
+    order, so the kept lines usually are the start of the file; truncation then needs no disk space.
     """
     if not path.exists():
         return

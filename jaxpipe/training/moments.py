@@ -1,4 +1,4 @@
-"""Moments that wait in the host's memory from update to update (`train.offload_moments`)."""
+"""Moments that stay in host memory between updates (`train.offload_moments`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxpipe.parallel import is_stage_form
+from jaxpipe.parallel import is_stage_stacked
 from jaxpipe.pipeline import buffers
 
 Tree = Any
@@ -14,37 +14,38 @@ HOST = "pinned_host"
 
 
 def kept_on_host(shardings: Tree) -> Tree:
-    """Shardings of an optimizer's state, those of its moments in the host's memory."""
+    """Shardings of an optimizer state with its moments in host memory."""
     return _of_moments(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
 def fetched(moments: Tree, after: jax.Array) -> tuple[Tree, jax.Array]:
-    """The state on the device, copied once `after` is there; and `after`, to be read from now on.
+    """Copy the moments to the device once `after` is computed; return them and `after`.
 
-    Else XLA may begin the copy before the step, which it would then lie beside: of what passes a
-    barrier it leaves out what nobody reads behind it.
+    Without the barrier XLA may start the copy before the step, and the moments would then use
+    device memory throughout the step. The caller must read the returned `after`: XLA removes an
+    operand of a barrier whose result is not used.
     """
     moments, after = lax.optimization_barrier((moments, after))
     return _of_moments(buffers.to_device, moments), after
 
 
 def returned(moments: Tree) -> Tree:
-    """The state with its moments in the host's memory.
+    """Copy the moments to host memory.
 
-    Shardings of what a function returns are not enough: XLA then leaves all of it on the device.
+    `out_shardings` alone are not enough: XLA then leaves the moments on the device.
     """
     return _of_moments(buffers.to_host, moments)
 
 
 def _of_moments(change: Callable[[Any], Any], state: Tree) -> Tree:
-    """A tree with every leaf of its trees in stage form changed: not, say, the number of updates.
+    """Apply `change` to every leaf of the stage-stacked trees in `state`, not to counts.
 
-    >>> state = {"mu": {"shared": 1, "layers": (2,)}, "count": 3}
+    >>> state = {"mu": {"embed_head": 1, "layers": (2,)}, "count": 3}
     >>> _of_moments(lambda leaf: -leaf, state)
-    {'count': 3, 'mu': {'layers': (-2,), 'shared': -1}}
+    {'count': 3, 'mu': {'embed_head': -1, 'layers': (-2,)}}
     """
 
     def of(node: Tree) -> Tree:
-        return jax.tree.map(change, node) if is_stage_form(node) else node
+        return jax.tree.map(change, node) if is_stage_stacked(node) else node
 
-    return jax.tree.map(of, state, is_leaf=is_stage_form)
+    return jax.tree.map(of, state, is_leaf=is_stage_stacked)

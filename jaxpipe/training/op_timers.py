@@ -1,8 +1,8 @@
-"""Seconds of the ops of one microbatch or slice, each alone in a loop, as the executor runs them.
+"""Times of the ops of one microbatch or sequence slice, each measured in a loop of its own.
 
-All devices of a mesh run an op at once, with the collectives that it has over them. F leaves its
-residuals in a ring, gradients read them there and add to sums. The loops read and write another
-slot every turn, so that nothing of a turn can be moved out of its loop.
+All devices of a mesh run an op at once, including its collectives, as in the executor. F writes its
+residuals to ring buffers; gradient ops read them there and add to gradient sums. Every iteration
+uses another slot than the one before, so that XLA cannot hoist work out of the loop.
 """
 
 import time
@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpipe.contract import Context, Side, StageFunctions
+from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP
-from jaxpipe.parallel.sharding import declared
-from jaxpipe.partition.leaf import Leaf
+from jaxpipe.parallel.sharding import param_specs_of
+from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.chunk import Chunk, Given, Gradients, LayerSlot, Made
+from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs, LayerSlot
 from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import RunKind, empty_side, first_observed
-from jaxpipe.pipeline.rings import RingPlan, Rings
+from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
-from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, Row
@@ -42,18 +42,19 @@ _OF_ENDS = ("head", "embed", "embed_gradient")
 
 
 def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: int = 5) -> Tree:
-    """Median seconds of each op as `OpSeconds` has them, but for the transfer.
+    """Median time of each op [s], in the form of `OpSeconds` without `transfer`.
 
-    Those of `layer` are the mean of the model's layers, each kind timed over so many of them in a
-    loop's turn. Of ends that all ranks share they are `pp` times a rank's.
+    The times of `layer` are means over the model's layers; each kind is timed with `layers` layers
+    per iteration of a loop of `turns` iterations, `repeats` times. If embedding and head are
+    vocabulary-parallel over pp, their times are `pp` times those of a pipeline rank.
     """
-    kinds = trainer.model.functions.kinds_of(trainer.config.model.n_layers)
+    kinds = trainer.model.functions.layer_kinds(trainer.config.model.n_layers)
     of_kinds = []
     for kind in dict.fromkeys(kinds):
         timer = OpTimer(trainer, layers=layers, turns=turns, kind=kind)
         rounds = [timer.seconds() for _ in range(repeats)]
         of_kinds.append((kinds.count(kind) / len(kinds), rounds))
-        del timer  # and what it holds on the devices
+        del timer  # frees its arrays on the devices
     found: dict[str, Any] = {
         name: median(each[name] for _, rounds in of_kinds for each in rounds)
         * max(1, trainer.config.parallel.ends_shared_by)
@@ -69,15 +70,16 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: in
 
 
 class OpTimer:
-    """Compiled loops of every op over `layers` of a kind, at a device's shapes of one microbatch.
+    """Compiled loops of every op on `layers` layers of a kind, for one microbatch.
 
-    All devices of the trainer's mesh run them; `kind` None is that of the first layer.
+    All devices of the trainer's mesh run the loops with the shapes of a step. `kind` None selects
+    the kind of the first layer.
     """
 
     def __init__(self, trainer: Trainer, *, layers: int, turns: int = 2, kind: str | None = None):
         functions, config = trainer.model.functions, trainer.config
-        kind = kind or functions.kinds_of(config.model.n_layers)[0]
-        alone = replace(functions, kinds={kind: functions.by_name[kind]}, order=None)
+        kind = kind or functions.layer_kinds(config.model.n_layers)[0]
+        alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
         rows, policy = rows_of(config, functions), POLICIES[config.train.remat]
         self._layers, self._turns = layers, turns
         every = PartitionSpec()
@@ -90,7 +92,7 @@ class OpTimer:
 
         def loops(parts: Tree) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
             microbatch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
-            return _loops(alone, parts["shared"], parts["layers"], microbatch, policy, turns)
+            return _loops(alone, parts["embed_head"], parts["layers"], microbatch, policy, turns)
 
         def repeated(name: str) -> Callable[..., Tree]:
             def run(state: Tree, given: Tree) -> Tree:
@@ -105,7 +107,7 @@ class OpTimer:
             self._run(name)
 
     def seconds(self) -> dict[str, Any]:
-        """Seconds of each op as `OpSeconds` has them: those of `layer` are of one layer."""
+        """Time of each op [s], in the form of `OpSeconds`; those of `layer` are for one layer."""
         found: dict[str, Any] = {"layer": {}}
         for name in self._loops:
             begin = time.perf_counter()
@@ -123,23 +125,23 @@ class OpTimer:
 
 
 def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
-    """A device's parts of the ends and of so many layers, as ops read them."""
+    """A device's shards of embed_head and of `layers` layers, in the compute dtype."""
     key, model = jax.random.key(0), trainer.model
     dtype = jnp.dtype(trainer.config.train.compute_dtype)
 
-    def part(whole: jax.Array, leaf: Leaf) -> jax.Array:
-        for axis, dim in leaf.cuts:
+    def part(whole: jax.Array, leaf: ParamSpec) -> jax.Array:
+        for axis, dim in leaf.sharded:
             size = whole.shape[dim] // trainer.mesh.shape[axis]
             whole = lax.slice_in_dim(whole, 0, size, axis=dim)
         return whole.astype(dtype)
 
     def parts(tree: Tree, leaves: Tree, *, of_layer: bool) -> Tree:
-        return jax.tree.map(part, tree, declared(leaves, tree, of_layer=of_layer))
+        return jax.tree.map(part, tree, param_specs_of(leaves, tree, of_layer=of_layer))
 
-    of_kind = model.functions.by_name[kind].leaves
+    of_kind = model.functions.kinds_by_name[kind].param_specs
     every = (model.init_layer(key, jnp.int32(index), kind) for index in range(layers))
     return {
-        "shared": parts(model.init_ends(key), model.functions.leaves, of_layer=False),
+        "embed_head": parts(model.init_ends(key), model.functions.embed_head_specs, of_layer=False),
         "layers": tuple(parts(layer, of_kind, of_layer=True) for layer in every),
     }
 
@@ -152,11 +154,14 @@ def _loops(
     policy: Policy,
     turns: int,
 ) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
-    """For each op `(state, given) -> state` that runs it `turns` times, its state, and `given`."""
-    x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.by_name.values()
+    """Build the loops of all ops, `turns` iterations each.
+
+    Returns functions `(state, given) -> state` by op, initial states by op, and `given`.
+    """
+    x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.kinds_by_name.values()
     context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
-    kind = RunKind.trace("layer", kind, layers[0], x, context, policy)
-    plan = RingPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
+    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy)
+    plan = RingBufferPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers)
@@ -166,33 +171,33 @@ def _loops(
         every = enumerate(given["layers"])
         return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
 
-    def of_microbatch(given: Tree, row: Row) -> Given:
-        return Given(row, given["microbatch"], functions.variables, jnp.float32(1))
+    def of_microbatch(given: Tree, row: Row) -> ActionInputs:
+        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1))
 
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
         x, rings = state
-        parts = tuple(plan.part(own, Op.F) for own in rings)
-        before = Made(x, parts, empty_side([kind], _SLOTS), jnp.float32(0))
+        parts = tuple(plan.written_by(own, Op.F) for own in rings)
+        before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
         made = chunk(given).forward(of_microbatch(given, row), before)
-        after = (plan.after(own, Op.F, part) for own, part in zip(rings, made.rings))
+        after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, made.rings))
         return made.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
             dy, rings, totals = state
-            parts = tuple(plan.part(own, op) for own in rings)
-            observed = first_observed([kind], functions.variables)
-            before = Gradients(dy, parts, totals, observed)
+            parts = tuple(plan.written_by(own, op) for own in rings)
+            observed = empty_statistics([kind], functions.variables)
+            before = BackwardOutputs(dy, parts, totals, observed)
             made = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
-                lambda ring, part: plan.read(plan.after(rings[ring], op, part), row, op),
+                lambda ring, part: plan.read(plan.with_written(rings[ring], op, part), row, op),
             )  # fmt: skip
-            after = (plan.after(own, op, part) for own, part in zip(rings, made.rings))
-            return made.dx, tuple(after), made.totals
+            after = (plan.with_written(own, op, part) for own, part in zip(rings, made.rings))
+            return made.dx, tuple(after), made.grad_sums
 
         return run
 
-    given = {"layers": layers, "shared": shared, "microbatch": microbatch, "inputs": inputs}
+    given = {"layers": layers, "embed_head": shared, "microbatch": microbatch, "inputs": inputs}
     states = {
         "F": (forward, (x, rings)),
         "B": (gradient(Op.B), (x, rings, zeros)),
@@ -207,13 +212,13 @@ def _loops(
 def _ends(
     functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
 ) -> dict[str, tuple[Callable[..., Tree], Tree]]:
-    """For the ops of the ends `(state, given, row) -> state`, and their states."""
-    embed = SharedPart.trace(functions.embed, shared, microbatch)
-    head = SharedPart.trace(functions.head, shared, x, microbatch)
+    """For each op of embedding and head, `(state, given, row) -> state` and its initial state."""
+    embed = EmbedHeadFunction.trace(functions.embed, shared, microbatch)
+    head = EmbedHeadFunction.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
     def leave(state: Tree, given: Tree, row: Row) -> Tree:
-        params, y = head.pick(given["shared"]), buffers.read(given["inputs"], row.for_b_read)
+        params, y = head.pick(given["embed_head"]), buffers.read(given["inputs"], row.for_b_read)
         context = Context(given["microbatch"])
         output, kept = head_split.forward(params, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
@@ -223,11 +228,11 @@ def _ends(
     def enter(state: Tree, given: Tree, row: Row) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
         tokens = jax.tree.map(other, given["microbatch"])
-        return functions.embed(given["shared"], tokens)
+        return functions.embed(given["embed_head"], tokens)
 
     def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
-        return embed.add(state, embed.gradients(given["shared"], given["microbatch"], dx))
+        return embed.add(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
 
     return {
         "head": (leave, (jnp.float32(0), x, _zeros(shared))),
@@ -237,26 +242,26 @@ def _ends(
 
 
 def _zeros(tree: Tree) -> Tree:
-    """Empty sums of gradients."""
+    """Zeros for gradient sums, float32."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
 @jax.jit
 def _copied(tree: Tree) -> Tree:
-    """What a loop may overwrite."""
+    """A copy that a loop may overwrite, because its state is donated."""
     return jax.tree.map(jnp.copy, tree)
 
 
-def _filled(rings: Rings) -> Rings:
+def _filled(rings: RingBuffers) -> RingBuffers:
     return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 
 def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
-    """`run` so often in a loop, each turn on another slot of the rings."""
+    """Run an op `turns` times in a scan that alternates between the ring-buffer slots."""
 
     def loop(state: Tree, given: Tree) -> Tree:
         def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-            every = Row._make([slot] * len(Row._fields))  # the same slot in every ring
+            every = Row._make([slot] * len(Row._fields))  # the same slot of every ring buffer
             return run(state, given, every), None
 
         return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
@@ -265,7 +270,7 @@ def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
 
 
 class TransferTimer:
-    """Ticks that only exchange a message with each neighbour on the ring."""
+    """Times ticks that only exchange a message with each neighbouring pipeline rank."""
 
     def __init__(self, trainer: Trainer, ticks: int = 30):
         mesh, config = trainer.mesh, trainer.config
@@ -292,24 +297,24 @@ class TransferTimer:
         self.seconds()
 
     def seconds(self) -> float:
-        """Seconds of one tick's exchange."""
+        """Time of one tick's exchange [s]."""
         begin = time.perf_counter()
         jax.block_until_ready(self._run())
         return (time.perf_counter() - begin) / self._ticks
 
 
-def _side(trainer: Trainer) -> Side:
-    """What a step hands to the update beside gradients, of zeros, where the update reads it."""
+def _side(trainer: Trainer) -> Aux:
+    """Zeros in the shapes of a step's auxiliary outputs; empty if the update does not read them."""
     functions = trainer.model.functions
     if functions.next_variables is None and functions.report is None:
-        return Side()
+        return Aux()
     state, batch = trainer.state_shapes, trainer.feed.shapes(trainer.config.train.seq_len)
-    side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).side
+    side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).aux
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
 
 
 class UpdateTimer:
-    """The optimizer on what one rank has: so many layers, and its part of the two ends."""
+    """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head."""
 
     def __init__(self, trainer: Trainer, layers: int):
         ranks = trainer.mesh.shape[PP]
@@ -326,7 +331,7 @@ class UpdateTimer:
             ends = jax.tree.map(
                 lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_ends(key)
             )
-            return trainer.unplaced({"shared": ends, "layers": tuple(held)})
+            return trainer.unplaced({"embed_head": ends, "layers": tuple(held)})
 
         side = _side(trainer)
 
@@ -339,7 +344,7 @@ class UpdateTimer:
         self.seconds()
 
     def seconds(self) -> float:
-        """Seconds of one update."""
+        """Time of one update [s]."""
         begin = time.perf_counter()
         self._state = jax.block_until_ready(self._run(self._state, self._gradients))
         return time.perf_counter() - begin

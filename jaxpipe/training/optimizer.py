@@ -1,4 +1,4 @@
-"""Optimizers on parameters in stage form, the learning rate over time, and clipping by norm."""
+"""Optimizers on stage-stacked parameters, learning-rate schedules, and clipping by norm."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,29 +10,30 @@ import optax
 from jax import lax
 
 from jaxpipe.config import OptimizerConfig
-from jaxpipe.parallel import Stored
+from jaxpipe.parallel import ParamSharding
 
 Tree = Any
-_AT_ONCE = 2  # leaves of Muon: one is gathered while another is multiplied
-Stores = Callable[[Tree], Tree]  # of a tree in stage form, `Stored` of every leaf
+_AT_ONCE = 2  # parameters that Muon handles at once: one is gathered while another is multiplied
+Stores = Callable[[Tree], Tree]  # a stage-stacked tree to the `ParamSharding` of every leaf
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate of update `count` (0 is the first) in a run of `steps` updates.
+    """The learning rate as a function of the number of updates before, in a run of `steps` updates.
 
-    Linear warm-up reaches `lr` with update `warmup_steps - 1`; the first update is
-    `lr / warmup_steps`, not 0. The decay ends at `lr * min_lr_ratio` with the last update. `wsd`
-    holds `lr` and decays linearly in the last `wsd_decay_fraction` of the run, `wsd_sqrt` there as
-    1 - sqrt(p) of the share p that is over (Hägele et al. 2024, "1-sqrt"). `rex` falls as
-    (1 - p) / (1 - p / 2) (Chen et al. 2021, "REX"). `inverse_sqrt` falls as sqrt(w / (w + t)), t
-    updates after w of warm-up or else one (Vaswani et al. 2017, equation 3), not below that end.
+    Linear warm-up starts at `lr / warmup_steps`, not 0, and reaches `lr` at update
+    `warmup_steps - 1`. The decay reaches `lr * min_lr_ratio` at the last update. `wsd` keeps `lr`
+    and decays linearly in the last `wsd_decay_fraction` of the run; `wsd_sqrt` decays as
+    1 - sqrt(p), where p is the elapsed fraction of the decay (Hägele et al. 2024, "1-sqrt"). `rex`
+    decays as (1 - p) / (1 - p / 2) (Chen et al. 2021, "REX"). `inverse_sqrt` decays as
+    sqrt(w / (w + t)) at t updates after warm-up with w = max(`warmup_steps`, 1) (Vaswani et al.
+    2017, equation 3), but not below `lr * min_lr_ratio`.
     """
     peak, floor, warmup = config.lr, config.lr * config.min_lr_ratio, config.warmup_steps
     rest = max(steps - 1 - warmup, 1)
     last = min(max(round(config.wsd_decay_fraction * steps), 1), rest)
 
     def falling(shape: Callable[[jax.Array], jax.Array], length: int) -> optax.Schedule:
-        """From the peak to the floor by a shape from 1 to 0, in the last `length` updates."""
+        """Fall from peak to floor in the last `length` updates, by a shape from 1 to 0."""
         share = lambda count: jnp.clip((count - rest + length) / length, 0, 1)  # noqa: E731
         return lambda count: floor + (peak - floor) * shape(share(count))
 
@@ -58,18 +59,23 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _inverse_sqrt(peak: float, floor: float, first: int, count: jax.Array) -> jax.Array:
-    share = first / (first + jnp.maximum(count, 0))  # it is also asked for updates of warm-up
+    share = first / (first + jnp.maximum(count, 0))  # join_schedules evaluates it in warm-up too
     return jnp.maximum(peak * jnp.sqrt(share), floor)
 
 
 def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.GradientTransformation:
-    """The configured optimizer without clipping; weight decay is decoupled and scaled by the rate.
+    """The configured optimizer, without clipping.
 
-    AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), or Muon (Jordan et al. 2024) on the
-    layers' matrices, its updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable",
-    equation 4), and Adam on all else; or schedule-free AdamW (Defazio et al. 2024), whose beta1
-    weighs an average of what its updates make. `stored` says of a tree in stage form how its leaves
-    are stored (`Sharding.stored`): which are matrices, and along which dims.
+    Weight decay is decoupled and multiplied by the learning rate. The optimizers are AdamW
+    (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), Muon (Jordan et al. 2024) and
+    schedule-free AdamW (Defazio et al. 2024), whose beta1 weighs the average of the iterates. Muon
+    applies to the layers' matrices, with updates scaled to the size of Adam's (Liu et al. 2025,
+    "Muon is scalable", equation 4); Adam applies to all other parameters.
+
+    Args:
+      config: the section `[optimizer]`.
+      steps: updates in the run.
+      stored: `Sharding.param_shardings`; it tells which parameters are matrices, and their dims.
     """
     betas = {"b1": config.beta1, "b2": config.beta2}
     rate, decay = learning_rate(config, steps), _decay(config, stored)
@@ -91,7 +97,7 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
             square = optax.scale_by_rms(
                 config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True
             )
-            # It counts updates from 1.
+            # optax's schedule-free counts updates from 1.
             return optax.contrib.schedule_free(
                 optax.chain(square, decay, scaled), lambda count: rate(count - 1), config.beta1
             )
@@ -99,9 +105,9 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
 
 
 def averaged(config: OptimizerConfig, moments: Tree, params: Tree) -> Tree:
-    """The parameters to evaluate: those that are trained, but the average of schedule-free AdamW's.
+    """The parameters to evaluate: `params`, or their average with schedule-free AdamW.
 
-    `moments` are the state of what `build` makes.
+    `moments` is the state of the optimizer from `build`.
     """
     if config.name != "schedule_free":
         return params
@@ -109,7 +115,7 @@ def averaged(config: OptimizerConfig, moments: Tree, params: Tree) -> Tree:
 
 
 def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
-    """Adds to every update its group's weight decay times the parameter."""
+    """A transformation that adds each group's weight decay times the parameter to the update."""
     rates = {
         "matrix": config.weight_decay,
         "end": config.weight_decay * config.decay_of_ends,
@@ -126,12 +132,12 @@ def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformat
 
 
 def groups(params: Tree, stored: Stores) -> Tree:
-    """Every leaf's group: `matrix` of a layer, `end` (embedding, head), or `vector` (gains)."""
+    """The group of every parameter: `matrix` (in layers), `end` (embedding, head) or `vector`."""
 
-    def group(matrices: str, how: Stored) -> str:
-        return "vector" if how.leaf.matrix is None else matrices
+    def group(matrices: str, how: ParamSharding) -> str:
+        return "vector" if how.param.matrix is None else matrices
 
-    names = {"shared": "end", "layers": "matrix"}
+    names = {"embed_head": "end", "layers": "matrix"}
     return {
         part: jax.tree.map(partial(group, names[part]), leaves)
         for part, leaves in stored(params).items()
@@ -139,13 +145,13 @@ def groups(params: Tree, stored: Stores) -> Tree:
 
 
 def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
-    """Muon on the layers' leaves `[P, ...]`: each matrix in them is made orthogonal by itself.
+    """Muon on the layers' parameters `[P, ...]`; each matrix is orthogonalised by itself.
 
-    Zeros at the end of a dim stay zeros, and change nothing but the shape.
+    Padding with zeros stays zero and does not change the result.
     """
 
-    def dims(how: Stored) -> optax.contrib.MuonDimensionNumbers:
-        rows, columns = how.leaf.matrix
+    def dims(how: ParamSharding) -> optax.contrib.MuonDimensionNumbers:
+        rows, columns = how.param.matrix
         return optax.contrib.MuonDimensionNumbers(1 + rows, 1 + columns)
 
     def orthogonal(tree: Tree) -> optax.GradientTransformation:
@@ -154,23 +160,24 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
         )
 
     def in_turn(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        """As optax's, but a leaf's begins once that of the leaf `_AT_ONCE` before it is made.
+        """optax's update, but each parameter waits for the one `_AT_ONCE` positions before.
 
-        XLA may else begin all at once, and hold what each needs beside the state.
+        Otherwise XLA may start all parameters at once, and the temporary arrays of all are live.
         """
         (leaves, tree), made = jax.tree.flatten(updates), []
         hows = tree.flatten_up_to(stored(updates))
         for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
-            if at >= _AT_ONCE:  # both are read behind it, else XLA leaves one out
+            if at >= _AT_ONCE:  # both results must be read, or XLA drops one from the barrier
                 before = at - _AT_ONCE
                 leaf, made[before] = lax.optimization_barrier((leaf, made[before]))
             made.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
-        # Moments wait for no leaf: they are asked for alone, too, and then no matrix is made.
+        # The moments use no barrier: `apply` also computes them alone, and XLA then removes the
+        # orthogonalisation.
         return tree.unflatten(made), orthogonal(stored(updates)).update(updates, state)[1]
 
-    def scale(update: jax.Array, how: Stored) -> jax.Array:
-        shape = how.true_shape(update.shape)
-        return update * (0.2 * max(shape[1 + dim] for dim in how.leaf.matrix) ** 0.5)
+    def scale(update: jax.Array, how: ParamSharding) -> jax.Array:
+        shape = how.unpadded_shape(update.shape)
+        return update * (0.2 * max(shape[1 + dim] for dim in how.param.matrix) ** 0.5)
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
     made = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
@@ -178,7 +185,7 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
 
 
 def _muons_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
-    """Muon's updates, decay included, times what makes `muon_lr` of the learning rate `lr`."""
+    """A transformation that scales Muon's updates, weight decay included, by `muon_lr / lr`."""
     ratio = config.muon_lr / config.lr
 
     def scale(updates: Tree, _: Tree) -> Tree:
@@ -198,11 +205,11 @@ def apply(
     optimizer: optax.GradientTransformation, gradients: Tree, moments: Tree, params: Tree,
     finite: jax.Array,
 ) -> tuple[Tree, Tree]:  # fmt: skip
-    """Parameters and moments after an update, or as they were if it is not `finite`.
+    """Parameters and moments after an update, unchanged if `finite` (a bool array) is False.
 
-    The moments come last, from gradients that wait for the parameters: nothing then reads an old
-    moment once its successor is written, and XLA overwrites the state in place. On CPU it would
-    else copy all of it first (jax 0.12, 16 million parameters: 120 ms, not 60).
+    A barrier makes the new moments wait for the new parameters. No operation then reads an old
+    moment after the new one is written, so XLA updates the state in place. Without the barrier XLA
+    on CPU copies the full state first (jax 0.12, 16 million parameters: 120 ms instead of 60).
     """
     updates, _ = optimizer.update(gradients, moments, params)
     made = chosen(finite, optax.apply_updates(params, updates), params)
@@ -212,14 +219,14 @@ def apply(
 
 
 def chosen(finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """The new tree where the step is finite, else the old one."""
+    """The tree `new` if the scalar `finite` is True, otherwise `old`."""
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
 
 def global_norm(gradients: Tree) -> jax.Array:
-    """Euclidean norm over all leaves, in float32 or wider.
+    """The Euclidean norm over all leaves, in float32 or wider.
 
-    Leaves are global arrays, so each parameter counts once however it is stored.
+    Leaves are global arrays, so each gradient counts once, however it is sharded or replicated.
     """
     wide = [
         leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
@@ -229,7 +236,7 @@ def global_norm(gradients: Tree) -> jax.Array:
 
 
 def clip_by_global_norm(gradients: Tree, norm: jax.Array, max_norm: float) -> Tree:
-    """Gradients scaled so that their norm, now `norm`, is at most `max_norm`; 0 is no limit."""
+    """Scale gradients of norm `norm` so that their norm is at most `max_norm`; 0: no limit."""
     if not max_norm:
         return gradients
     scale = max_norm / jnp.maximum(norm, max_norm)

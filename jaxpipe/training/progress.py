@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress output of a run: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
 import math
@@ -15,10 +15,10 @@ from jaxpipe.training.metrics import Value
 
 
 class Progress:
-    """A context manager that restores the terminal on leaving; `silent` shows nothing.
+    """Prints steps and messages; a context manager that restores the terminal on exit.
 
-    On a terminal one live line shows the latest step, with messages above it; elsewhere, or with
-    `log.progress = false`, every `log.every`-th step is a line of its own.
+    On a terminal one live line shows the latest step, with messages above it. Elsewhere, or with
+    `log.progress = false`, every `log.every`-th step is a line of its own. `silent` prints nothing.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Progress:
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
-        self._seconds: float | None = None  # smoothed time of a step, without the first
-        self._losses: float | None = None  # smoothed, of a step: the sum over its targets, and ...
-        self._targets: float | None = None  # ... their number
+        self._seconds: float | None = None  # smoothed time of a step, without compilation
+        self._losses: float | None = None  # smoothed sum of a step's losses over its targets
+        self._targets: float | None = None  # smoothed number of a step's targets
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -51,14 +51,14 @@ class Progress:
         _flush_or_drop(self._console.file)
 
     def say(self, message: RenderableType) -> None:
-        """Print above the live line; what an output of a full disk cannot take is not shown."""
+        """Print a message above the live line; ignore errors of the output, such as a full disk."""
         with contextlib.suppress(OSError):
             self._console.print(message)
 
     def update(self, step: int, values: dict[str, Value], *, first: bool) -> None:
-        """Show one step's numbers, not its lists of them.
+        """Show one step's scalar metrics.
 
-        `first` is the step that was compiled and says nothing of the others.
+        `first`: the step's time includes compilation, so it does not count for the ETA.
         """
         if not first:
             self._seconds = _smoothed(self._seconds, values["step_seconds"])
@@ -79,7 +79,7 @@ class Progress:
 
 
 class _Output(Console):
-    """Standard output, which a run outlives: rich would end it where nobody reads on."""
+    """A console that goes quiet on a broken pipe, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -87,9 +87,9 @@ class _Output(Console):
 
 
 def _flush_or_drop(output: IO[str]) -> None:
-    """Let go of what cannot be written, so that Python's own flush at exit has no error to tell.
+    """Flush an output, or redirect it to /dev/null if that fails.
 
-    With one it would end with the exit code 120, whatever became of the run.
+    Otherwise Python's own flush at exit would fail and end the process with exit code 120.
     """
     try:
         output.flush()
@@ -100,11 +100,11 @@ def _flush_or_drop(output: IO[str]) -> None:
 
 
 def _smoothed(before: float | None, value: float) -> float:
-    """The mean of the values so far, each of which weighs 0.9 of the next."""
+    """The exponential moving average with factor 0.9; the first value is taken as it is."""
     return value if before is None else 0.9 * before + 0.1 * value
 
 
-_FORMS = {  # of the numbers of a step, in the order of its line
+_FORMS = {  # formats of metrics, in the order of the line
     "loss": "loss {:.4f}",
     "smoothed_loss": "smoothed {:.4f}",
     "grad_norm": "grad_norm {:.3f}",
@@ -117,16 +117,16 @@ _FORMS = {  # of the numbers of a step, in the order of its line
     "eval_loss": "eval_loss {:.4f}",
 }
 _MEMORY = "peak_memory_bytes"
-_LOGGED_ONLY = {  # the line is long enough
+_LOGGED_ONLY = {  # not shown, to keep the line short
     "loss_max", "z_loss", "target_tokens", "tokens_seen", "padded_tokens", "tflops_per_device",
     "data_seconds", "save_seconds", "eval_seconds",
 }  # fmt: skip
 
 
 def describe(step: int, steps: int, values: dict[str, Value], seconds: float | None) -> str:
-    """One line for one step; `seconds` is the usual time of a step, None if not yet known.
+    """Format one step as a line; `seconds` is the smoothed time of a step, None: not yet known.
 
-    Numbers that layers make stand in it by their names; lists do not.
+    Scalar metrics that layers return are shown by name; lists are omitted.
 
     >>> describe(5, 10, {"loss": 2.5, "grad_norm": 1, "lr": 1e-3, "step_seconds": 0.5}, 2.0)
     'step 5/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  0.500 s/step  ETA 0:00:10'

@@ -1,4 +1,4 @@
-"""The names of what is logged of a step, and what of it is not computed in the step: its rates."""
+"""Metrics of a step: their names, the losses, and the rates that are computed on the host."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from jaxpipe.config import Config
 from jaxpipe.data.batches import Contents
-from jaxpipe.pipeline import Side, total_count
+from jaxpipe.pipeline import Aux, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 from jaxpipe.training import optimizer as optimizers
 
-Report = Callable[[Side], Mapping[str, jax.Array]]
+Report = Callable[[Aux], Mapping[str, jax.Array]]
 
-# What a line of the log may hold that no layer makes; the loop adds the step, seconds of the host
-# and the held-out loss, the progress line the smoothed loss.
+# Names of logged metrics that do not come from a layer. The loop adds the step, the host times and
+# the held-out loss; the progress line adds the smoothed loss.
 NAMES = (
     "step", "loss", "aux_loss", "z_loss", "loss_max", "target_tokens", "grad_norm", "lr",
     "skipped_steps", "loss_scale", "tokens_seen", "padded_tokens", "packing_efficiency",
@@ -31,7 +31,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a run's steps on its mesh."""
+    """Computes a step's throughput, learning rate and memory on the host."""
 
     config: Config
     mesh: Mesh
@@ -40,13 +40,18 @@ class Rates:
         self, step: int, tokens_seen: int, seconds: float, skipped: int = 0,
         contents: Contents | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Of a step that took so long, after which so many tokens of the data are seen.
+        """The rates of one step by name.
 
-        The learning rate is that of its update, of which so many have been `skipped`. Tokens and
-        FLOPs are those of the step's `contents` if it may have padding: that counts for nothing,
-        and attention as long as the documents are, not the rows.
-        `mfu` is there where the peak of the device is known, `peak_memory_bytes` where the device
-        counts; jax cannot reset that count, so it is of the process so far.
+        `mfu` is omitted if the device's peak is not known, and `peak_memory_bytes` if the device
+        has no such count. jax cannot reset that count, so it covers the process so far.
+
+        Args:
+          step: number of the step.
+          tokens_seen: training tokens up to and including the step.
+          seconds: time of the step [s].
+          skipped: steps without an update so far, which the learning rate does not count.
+          contents: documents and padding of the step's rows; None: rows have no padding. Padding
+            does not count as tokens, and attention FLOPs follow the documents, not the rows.
         """
         tokens = self.config.tokens_per_step if contents is None else contents.tokens
         per_second = tokens / seconds
@@ -75,9 +80,9 @@ class Rates:
         return values
 
     def _learning_rate_of(self, update: int) -> float:
-        """Computed on the host's own processor: a GPU would first end the step that it has begun.
+        """Compute on the CPU backend, because a GPU would first finish its running step.
 
-        Unless jax was told to leave that alone (`JAX_PLATFORMS`).
+        If `JAX_PLATFORMS` excludes the CPU, the default device is used.
         """
         try:
             host = jax.local_devices(backend="cpu")[0]
@@ -92,11 +97,12 @@ class Rates:
 
 
 def step_metrics(
-    loss: jax.Array, norm: jax.Array, side: Side, report: Report | None = None
+    loss: jax.Array, norm: jax.Array, side: Aux, report: Report | None = None
 ) -> dict[str, jax.Array]:
-    """What is logged of a step and computed in it, by name; of layers what the model reports.
+    """Metrics computed within a step: loss, gradient norm, and layers' auxiliary outputs.
 
-    Raises `ValueError` where a layer's sum or maximum has a name that is taken.
+    `report` maps the auxiliary outputs to metrics by name; None: log their sums and maxima. Raises
+    `ValueError` where one of these names is in `NAMES`.
     """
     metrics = {"loss": loss, "grad_norm": norm}
     beside = {**side.sums, **side.maxima} if report is None else report(side)
@@ -117,12 +123,17 @@ def losses_of(
     aux_losses: jax.Array | None,
     slices: int = 1,
 ) -> dict[str, jax.Array]:
-    """What is logged of a step's losses; those of the head have these names.
+    """The metrics of a step's losses by name.
 
-    `losses`, `counts` and `aux_losses` are as in `StepOutput`, where the `slices` of a sequence
-    follow one another. The head's losses are means over the step's targets, NaN where it has none;
-    `loss_max` is the largest mean of a microbatch in the first. `aux_loss` is what layers add.
-    `target_tokens` are the targets of each microbatch, `[M]`, to be summed on the host.
+    Args:
+      names: names of the head's losses.
+      losses, counts, aux_losses: as in `StepOutput`; the slices of a sequence are adjacent.
+      slices: sequence slices per microbatch.
+
+    Returns:
+      The head's losses, means over the step's targets, NaN if there are none; `loss_max`, the
+      largest microbatch mean of the first loss; `aux_loss`, the sum of layers' losses; and
+      `target_tokens`, the targets of each microbatch, `[M]`, which the host sums exactly.
     """
     by_name = dict(zip(names, losses.T if losses.ndim > 1 else losses[None]))
     total = total_count(counts, losses.dtype)

@@ -1,4 +1,4 @@
-"""Which experts tokens went to: a batch with its routes, in the form in which they are replayed."""
+"""Recording of expert routing: a batch together with its routes, in the form for replay."""
 
 import contextlib
 from dataclasses import replace
@@ -16,32 +16,33 @@ from jaxpipe.training.trainer import Trainer
 
 
 def record(trainer: Trainer, data: Split, state: State, samples: int, path: Path) -> None:
-    """Write the batch that begins after so many samples, with its routes, and nothing else."""
+    """Write the batch that starts at position `samples` of `data`, with its routes, to `path`."""
     with contextlib.closing(data.batches(samples, **trainer.feed.sizes)) as batches:
         write(path, recorded(trainer, state, next(batches)))
 
 
 def recorded(trainer: Trainer, state: State, batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """A host batch with `routes [M, B, L, sparse layers, experts_per_token]`, by a forward pass.
+    """The host batch with `routes [M, B, L, sparse layers, experts_per_token]` added.
 
-    `Trainer.put` takes it as it is, on any mesh of the same model; steps then go these ways.
+    The routes come from a forward pass. `Trainer.put` accepts the result on any mesh of the same
+    model, and steps on it then use these routes.
     """
     return batch | {ROUTES: np.asarray(routes_of(trainer)(state, trainer.put(batch)))}
 
 
 def routes_of(trainer: Trainer) -> Any:
-    """Compiled `(state, batch) -> routes`, by the forward-only pass."""
+    """Compiled `(state, batch) -> routes`, which runs the forward-only pass."""
     functions = replace(trainer.model, recorded=True).functions
     pipeline = replace(trainer.pipeline, functions=functions)
 
     def routes(state: State, batch: Any) -> jax.Array:
-        return pipeline.forward(state.params, batch, state.variables).side.rows[ROUTES]
+        return pipeline.forward(state.params, batch, state.variables).aux.per_example[ROUTES]
 
     return jax.jit(routes, in_shardings=(trainer.state_shardings, trainer.feed.sharding))
 
 
 def write(path: Path, batch: dict[str, np.ndarray]) -> None:
-    """Write a batch as an `.npz` file, an array a leaf; `ConfigError` where that cannot be."""
+    """Write a batch as an `.npz` file; `ConfigError` where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:

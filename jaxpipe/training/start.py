@@ -1,4 +1,4 @@
-"""The state that a run begins with: its newest checkpoint's, another run's, or a fresh one."""
+"""The initial state of a run: from its newest checkpoint, from another run's, or new."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,24 +25,25 @@ Check = Callable[[Path, dict[str, Any]], None]
 
 
 class Seen(NamedTuple):
-    """How far a run has come in its training data."""
+    """A run's position in its training data."""
 
-    samples: int = 0  # of the whole run
-    tokens: int = 0  # of the whole run, without padding
-    restarted_at: int = 0  # samples that the run had seen when it went over to its present data
+    samples: int = 0  # trained on in the run so far
+    tokens: int = 0  # trained on in the run so far, without padding
+    restarted_at: int = 0  # `samples` when the run changed to its present data (`data.restart`)
 
     @property
     def position(self) -> int:
-        """Samples of the present data that it has seen, which is the number of the next one."""
+        """The index of the next sample in the present data."""
         return self.samples - self.restarted_at
 
 
 def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
-    """The state to go on from, and what it has seen of the data.
+    """The state and the data position to continue from.
 
-    The checkpoints carry on what the one that the run begins with knows of its tokenizer, and that
-    of the data. Raises `ConfigError` for checkpoints that do not belong to this run's model or
-    data, and where all checkpoints are damaged: a run that had any never begins anew by itself.
+    Sets `checkpoints.carried`, so that the run's checkpoints keep the tokenizer and the EOS token
+    that the data or the checkpoint it starts from has. Raises `ConfigError` where a checkpoint does
+    not belong to this run's model or data, and where all checkpoints are damaged: a run that had
+    checkpoints never starts from step 0 by itself.
     """
     state, seen, meta = _started(trainer, data, checkpoints, say)
     serving = _ending_as(trainer.config.data, ServingFiles.from_meta(meta))
@@ -53,7 +54,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
 def _started(
     trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
 ) -> tuple[State, Seen, dict[str, Any]]:
-    """State, position in the data, and the metadata of the checkpoint that they come from."""
+    """State, data position and the checkpoint's metadata, which is empty for a new state."""
     resume = trainer.config.checkpoint.resume
     if resume == "none" and checkpoints.steps:
         raise ConfigError(
@@ -88,7 +89,7 @@ def _started(
 
 
 def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
-    """The same where a text also ends with what ends the documents of prepared data."""
+    """Add the end-of-document token of the prepared data to the EOS tokens of `serving`."""
     alone = [data.path] if data.source == "file" else []
     paths = [source.path for source in data.sources if source.weight] or alone
     folders = [folder for path in paths for folder in prepared_folders(path)]
@@ -98,7 +99,7 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
 
 
 def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:
-    """What is stored beside a state: where the data stands, and what it was trained with."""
+    """The metadata of a checkpoint: data position, guard, data, layout and configuration."""
     parallel = trainer.config.parallel
     return {
         "position": seen.position,
@@ -112,7 +113,7 @@ def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str
 
 
 def on_one_device(config: Config) -> Config:
-    """The same run on a single device: its initial state is that of every other mesh."""
+    """The configuration on one device, whose initial state equals that on any mesh."""
     alone = msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
     return filled(alone, 1)
 
@@ -142,12 +143,15 @@ def _resumed(
         )
     known, has = trainer.state_shapes.variables, parts.get("variables") or {}
     if new := sorted(known.keys() - has.keys()) if isinstance(known, dict) else []:
-        say(f"the checkpoint has no {', '.join(new)} of this model: begun anew")
+        say(f"the checkpoint has no {', '.join(new)} of this model: started from initial values")
     return trainer.state_of(parts, meta.get("guard", {})), seen
 
 
 def _seen(meta: dict[str, Any], config: Config) -> Seen:
-    """What the run of a checkpoint had seen; an older one has no tokens, and no padding."""
+    """The data position in a checkpoint's metadata.
+
+    Older metadata has no `tokens`; the rows of these checkpoints had no padding.
+    """
     restarted_at = meta.get("restarted_at", 0)
     samples = restarted_at + meta["position"]
     return Seen(samples, meta.get("tokens", samples * config.train.seq_len), restarted_at)
@@ -156,7 +160,7 @@ def _seen(meta: dict[str, Any], config: Config) -> Seen:
 def _read(
     path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion, say: Say, check: Check
 ) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint that is not this run's own, so that it stays where it is if it is damaged."""
+    """Read a checkpoint of another run, which is not renamed if it is damaged."""
     try:
         return read_state(path, checkpoints.keying, like, exclusion, say, check)
     except DamagedError as error:

@@ -1,4 +1,4 @@
-"""What a run is at a step, and a checkpoint holds."""
+"""The state of a run."""
 
 from typing import Any, NamedTuple
 
@@ -10,10 +10,10 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """Parameters and moments in stage form, and the number of steps made so far.
+    """Stage-stacked parameters and moments, and the number of steps so far (int32).
 
-    `variables` are the model's state that is no parameter; None: it has none. `guard` knows of the
-    steps that were not finite.
+    `variables` is the model's state that is no parameter; None: it has none. `guard` counts
+    non-finite steps and holds the loss scale.
     """
 
     params: Tree
@@ -23,7 +23,7 @@ class State(NamedTuple):
     guard: Guard
 
     def parts(self) -> dict[str, Tree]:
-        """What a checkpoint holds of it, by name; `Trainer.state_of` is the inverse."""
+        """The entries that a checkpoint stores as arrays, by name; inverse: `Trainer.state_of`."""
         parts = self._asdict()
         del parts["guard"]
         return {name: part for name, part in parts.items() if part is not None}

@@ -1,4 +1,4 @@
-"""What a run is about to do, as tables: mesh, stages, schedule, bubbles and bytes per rank."""
+"""Tables printed before a run: mesh, stages, schedule, bubbles and bytes per rank."""
 
 import math
 from typing import Any
@@ -16,11 +16,11 @@ from jaxpipe.training.moments import HOST
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-_WIDEST = 40  # ticks of a timeline that still fits a terminal
+_WIDEST = 40  # ticks; a longer timeline does not fit a terminal and is not shown
 
 
 def summary(trainer: Trainer) -> RenderableType:
-    """Tables and a timeline to print before the first step; nothing is put on a device."""
+    """Tables and a timeline to print before the first step; allocates nothing on devices."""
     tables = trainer.pipeline.tables
     report = simulate(trainer.schedule, lockstep=tables.lockstep)
     parts: list[RenderableType] = [
@@ -69,7 +69,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
 
 
 def _learning_rate(config: Config) -> str:
-    """Its peak, warm-up and decay; a run that ends within the warm-up says where."""
+    """Peak, warm-up and decay; for a run that ends within warm-up its last rate."""
     optimizer, steps = config.optimizer, config.train.steps
     words = f"{optimizer.lr:.2e} after {optimizer.warmup_steps} steps of warm-up"
     if optimizer.warmup_steps > steps:
@@ -102,12 +102,12 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
 
 
 def _stages_of(trainer: Trainer, rank: int) -> list[str]:
-    """The layers of each stage that a rank holds, with the ends."""
+    """The layers of each stage on a pipeline rank, with embedding and head, as text."""
     layout, placement, found = trainer.layout, trainer.schedule.placement, []
     shared = trainer.execution.lockstep.vocab_parallel
     for stage, owner in enumerate(placement.rank_of):
         if owner == rank:
-            first, count = layout.first_layer(stage), layout.counts[stage]
+            first, count = layout.first_layer(stage), layout.layers_per_stage[stage]
             embedding = "embedding + " if stage == 0 and not shared else ""
             head = " + head" if stage == placement.stages - 1 and not shared else ""
             found.append(f"{embedding}{first}..{first + count - 1}{head}")
@@ -115,7 +115,7 @@ def _stages_of(trainer: Trainer, rank: int) -> list[str]:
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:
-    """Those in the device's own memory."""
+    """Bytes of one device's shards, without arrays in host memory."""
     local = jax.tree.map(
         lambda leaf, sharding: (
             (sharding.memory_kind != HOST)

@@ -1,4 +1,4 @@
-"""The numbers of a run as event files, which TensorBoard shows."""
+"""TensorBoard event files of a run's metrics."""
 
 import os
 import socket
@@ -17,14 +17,15 @@ from jaxpipe.config import Config
 from jaxpipe.runtime.directory import AppendedFile
 from jaxpipe.training.boards import Shown
 
-_BINS = 64  # of a histogram
+_BINS = 64  # bins of a histogram
 
 
 class TensorBoard:
-    """Event files in `<run.dir>/tensorboard`; those of steps after `last_step` count no more.
+    """A logger that writes event files to `<run.dir>/tensorboard`.
 
-    Events are records of the TFRecord format. tensorboardX's own writer would hand them to a
-    thread, and wait for ever for it once that has died of a full disk.
+    Its START event makes TensorBoard discard earlier events of steps after `last_step`. Events are
+    TFRecord records. tensorboardX's own writer is not used: it writes in a thread, and waits for it
+    forever once the thread has died of a full disk.
     """
 
     def __init__(self, config: Config, last_step: int):
@@ -32,20 +33,20 @@ class TensorBoard:
         self.name = str(directory)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(directory / name)
-        self._before = [  # of the first step: what a reader of the file wants to know first
+        self._before = [  # written with the first step, since a file must start with the version
             Event(file_version="brain.Event:2"),
             Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START)),
         ]
 
     def show(self, step: int, values: Shown) -> None:
-        """Write them as scalars and histograms."""
+        """Write one step's values as scalars and histograms."""
         events, self._before = self._before, []
         for name, value in values.items():
             events.append(Event(step=step, summary=_summary(name, value)))
         self._file.append(b"".join(map(_record, events)))
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write pending records and close the file."""
         self._file.close()
 
 
@@ -56,7 +57,7 @@ def _summary(name: str, value: np.ndarray | int | float) -> Summary:
 
 
 def _counter(name: str, value: int) -> Summary:
-    """A count as a scalar in float64, exact up to 2^53; other scalars are float32."""
+    """An integer as a float64 scalar, exact up to 2^53; other scalars are float32."""
     plugin = SummaryMetadata.PluginData(plugin_name="scalars")
     number = TensorProto(dtype="DT_DOUBLE", double_val=[value])
     metadata = SummaryMetadata(plugin_data=plugin)

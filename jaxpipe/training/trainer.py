@@ -1,4 +1,4 @@
-"""Everything a run needs, built from its configuration: mesh, model, state and compiled steps."""
+"""The objects of a run, built from its configuration: mesh, model, state and compiled steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,16 +17,16 @@ from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import Grouped
 from jaxpipe.parallel import (
     PP,
-    REPLICAS,
+    REPLICA_AXES,
     TP,
-    Factors,
+    ParamSharding,
+    ReplicaFactors,
     Sharding,
     StageLayout,
-    Stored,
-    is_stage_form,
+    is_stage_stacked,
     make_mesh,
 )
-from jaxpipe.pipeline import Execution, Pipeline, Side
+from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.planning import Choice, chosen, decided
 from jaxpipe.planning.model import grouped_of, model_of
@@ -45,11 +45,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Trainer:
-    """The pure parts of a run. Nothing here reads or writes files.
+    """The parts of a run that do not read or write files.
 
-    `config` is kept as it is decided for such devices. `devices` are those of the mesh, in order;
-    None takes all that jax finds. `memory` is the bytes of a device, None what its data sheet says,
-    if that is known.
+    Attributes:
+      config: the run's configuration; "auto" settings are decided for the devices.
+      devices: the devices of the mesh, in order; None: all devices.
+      memory: memory of a device [bytes]; None: from its data sheet, if known.
     """
 
     config: Config
@@ -62,9 +63,9 @@ class Trainer:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of pp, replicas and tp."""
+        """The mesh (pp, rp, dp, ep, tp)."""
         parallel = self.config.parallel
-        factors = Factors(rp=parallel.dp_replicate, ep=parallel.ep)
+        factors = ReplicaFactors(rp=parallel.dp_replicate, ep=parallel.ep)
         return make_mesh(
             parallel.pp, parallel.dp, parallel.tp, self.devices,
             pipeline_first=parallel.pipeline_first, factors=factors,
@@ -72,25 +73,25 @@ class Trainer:
 
     @cached_property
     def layout(self) -> StageLayout:
-        """Layers of each stage, and where the stages live."""
-        kinds = self.model.functions.kinds_of(self.config.model.n_layers)
+        """The layers of each stage, and the pipeline rank of each stage."""
+        kinds = self.model.functions.layer_kinds(self.config.model.n_layers)
         return StageLayout(self.choice.layers, self.schedule.placement, kinds)
 
     @cached_property
     def choice(self) -> Choice:
-        """What the configuration runs on such devices."""
+        """Layers per stage, schedule and lockstep parameters for the configuration and devices."""
         device = self.mesh.devices.flat[0]
         memory = self.memory or device_memory(device.device_kind)
         return chosen(self.config, platform=device.platform, memory=memory)
 
     @property
     def schedule(self) -> Schedule:
-        """The order of actions on every rank."""
+        """The order of actions on every pipeline rank."""
         return self.choice.schedule
 
     @cached_property
     def execution(self) -> Execution:
-        """How the schedule is run on this kind of device."""
+        """How the schedule is executed on this kind of device."""
         parallel, train, debug = self.config.parallel, self.config.train, self.config.debug
         printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -104,8 +105,8 @@ class Trainer:
             offload_layers=train.offload_layers,
             poison_bubbles=debug.poison_messages,
             printer=printer,
-            # A collective on CPU waits for its answer; the layers' sums are made in every tick with
-            # `reshards`; and a gradient outside a branch would copy all of what is on the host.
+            # Collectives on CPU block; with `reshards` gradients are reduce-scattered in every
+            # tick; and a gradient outside a branch would copy all residuals that are on the host.
             overlap_sums=not (
                 on_cpu or parallel.reshards or train.offload_layers or parallel.dp == 1
             ),
@@ -113,30 +114,30 @@ class Trainer:
 
     @cached_property
     def model(self) -> Model:
-        """The model's functions, as devices share them."""
+        """The model's functions, for this mesh."""
         return model_of(self.config, self.grouped)
 
     @cached_property
     def grouped(self) -> Grouped:
-        """How this kind of device multiplies groups of rows with their experts."""
+        """The grouped matrix product of experts on this kind of device."""
         return grouped_of(self.config, self.mesh.devices.flat[0])
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The model on the mesh under the schedule."""
-        functions, counts = self.model.functions, self.layout.counts
+        """The model on the mesh, executed by the schedule."""
+        functions, counts = self.model.functions, self.layout.layers_per_stage
         return Pipeline(functions, self.schedule, self.mesh, counts, self.execution)
 
     @property
     def sharding(self) -> Sharding:
-        """How trees in stage form are stored."""
+        """How stage-stacked trees are stored on the mesh."""
         return self.pipeline.sharding
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """The chain of updates, learning rate included, clipping excluded."""
+        """The optimizer with its learning rate, without clipping."""
         return optimizers.build(
-            self.config.optimizer, self.config.train.steps, self.sharding.stored
+            self.config.optimizer, self.config.train.steps, self.sharding.param_shardings
         )
 
     @cached_property
@@ -146,42 +147,42 @@ class Trainer:
 
     @cached_property
     def state_shardings(self) -> State:
-        """Shardings of the state: parameters and moments alike, the rest on every device."""
+        """Shardings of the state: moments like parameters, all other arrays replicated."""
 
         def of(node: Tree) -> Tree:
-            if is_stage_form(node):
-                return self.sharding.shardings(node)
+            if is_stage_stacked(node):
+                return self.sharding.named_shardings(node)
             return NamedSharding(self.mesh, PartitionSpec())
 
-        every = jax.tree.map(of, self.state_shapes, is_leaf=is_stage_form)
+        every = jax.tree.map(of, self.state_shapes, is_leaf=is_stage_stacked)
         if self.config.train.offload_moments:
             every = every._replace(optimizer=moments.kept_on_host(every.optimizer))
         return every
 
     def init(self) -> State:
-        """A fresh state, every leaf made where it lives; the same numbers on every mesh."""
+        """A new state, initialised on its devices; the same numbers on every mesh."""
         return self.fresh(self.init_parameters())
 
     def init_parameters(self) -> Tree:
-        """The parameters of a fresh state."""
-        params_specs = self.sharding.specs(self.state_shapes.params)
-        born = jax.shard_map(
+        """The initial parameters, in stage-stacked form."""
+        params_specs = self.sharding.partition_specs(self.state_shapes.params)
+        initial = jax.shard_map(
             self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
             check_vma=False,
         )  # fmt: skip
-        return jax.jit(born)()
+        return jax.jit(initial)()
 
     def fresh(self, params: Tree) -> State:
-        """The state of step 0 with these parameters, in stage form; they are given up to it."""
+        """The state of step 0 with these stage-stacked parameters, which are donated."""
         made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
         return made(params)
 
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
     ) -> State:
-        """The state that goes on from what a checkpoint holds; variables that it lacks are new.
+        """The state from a checkpoint's entries (`State.parts`) and the guard's saved numbers.
 
-        Moments go to the memory that they wait in.
+        Variables that the checkpoint lacks are new. Moments go to the memory of `state_shardings`.
         """
         guard = Guard.fresh(self.config.train).restored(guarded)
         guard = jax.device_put(guard, self.state_shardings.guard)
@@ -194,27 +195,25 @@ class Trainer:
         return State(**parts | new)
 
     def unplaced(self, params: Tree) -> State:
-        """The state of step 0 wherever the parameters are; pure, for use in compiled functions."""
+        """The state of step 0 without shardings; pure, for use within compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
         guard = Guard.fresh(self.config.train)
         return State(params, self.optimizer.init(params), jnp.int32(0), variables, guard)
 
     @cached_property
     def train_step(self) -> Any:
-        """Compiled `(state, batch) -> (state, metrics)`; the state is given up to it.
+        """Compiled `(state, batch) -> (state, metrics)`; the state is donated.
 
-        A step whose loss or gradient norm is not finite makes no update. It counts as a step left
-        out, or stops the run (`Guard`): then all that follow leave the state as it was, and who
-        reads a step late finds the state before it. Nor does a step without any target, whose loss
-        is NaN: of its state only the number of the step changes. Metrics are grad_norm, the number
-        of steps left out so far, the losses (`losses_of`), and by their names the sums and maxima
-        of layers.
+        A step whose loss or gradient norm is not finite makes no update. It is skipped, or it stops
+        the run (`Guard`): then later steps leave the state unchanged, so a loop that reads metrics
+        one step late still has the state before the failure. A step without targets has the loss
+        NaN and makes no update either. Metrics are grad_norm, skipped_steps, loss_scale (float16),
+        the losses (`losses_of`), and the layers' auxiliary outputs by name.
         """
-
         return self.compiled(self.step)
 
     def compiled(self, step: Any) -> Any:
-        """A function like `step`, compiled; the state is given up to it."""
+        """Compile a function with the signature of `step`; the state is donated."""
         return jax.jit(
             step,
             in_shardings=(self.state_shardings, self.feed.sharding),
@@ -224,30 +223,30 @@ class Trainer:
         )
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        """`train_step`, for use within compiled functions."""
+        """The function of `train_step`, for use within compiled functions."""
         made = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
         has_targets = (made.counts > 0).any()
         loss = self.first_loss(made.losses)
-        state, metrics = self.update(state, loss, made.gradients, made.side, has_targets)
+        state, metrics = self.update(state, loss, made.gradients, made.aux, has_targets)
         return state, metrics | self.losses_of(made.losses, made.counts, made.aux_losses)
 
     def first_loss(self, shares: jax.Array) -> jax.Array:
-        """The first of the head's losses, of shares `[M]` or `[M, K]`; 0 without targets."""
+        """The first of the head's K losses from shares `[M]` or `[M, K]`; 0 without targets."""
         return (shares if shares.ndim == 1 else shares[:, 0]).sum()
 
     @property
     def losses_of(self) -> Callable[..., dict[str, jax.Array]]:
-        """`rates.losses_of` of this model's losses and schedule."""
+        """`rates.losses_of` with this model's loss names and this schedule's slices."""
         return partial(losses_of, self.model.functions.losses, slices=self.schedule.slices)
 
     def update(
-        self, state: State, loss: jax.Array, gradients: Tree, side: Side,
+        self, state: State, loss: jax.Array, gradients: Tree, side: Aux,
         has_targets: jax.Array | bool = True,
     ) -> tuple[State, dict[str, jax.Array]]:  # fmt: skip
-        """The state after an update, unless loss or gradient norm is not finite; and the metrics.
+        """The state after an update, and the metrics; pure, for use within compiled functions.
 
-        Without targets there is no update either. Pure, for use within compiled functions. Raises
-        `ValueError` where a sum or maximum has the name of another metric.
+        There is no update if the loss or the gradient norm is not finite, or without targets.
+        Raises `ValueError` where an auxiliary output has the name of another metric.
         """
         norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
         metrics = step_metrics(loss, norm, side, self.model.functions.report)
@@ -272,10 +271,10 @@ class Trainer:
 
     @cached_property
     def eval_step(self) -> Any:
-        """Compiled `(state, batch) -> (loss, targets)` by the forward-only pass.
+        """Compiled `(state, batch) -> (loss, targets)`, which runs the forward-only pass.
 
-        The mean cross-entropy over the batch's targets, 0 where it has none, and how many of them
-        each microbatch has.
+        `loss` is the mean cross-entropy over the batch's targets, 0 if there are none; `targets` is
+        the number of targets of each microbatch, `[M]`.
         """
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -294,22 +293,22 @@ class Trainer:
 
     @cached_property
     def feed(self) -> Feed:
-        """How batches reach the devices."""
-        numbered = "samples" in (self.model.functions.reads or ())
+        """Shards host batches over the mesh."""
+        numbered = "samples" in (self.model.functions.batch_keys or ())
         return Feed(self.config, self.mesh, numbered)
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
-        """A host batch on the devices, as `Feed.put` says."""
+        """Put a host batch on the devices by `Feed.put`."""
         return self.feed.put(batch, position)
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences that one step trains on, over all devices."""
+        """Sequences per step, over all devices."""
         return math.prod(self.config.batch_shape.values())
 
     @cached_property
     def rates(self) -> Rates:
-        """What else is logged of a step."""
+        """Computes the metrics of a step that the host adds."""
         return Rates(self.config, self.mesh)
 
     @cached_property
@@ -318,20 +317,20 @@ class Trainer:
         return compiler.options(platform, *compiler.purposes_of(self.config))
 
     def _init(self) -> State:
-        """The whole state on one device, as it is stored; only its shapes are used."""
+        """The full padded state on one device; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
         layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
-        params = {"shared": self.model.init_ends(key), "layers": self.layout.stack(layers)}
-        return self.unplaced(self.sharding.padded(params))
+        params = {"embed_head": self.model.init_ends(key), "layers": self.layout.stack(layers)}
+        return self.unplaced(self.sharding.pad(params))
 
     def _init_on_rank(self) -> Tree:
-        """This device's parts of the parameters: it draws whole layers and keeps its part."""
+        """This device's shards of the parameters: it draws full layers and keeps its shard."""
         key = jax.random.key(self.config.train.seed)
-        stored = self.sharding.stored(self.state_shapes.params)
+        stored = self.sharding.param_shardings(self.state_shapes.params)
         rank = jax.lax.axis_index(PP)
 
-        def own_part(how: Stored, leaf: jax.Array) -> jax.Array:
-            return how.of_rank.part(leaf, {TP, *REPLICAS})
+        def own_part(how: ParamSharding, leaf: jax.Array) -> jax.Array:
+            return how.without_stage_axis.shard(leaf, {TP, *REPLICA_AXES})
 
         def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
             index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
@@ -340,12 +339,12 @@ class Trainer:
             return jax.tree.map(lambda leaf, how: own_part(how, leaf)[None], owned, leaves)
 
         return {
-            "shared": jax.tree.map(
-                lambda leaf, s: s.part(leaf, {TP, PP, *REPLICAS}),
+            "embed_head": jax.tree.map(
+                lambda leaf, s: s.shard(leaf, {TP, PP, *REPLICA_AXES}),
                 self.model.init_ends(key),
-                stored["shared"],
+                stored["embed_head"],
             ),
             "layers": tuple(
-                map(slot, zip(*self.layout.table), self.layout.slot_kinds, stored["layers"])
+                map(slot, zip(*self.layout.layer_table), self.layout.slot_kinds, stored["layers"])
             ),
         }

@@ -1,4 +1,4 @@
-"""The measurement itself: predictions from known costs, what it refuses, tiny timers."""
+"""The measurement itself: predictions from known costs, refusals, tiny timers."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_the_unsplit_backward_is_the_measured_one():
 
 
 def test_ranks_that_share_the_ends_pay_alike():
-    """The ends and four exchanges of each microbatch on each of two ranks, with two stages each."""
+    """Each of two ranks with two stages has a share of embedding and head, and four exchanges."""
     found = SECONDS.costs((2, 2, 2, 2), shared_by=2)
     assert set(found.F) == {2 + ((0.5 + 0.25 + 0.125) / 2 + 4 * 0.0625) / 2}
     assert (set(found.B), set(found.W)) == ({2}, {2})
@@ -85,7 +85,7 @@ def test_timers_give_every_op_a_positive_time():
 @pytest.mark.slow(unless=["accumulated"])
 @pytest.mark.parametrize("kind", ["trained", "accumulated"])
 def test_a_worker_trains_as_the_trainer_does(kind):
-    """Both of its steps, pipelined or not, and the batch dealt to replicas, give equal losses."""
+    """A step of either kind and the data-parallel step give equal losses."""
     mine = worker.Worker()
     found = mine.build("one", kind, msgspec.to_builtins(single_config(small(), 4)))["losses"]
     double = msgspec.to_builtins(data_parallel_config(small(), 4))
@@ -102,18 +102,18 @@ def test_exported_values_are_the_trainers(tmp_path):
     values = np.load(tmp_path / "values.npz")
     params = Trainer(config, tuple(jax.devices()[:1])).init().params
     np.testing.assert_array_equal(values["layers/1/attn/wq"], params["layers"][1]["attn"]["wq"])
-    np.testing.assert_array_equal(values["shared/head"], params["shared"]["head"])
+    np.testing.assert_array_equal(values["embed_head/head"], params["embed_head"]["head"])
     assert values["inputs"].shape == (4, 1, 32)
 
 
 def test_predictions_come_from_the_ops_on_both_sides_of_a_step(tmp_path):
-    costs = tmp_path / "costs.json"  # for the schedules that are searched
+    costs = tmp_path / "costs.json"  # for searched schedules
     costs.write_bytes(msgspec.json.encode({"seconds": SECONDS}))
     config = small("model.n_layers=8")
     measured = step._Bench(SimpleNamespace(schedules=["gpipe"], torch=None), config, Path())
     entries = [step.Entry(f"jaxpipe {name}", "jaxpipe", {}) for name in ("data parallel", "gpipe")]
     measured_ops = msgspec.to_builtins(SECONDS)
-    del measured_ops["copies"]  # which are computed
+    del measured_ops["copies"]  # they are computed
     before, after = ({**measured_ops, "update": each} for each in (1.0, 3.0))
     found = {"ops after jaxpipe data parallel": before, "ops after jaxpipe gpipe": after}
     alone = predicted(VARIANTS["gpipe"].config(config, 8), SECONDS)
@@ -179,7 +179,7 @@ def test_steps_on_the_present_devices(tmp_path, capsys):
 
 
 class Processes:
-    """Stands for a group: what `/proc` says of it."""
+    """A stand-in for a group with given `/proc` counters."""
 
     touched = 0
 
@@ -207,7 +207,7 @@ def test_steps_take_turns_and_are_written(tmp_path):
 
 
 def test_a_step_that_touches_new_memory_is_made_again(monkeypatch):
-    monkeypatch.setattr(rounds, "machine_busy_seconds", lambda: 0.0)  # nobody else
+    monkeypatch.setattr(rounds, "machine_busy_seconds", lambda: 0.0)  # no other load
     group, found = Processes(), rounds.Rounds()
     takes = iter([2**30, 2**20, 2**30, 2**30, 2**30])
 

@@ -1,4 +1,4 @@
-"""Steps over layers that sleep: each op as often and as long as it should."""
+"""Steps over layers that sleep: every op sleeps as often and as long as it should."""
 
 import json
 import time
@@ -22,7 +22,7 @@ RUN = ["clockwork", "--ranks", "2", "--seconds", "0.004", "0.002", "0.001", "--s
 @pytest.mark.parametrize("variant", [Variant("1f1b", in_flight=3), Variant("zb_h1"),
                                      Variant("dualpipev")], ids=lambda one: one.label)  # fmt: skip
 def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch):
-    """Two ranks are two virtual devices here."""
+    """The two ranks are two virtual devices here."""
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
@@ -52,7 +52,7 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, capsys):
 
 
 def test_neighbours_go_by_turns_where_that_is_shorter():
-    """The sleeps are on the clock of the scan then, in which a rank waits for one neighbour."""
+    """Sleeps then follow the clock of the scan in which a rank waits for one neighbour."""
     found = {name: work_of(Variant(name), 4, 16, (F, B, W)).lockstep for name in ("1f1b", "zbv")}
     assert (found["1f1b"].turns, found["1f1b"].meets) == (2, False)
     assert (found["zbv"].turns, found["zbv"].meets) == (1, True)

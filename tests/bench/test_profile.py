@@ -15,7 +15,7 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 
 
 def recorded(ticks, work=2.0, exchange=1.0):
-    """Events of devices 7 and 5 that meet at two permutes, then work so long, all alike."""
+    """Return events of devices 7 and 5, which meet at two permutes and then work equally long."""
     events, now = [], 0.0
     for _ in range(ticks):
         middle, works = now + exchange / 2, now + exchange

@@ -1,4 +1,4 @@
-"""`bench report`: what it keeps when cut off, its table, and that its commands can be read."""
+"""`bench report`: the results it keeps when cut off, its table, and its parsed commands."""
 
 import json
 import os
@@ -23,14 +23,14 @@ STEP = {
     "tokens_per_second_per_device": 1234.0, "flops_per_second_per_device": 5e14,
     "peak_memory_bytes": 2**34,
 }  # fmt: skip
-# Commands that stand for measurements: one writes what it was given, one never ends.
+# Commands instead of measurements: one writes given results, one never ends.
 COMMANDS = {
     "writes": f"import json, sys; open(sys.argv[2], 'w').write(json.dumps({STEP}))",
     "fails": "import sys; print('it is broken'); sys.exit(3)",
     "hangs": (
         "import os, pathlib, time\n"
         "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
-        "print('begun', flush=True); time.sleep(600)"
+        "print('started', flush=True); time.sleep(600)"
     ),
 }
 DRIVER = """
@@ -65,7 +65,7 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
     assert found["items"]["one"]["found"] == STEP
     assert found["items"]["two"]["error"] == "exit 3: it is broken"
     assert found["items"]["three"]["error"] == "ended after its limit of 1 s"
-    assert found["items"]["three"]["found"] == {"said": "begun"}
+    assert found["items"]["three"]["found"] == {"said": "started"}
     assert found["versions"]["jax"]
     assert found["command"] == f"python -m jaxpipe.bench report --out {out} --cpu"
     said = out.with_suffix(".md").read_text()
@@ -77,7 +77,7 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
     (commands / "writes.py").write_text(COMMANDS["writes"].replace("1234.0", "4321.0"))
     assert command.main([*words, "--items", "one", "two"]) == 0
     again = json.loads(out.read_text())["items"]
-    assert again["one"] == found["items"]["one"]  # what failed is run again
+    assert again["one"] == found["items"]["one"]  # failed items are run again
     assert again["two"]["found"]["tokens_per_second_per_device"] == 4321.0
     assert command.main([*words[:-1], str(commands / "late.json"), "--minutes", "0"]) == 0
     assert json.loads((commands / "late.json").read_text())["items"] == {}

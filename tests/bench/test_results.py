@@ -1,4 +1,4 @@
-"""What is made of measured steps: ratios within a round, what is asked of them, tables in files."""
+"""Tables of measured steps: ratios within a round, refused arguments, and tables in files."""
 
 from jaxpipe.bench.results import Peak, Result, Steps, table
 
@@ -33,7 +33,7 @@ def test_ratios_are_within_a_round():
     assert cells in table(result())
     assert "its bubble" in table(result())
     (found := result()).steps[0].busy = []
-    assert "bubble" not in table(found)  # nobody measured it
+    assert "bubble" not in table(found)  # it was not measured
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):

@@ -1,4 +1,4 @@
-"""A small GPT-2 in Hugging Face's form, made and computed with NumPy alone."""
+"""A small GPT-2 in Hugging Face's format, initialized and computed with NumPy alone."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ GPT2 = GPT2Config(n_layers=2, d_model=32, n_heads=4, d_ff=48, vocab_size=64, max
 
 
 def config_json(model):
-    """What transformers writes for this model."""
+    """Return the config.json that transformers writes for this model."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -27,7 +27,7 @@ def config_json(model):
 
 
 def shapes(model):
-    """The shape of every tensor by its name there; of matrices `[in, out]`."""
+    """Return the shape of every tensor by its Hugging Face name; matrices are `[in, out]`."""
     d, f = model.d_model, model.d_ff
     found = {
         "transformer.wte.weight": (model.vocab_size, d),
@@ -55,7 +55,7 @@ def shapes(model):
 
 
 def reference_logits(model, tensors, tokens_BL):
-    """`[B, L, V]` in float64, after transformers' modeling_gpt2.py."""
+    """Return `[B, L, V]` in float64, after transformers' modeling_gpt2.py."""
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     batch, length = tokens_BL.shape
 

@@ -1,4 +1,4 @@
-"""Small models in Hugging Face's form, made and computed with NumPy alone, and going in and out."""
+"""Small models in Hugging Face's format, computed with NumPy alone; helpers to import them."""
 
 import json
 
@@ -22,14 +22,14 @@ from jaxpipe.model.llama.config import LlamaConfig
 LLAMA = LlamaConfig(
     n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=64, rope_theta=10000.0
 )
-# Query heads are wider together than the stream, as in Qwen3-0.6B; halves of a head are odd.
+# The query heads together are wider than d_model, as in Qwen3-0.6B; half a head is odd.
 QWEN3 = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=10, d_ff=48, vocab_size=64,
     rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
-# All matrices square: a transpose that is missing shows in the numbers alone.
+# All matrices are square: a missing transpose shows in the numbers alone.
 SQUARE = LlamaConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=4, d_ff=32, vocab_size=32)
-# Llama 3.1's stretched rotary positions, in a context so short that every kind of pair is there.
+# Llama 3.1's scaled rotary positions, in a context so short that every case occurs.
 LLAMA31 = msgspec.structs.replace(
     LLAMA, head_dim=16, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
     rope_original_positions=256,
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def config_json(model):
-    """What transformers 4 writes for this model."""
+    """Return the config.json that transformers 4 writes for this model."""
     if model.family == "gpt2":
         return hf_gpt2.config_json(model)
     name = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
@@ -71,7 +71,7 @@ def config_json(model):
 
 
 def rope_scaling(model):
-    """What Llama 3.1 writes, or nothing."""
+    """Return Llama 3.1's rope_scaling, or None."""
     return (
         None
         if model.rope_factor == 1
@@ -85,8 +85,8 @@ def rope_scaling(model):
     )
 
 
-def stretched(model, inverse):
-    """Frequencies by wavelength, case by case, as Llama 3.1's own code has them."""
+def rope_scaling_of(model, inverse):
+    """Scale frequencies by wavelength, case by case, as in Llama 3.1's own code."""
     if model.rope_factor == 1:
         return inverse
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -105,7 +105,7 @@ def stretched(model, inverse):
 
 
 def random_tensors(model, dtype=np.float32, seed=0):
-    """Every tensor of this model by its name there."""
+    """Return every tensor of this model by its Hugging Face name."""
     rng = np.random.default_rng(seed)
     shapes_of = hf_gpt2.shapes if model.family == "gpt2" else shapes
     return {
@@ -115,7 +115,7 @@ def random_tensors(model, dtype=np.float32, seed=0):
 
 
 def shapes(model):
-    """The shape of every tensor by its name there; of matrices `[out, in]`."""
+    """Return the shape of every tensor by its Hugging Face name; matrices are `[out, in]`."""
     d, f, v, k = model.d_model, model.d_ff, model.vocab_size, model.head_size
     q, kv = model.n_heads * k, model.n_kv_heads * k
     found = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
@@ -139,7 +139,7 @@ def shapes(model):
 
 
 def write_model(directory, model, tensors, *, shards=1, **changes):
-    """An HF directory with these tensors; `changes` are to config.json (None removes a field)."""
+    """Write an HF directory; `changes` apply to config.json (... removes a field)."""
     directory.mkdir(parents=True)
     fields = config_json(model) | changes
     fields = {name: value for name, value in fields.items() if name not in changes or value != ...}
@@ -158,7 +158,7 @@ def write_model(directory, model, tensors, *, shards=1, **changes):
 
 
 def imported(directory, model, tensors):
-    """The step directory of a model that was written and imported."""
+    """Return the step directory of a model that was written and imported."""
     source = write_model(directory / "hf", model, tensors)
     return import_huggingface(source, model, directory / "c", {})
 
@@ -185,7 +185,7 @@ def assert_same_bytes(found, expected):
 
 
 def reference_logits(model, tensors, tokens_BL):
-    """`[B, L, V]` in float64, after transformers' modeling_llama.py and its like."""
+    """Return `[B, L, V]` in float64, after transformers' modeling_llama.py and similar models."""
     if model.family == "gpt2":
         return hf_gpt2.reference_logits(model, tensors, tokens_BL)
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -195,7 +195,7 @@ def reference_logits(model, tensors, tokens_BL):
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * weights[name]
 
-    inverse = stretched(model, 1.0 / model.rope_theta ** (np.arange(0, k, 2) / k))
+    inverse = rope_scaling_of(model, 1.0 / model.rope_theta ** (np.arange(0, k, 2) / k))
     angles = np.arange(length)[:, None] * inverse[None]
     angles = np.concatenate([angles, angles], axis=-1)
 
@@ -238,14 +238,14 @@ def reference_logits(model, tensors, tokens_BL):
 
 
 def stored_params(step_directory):
-    """The tree `{"layers": ..., "ends": ...}` of a checkpoint."""
+    """Return the tree `{"layers": ..., "ends": ...}` of a checkpoint."""
     checkpoint = StoredCheckpoint(step_directory)
     paths = [path for path in checkpoint.leaves if path[0] == "params"]
     return nested(dict(zip(paths, checkpoint.read(paths))))["params"]
 
 
 def our_logits(model, params, tokens_BL):
-    """`[B, L, V]` by the decoder."""
+    """Return `[B, L, V]` by jaxpipe's decoder."""
     decoder = FAMILIES[model.family].build(model)
     microbatch = {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["ends"], microbatch)

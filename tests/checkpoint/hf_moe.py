@@ -1,16 +1,16 @@
-"""The experts of a small Qwen3-MoE in Hugging Face's form, made and computed with NumPy alone."""
+"""The experts of a small Qwen3-MoE in Hugging Face's format, with NumPy alone."""
 
 import numpy as np
 
 from jaxpipe.model.llama.config import LlamaConfig
 
-# Every second layer has experts, but for the first two: the last one.
+# Every second layer is sparse except among the first two: only the last one is.
 QWEN3_MOE = LlamaConfig(
     n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, head_dim=10, d_ff=48, vocab_size=64,
     rope_theta=1e6, norm_eps=1e-6, qk_norm=True, n_experts=6, experts_per_token=2, d_expert=20,
     moe_every=2, first_dense_layers=2,
 )  # fmt: skip
-# All of an expert's matrices square, as many experts as wide, and weights that do not add up to 1.
+# Expert matrices are square, as many as d_model, and routing weights do not add up to 1.
 SQUARE_MOE = LlamaConfig(
     n_layers=1, d_model=8, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=8, vocab_size=32, qk_norm=True,
     n_experts=8, experts_per_token=3, norm_topk_prob=False,
@@ -18,7 +18,7 @@ SQUARE_MOE = LlamaConfig(
 
 
 def config_fields(model):
-    """What transformers writes of the experts."""
+    """Return the config.json fields of the experts, as transformers writes them."""
     return {
         "decoder_sparse_step": model.moe_every,
         "mlp_only_layers": list(range(model.first_dense_layers)),
@@ -31,7 +31,7 @@ def config_fields(model):
 
 
 def shapes(model):
-    """Of a sparse layer's MLP, by name; of matrices `[out, in]`."""
+    """Return the shapes of a sparse layer's MLP, by name; matrices are `[out, in]`."""
     d, f = model.d_model, model.expert_width
     found = {"mlp.gate": (model.n_experts, d)}
     for e in range(model.n_experts):
@@ -44,7 +44,7 @@ def shapes(model):
 
 
 def mixture(model, linear, h_BLD):
-    """What a sparse layer makes, token by token, after transformers' modeling_qwen3_moe.py."""
+    """Compute a sparse layer's MLP, token by token, after transformers' modeling_qwen3_moe.py."""
     logits = linear(h_BLD, "mlp.gate")
     scores = np.exp(logits - logits.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)

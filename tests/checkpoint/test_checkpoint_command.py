@@ -1,4 +1,4 @@
-"""`python -m jaxpipe.checkpoint`: what it prints, where it writes, and its exit codes."""
+"""`python -m jaxpipe.checkpoint`: its output, where it writes, and its exit codes."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ from jaxpipe.config import Config, TrainConfig
 
 @pytest.fixture
 def run_config(tmp_path):
-    """The path of a configuration whose model is `LLAMA`."""
+    """Return the path of a configuration whose model is `LLAMA`."""
     train = TrainConfig(steps=1, grad_accum_steps=1, microbatch_size=1, seq_len=77)
     path = tmp_path / "run.toml"
     path.write_text(configs.to_toml(Config(model=LLAMA, train=train)))

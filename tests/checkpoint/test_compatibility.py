@@ -1,4 +1,4 @@
-"""A checkpoint goes on as the model that it was trained as, or somebody says that it shall not."""
+"""A checkpoint resumes as the model that it was trained as, unless a change is allowed."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def starts(tmp_path, run):
-    """The ways to take that run's checkpoint: in the run itself, by its path, its parameters."""
+    """Three ways to use a run's checkpoint: in the run itself, by its path, its parameters."""
     same = tmp_path / "same"
     shutil.copytree(run, same)
     other = [SMALL, f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={run}"]
@@ -74,13 +74,13 @@ def test_heads_of_the_same_product_are_another_model(starts, capsys):
 
 
 def test_a_change_that_is_allowed_is_taken(starts, capsys):
-    """And stored, so that the next start needs no permission and the old value would."""
-    words, stretch = starts[0], "model.rope_factor=2.0"
+    """And stored, so that the next start needs permission for the old value, not for the new."""
+    words, rope = starts[0], "model.rope_factor=2.0"
     allow = 'checkpoint.allow_changed=["model.rope_factor"]'
-    assert train.main([*words, stretch, allow]) == 0
-    assert train.main([*words, stretch, "train.steps=5"]) == 0
+    assert train.main([*words, rope, allow]) == 0
+    assert train.main([*words, rope, "train.steps=5"]) == 0
     assert train.main([*words, "train.steps=6"]) == 2
-    assert train.main([*words, stretch, 'checkpoint.allow_changed=["model.rope"]']) == 2
+    assert train.main([*words, rope, 'checkpoint.allow_changed=["model.rope"]']) == 2
     assert "has 'model.rope', but what it may name are the fields" in capsys.readouterr().err
 
 
@@ -108,7 +108,7 @@ OTHER = {int: lambda value: value + 1, float: lambda value: value * 2 + 0.25,
 
 
 def other_value(hint, value):
-    """A value of a field's type that is not this one."""
+    """Return another value of the field's type."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
     if typing.get_origin(hint) is typing.Literal:
         return next(choice for choice in typing.get_args(hint) if choice != value)
@@ -117,7 +117,7 @@ def other_value(hint, value):
 
 @pytest.mark.parametrize(("family", "model"), [("llama", QWEN3_MOE), ("gpt2", None)])
 def test_every_field_is_compared_but_those_of_the_table(family, model):
-    """A field that is added to a family is compared until it is put into the table."""
+    """A new field of a family is compared until it is put into the table."""
     record = FAMILIES[family].config
     sizes = {"n_layers": 2, "d_model": 32, "vocab_size": 64, "n_heads": 2, "d_ff": 48}
     model = (model or record(**sizes)).resolved()
@@ -129,7 +129,7 @@ def test_every_field_is_compared_but_those_of_the_table(family, model):
         changed = changed_settings(saved | {name: new}, model)
         free = name in MAY_DIFFER or name in SHOWN_BY_ARRAYS
         if name == "router_bias_rate":
-            assert f"model.{name}" in changed  # there was a bias, which this model leaves out
+            assert f"model.{name}" in changed  # there was a bias, which this model does not have
             assert changed_settings(saved, msgspec.structs.replace(model, **{name: new})) == {}
         elif name == "head_dim" or not free:
             assert changed[f"model.{name}"] == (new, saved[name])
@@ -141,7 +141,7 @@ def test_every_field_is_compared_but_those_of_the_table(family, model):
 
 
 def test_the_printed_command_trains_the_imported_model(tmp_path, capsys):
-    """What was given to `import` besides the file is needed to start, and to export, too."""
+    """Settings given to `import` besides the file are needed to start, and to export, too."""
     model = msgspec.structs.replace(LLAMA, rope_factor=8.0, rope_original_positions=64)
     source = write_model(tmp_path / "hf", model, random_tensors(model))
     path = tmp_path / "run.toml"

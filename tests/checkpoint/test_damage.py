@@ -1,4 +1,4 @@
-"""What is damaged is never taken for whole, and what is not proved to be is never put away."""
+"""Damaged checkpoints are never used, and only those proved damaged are moved aside."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def state_and_keying():
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, state_and_keying):
-    """Checkpoints of steps 2, whose parameters are negative, and 3."""
+    """Save checkpoints of step 2, whose parameters are negative, and step 3."""
     directory = tmp_path_factory.mktemp("two")
     state, keying = state_and_keying
     with open_at(directory, keying) as checkpoints:
@@ -42,7 +42,7 @@ def two(tmp_path_factory, state_and_keying):
 
 
 def read_files(step):
-    """The files of a checkpoint that a reader depends on."""
+    """Return the files of a checkpoint that a reader depends on."""
     files = (path for path in step.rglob("*") if path.is_file())
     return sorted(path for path in files if path.name not in BY_ORBAX_ALONE)
 
@@ -54,7 +54,7 @@ def flip(path, place, bit):
 
 
 def test_one_flipped_bit_anywhere_is_noticed(tmp_path, two, state_and_keying):
-    """Several in every file: arrays, what finds them, the metadata, and the checksums."""
+    """Several bits in every file: arrays, their index, the metadata, and the checksums."""
     state, keying = state_and_keying
     chance = random.Random(0)
     for index, path in enumerate(read_files(two / "3")):
@@ -161,7 +161,7 @@ def test_a_directory_that_may_not_be_read_is_not_an_empty_one(
 
 
 def without_checksums(step):
-    """As an earlier version saved it."""
+    """Convert a checkpoint to the form in which an earlier version saved it."""
     for path in (step / "state").glob("checksums*"):
         path.unlink()
     meta = step / "meta" / "metadata"
@@ -172,7 +172,7 @@ def without_checksums(step):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_one_without_checksums_is_read_and_reported(tmp_path, two, state_and_keying, cut):
-    """Of such a checkpoint only what cannot be decoded is damage."""
+    """Without checksums, only data that cannot be decoded counts as damaged."""
     state, keying = state_and_keying
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     without_checksums(tmp_path / "3")
@@ -203,7 +203,7 @@ def test_a_run_never_begins_anew_by_itself(tmp_path, run, capsys):
     shutil.copytree(run / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
     damage(tmp_path / "checkpoints" / "4")
     words = [SMALL, f"run.dir={tmp_path}", "train.steps=3"]
-    for _ in range(2):  # the second time it is aside already
+    for _ in range(2):  # the second time it is moved aside already
         assert train.main(words) == 2
         error = capsys.readouterr().err
         assert (
@@ -292,7 +292,7 @@ def test_the_checksums_are_those_of_a_common_program(two):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_file_is_compared_by_one_process(tmp_path, count):
-    """Whatever their number; with as many as saved, each compares the files that it wrote."""
+    """With any number; with as many as saved, each compares the files that it wrote."""
     for name in ("manifest.ocdbt", *(f"ocdbt.process_{i}/d/{i}" for i in range(3))):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

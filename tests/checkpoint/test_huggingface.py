@@ -61,7 +61,7 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, shards):
 
 
 def test_a_gpt2_may_lack_its_first_name_and_have_masks(tmp_path):
-    """As those published do."""
+    """As in published checkpoints."""
     tensors = random_tensors(GPT2)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     masks = {f"h.{i}.attn.bias": np.tri(64, dtype=bool)[None, None] for i in range(2)}
@@ -83,9 +83,9 @@ def test_versions_of_transformers_write_the_number_of_experts_differently(tmp_pa
 
 
 def test_a_coefficient_of_the_routers_loss_means_the_same(tmp_path):
-    """transformers' loss is K where loads are even, ours 1 in each of S layers: K = 2 here, S = 1.
+    """transformers' loss is K for even loads, ours 1 in each of S layers: K = 2 here, S = 1.
 
-    So a coefficient c is c K / S of ours; an import reports that where the run has another.
+    So a coefficient c is c K / S of ours; an import reports it if the run has another one.
     """
     trained = replace(QWEN3_MOE, n_layers=8, router_aux_loss=0.03)  # sparse: 3, 5 and 7
     written = huggingface_of(trained).written(trained.resolved(), "float32", 64)
@@ -131,16 +131,16 @@ def test_shards_are_no_larger_than_asked_and_listed_in_the_index(tmp_path):
 
 
 def staged_shapes(model, layout, sharding):
-    """Parameters in stage form, as shapes: what a run restores into."""
+    """Return the shapes of stage-stacked parameters, which a run restores into."""
     decoder, key = Decoder(model), jax.random.key(0)
     layers = jax.eval_shape(
         lambda: layout.stack([decoder.init_layer(key, i) for i in range(model.n_layers)])
     )
-    shapes = {"shared": jax.eval_shape(decoder.init_ends, key), "layers": layers}
+    shapes = {"embed_head": jax.eval_shape(decoder.init_ends, key), "layers": layers}
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
         shapes,
-        sharding.shardings(shapes),
+        sharding.named_shardings(shapes),
     )
 
 

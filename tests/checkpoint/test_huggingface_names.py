@@ -1,4 +1,4 @@
-"""Weights under other names, in other dtypes, in fewer tensors; refusals that name causes."""
+"""Weights with other names, other dtypes, or fewer tensors; refusals that name causes."""
 
 import json
 
@@ -24,7 +24,7 @@ from jaxpipe.config import ConfigError
 
 
 def fused(model, tensors):
-    """All experts of a layer in two tensors, `[E, 2F, D]` and `[E, D, F]`, as transformers 5."""
+    """Return a layer's experts in two tensors, `[E, 2F, D]` and `[E, D, F]`, as transformers 5."""
     found = dict(tensors)
     for layer in model.sparse_layers:
         place = f"model.layers.{layer}.mlp.experts"
@@ -165,5 +165,5 @@ def test_an_index_names_files_beside_it(tmp_path, shard):
     listed = json.loads(index.read_text())
     listed["weight_map"][GATE] = shard
     index.write_text(json.dumps(listed))
-    with pytest.raises(ConfigError, match="not the name of a file beside it"):
+    with pytest.raises(ConfigError, match="which is no file of its directory"):
         import_huggingface(source, LLAMA, tmp_path / "c", {})

@@ -1,4 +1,4 @@
-"""What is no checkpoint of the model, or only part of one, is refused in a sentence."""
+"""A checkpoint of another model, or an incomplete one, is refused with one sentence."""
 
 import json
 import shutil

@@ -40,7 +40,7 @@ MODELS = {
 
 
 def made_by_transformers(model):
-    """A random model of transformers, of these sizes, whose norms are not ones."""
+    """Return a random transformers model of these sizes, with norm gains other than one."""
     kind, config = gpt2_of(model) if model.family == "gpt2" else llama_of(model)
     torch.manual_seed(0)
     theirs = getattr(transformers, kind)(config).eval()
@@ -52,7 +52,7 @@ def made_by_transformers(model):
 
 
 def gpt2_of(model):
-    """The class, and its configuration, of these sizes."""
+    """Return the class, and its configuration, of these sizes."""
     return "GPT2LMHeadModel", transformers.GPT2Config(
         n_layer=model.n_layers,
         n_embd=model.d_model,
@@ -65,7 +65,7 @@ def gpt2_of(model):
 
 
 def llama_of(model):
-    """The class, and its configuration, of these sizes."""
+    """Return the class, and its configuration, of these sizes."""
     kind = "Qwen3" if model.qk_norm else "Mistral" if model.sliding_window else "Llama"
     own = {"sliding_window": model.sliding_window} if kind == "Mistral" else {}
     if model.n_experts:

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory has besides weights comes through import, a run and export."""
+"""Tokenizer and other files of a Hugging Face directory survive import, a run and export."""
 
 import json
 import shlex
@@ -40,7 +40,7 @@ def write_files(directory, files=FILES):
 
 
 def published(directory, model=LLAMA, dtype=np.float32, **changes):
-    """A directory as publishers have it."""
+    """Write a directory as publishers do."""
     torch_dtype = {"torch_dtype": "bfloat16"} if np.dtype(dtype).itemsize == 2 else {}
     changes = {"max_position_embeddings": 128} | IDS | torch_dtype | changes
     write_model(directory, model, random_tensors(model, dtype), **changes)
@@ -53,7 +53,7 @@ def read_json(path):
 
 
 def others_in(directory):
-    """The files of a directory that are neither weights nor config.json, by name."""
+    """Return the files of a directory other than weights and config.json, by name."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in Path(directory).rglob("*")
@@ -62,13 +62,13 @@ def others_in(directory):
 
 
 def run_main(capsys, *words):
-    """What the command prints; it must succeed."""
+    """Return the output of the command, which must succeed."""
     assert command.main([str(word) for word in words]) == 0
     return capsys.readouterr().out
 
 
 def start_words(printed):
-    """The words of the training command that import prints, without its first three."""
+    """Return the arguments of the training command that import prints."""
     [line] = [line for line in printed.splitlines() if line.startswith("python -m jaxpipe.train")]
     return shlex.split(line)[3:]
 
@@ -80,7 +80,7 @@ SHORT = [
 
 
 def trained(tmp_path, source, capsys, *more):
-    """The last checkpoint of a run that the printed command started, with these changes."""
+    """Return the last checkpoint of a run started with the printed command and these changes."""
     toml = tmp_path / "run.toml"
     printed = run_main(
         capsys, "import", source, "--write-config", toml, f"run.dir={tmp_path}/run", *SHORT
@@ -102,7 +102,7 @@ def test_a_run_hands_on_what_import_has_read(tmp_path, capsys):
     found = others_in(tmp_path / "out")
     assert json.loads(found.pop("generation_config.json")) == GENERATION
     assert found == FILES
-    # A second run, from what the first has saved, and a resumed one know it too.
+    # A second run from the first one's checkpoint, and a resumed one, have the files too.
     again = [f"run.dir={tmp_path}/again", f"checkpoint.resume={step}"]
     assert train.main([str(tmp_path / "run.toml"), *SHORT, *again, "train.steps=3"]) == 0
     last = StoredCheckpoint(tmp_path / "again" / "checkpoints" / "3")
@@ -121,7 +121,7 @@ def test_the_written_configuration_is_that_of_config_json(tmp_path, capsys):
     words = ["import", str(source), "--write-config", str(toml), "--out", str(tmp_path / "d")]
     assert command.main(words) == 2
     assert f"{toml} exists" in capsys.readouterr().err
-    # What fails leaves no file, so that the same command can be given again.
+    # A failed command leaves no file, so that it can be repeated.
     words[3] = str(tmp_path / "new.toml")
     assert command.main([*words, "model.d_ff=50"]) == 2
     assert "set model.d_ff=48" in capsys.readouterr().err
@@ -174,7 +174,7 @@ def prepared_folder(tmp_path, tokenizer, eod):
 
 
 def byte_level(directory):
-    """A tokenizer of bytes with two more tokens, as `tokenizers` writes it."""
+    """Write a byte tokenizer with two more tokens, as `tokenizers` does."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:60]
     vocab = {name: number for number, name in enumerate(["a", "b", *alphabet[:20]])}
@@ -204,7 +204,7 @@ def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
     printed = run_main(capsys, "export", step, tmp_path / "out")
     assert "not known" not in printed
     config, found = read_json(tmp_path / "out" / "config.json"), others_in(tmp_path / "out")
-    if imported:  # what import has read, and one more token that ends a text
+    if imported:  # those that import read, and one more token that ends a text
         assert config["eos_token_id"] == [2, 7, end]
         assert json.loads(found["generation_config.json"]) == GENERATION | {
             "eos_token_id": [2, 7, end]
@@ -218,7 +218,7 @@ def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
 
 @pytest.fixture
 def step(tmp_path, capsys):
-    """A checkpoint that knows of no tokenizer."""
+    """Return a checkpoint without tokenizer files."""
     source = write_model(
         tmp_path / "bare", LLAMA, random_tensors(LLAMA), eos_token_id=None, bos_token_id=None
     )
@@ -235,7 +235,7 @@ def test_a_tokenizer_may_be_given(tmp_path, capsys, step):
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     assert {name: config[name] for name in ids} == ids
     assert others_in(tmp_path / "out") == FILES
-    # A model's directory has more to say: what stops its generation.
+    # A model's directory also has the tokens that stop generation.
     (directory / "config.json").write_text(json.dumps(config_json(LLAMA) | IDS))
     (directory / "generation_config.json").write_text(json.dumps(GENERATION))
     run_main(capsys, "export", step, tmp_path / "out2", "--tokenizer", directory)
@@ -280,7 +280,7 @@ def test_what_is_exported_stops_where_the_original_does(tmp_path, capsys):
         bos_token_id=1, eos_token_id=[2, 9],
     )  # fmt: skip
     original = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():  # whatever the tokens are, all logits are 0 but that of token 2
+    with torch.no_grad():  # for all inputs every logit is 0 except that of token 2
         original.model.embed_tokens.weight.fill_(1.0)
         for layer in original.model.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -1,4 +1,4 @@
-"""Fixtures of the data room's tests."""
+"""Fixtures of the data tests."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxpipe.data import prepare as preparing
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are written by this process: the same calls, sooner."""
+    """Write pieces in this process: the same calls, but faster."""
 
     class Here:
         def __init__(self, count: int, work: Callable, jobs: Iterator[Any]):
@@ -33,7 +33,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory with a tokenizer of few words."""
+    """Return a model's directory with a tokenizer of few words."""
     folder = tmp_path_factory.mktemp("model")
     vocab = {"[UNK]": 0, "</s>": 1, "one": 2, "zwei": 3, "drei": 4, "five": 5, "[STOP]": 6}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))

@@ -1,4 +1,4 @@
-"""Work that kills its process. Workers import this module alone."""
+"""A job that kills its process. Workers import only this module."""
 
 import os
 from collections.abc import Callable
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def end_abruptly(job: int, report: Callable[[Any], None]) -> None:
-    report("begun")
+    report("started")
     os._exit(9)

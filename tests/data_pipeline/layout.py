@@ -1,4 +1,4 @@
-"""Megatron's `.bin` and `.idx` written and read by its published layout, with struct alone."""
+"""Megatron's `.bin` and `.idx` written and read by their published layout, with struct alone."""
 
 import struct
 from itertools import chain, pairwise
@@ -11,7 +11,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write(path: Path, documents: list[list[list[int]]], dtype: str, modes: bool = False) -> Path:
-    """Documents of sequences of ids."""
+    """Write documents of sequences of ids."""
     sequences = [sequence for document in documents for sequence in document]
     width = np.dtype(dtype).itemsize
     starts, at = [], 0
@@ -31,7 +31,7 @@ def write(path: Path, documents: list[list[list[int]]], dtype: str, modes: bool 
 
 
 def read(path: Path) -> list[list[int]]:
-    """The ids of every document."""
+    """Return the ids of every document."""
     index, content = path.with_suffix(".idx").read_bytes(), path.read_bytes()
     magic, version, code, count, ends = struct.unpack_from("<9sQBQQ", index)
     assert (magic, version) == (MAGIC, 1)

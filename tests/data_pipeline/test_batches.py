@@ -1,4 +1,4 @@
-"""Order: a function of (seed, position), the same however the rows are shared out."""
+"""Order is a function of (seed, position), independent of how rows are sharded."""
 
 import itertools
 import subprocess
@@ -19,13 +19,13 @@ SHAPE = {"microbatches": 3, "batch_size": 4}  # 12 samples a step, so a step spa
 
 
 def split(order: grain.MapDataset[int]) -> Split:
-    """N samples of which sample i begins with token i * L."""
+    """Return N samples; sample i starts with token i * L."""
     samples = [sample_of(np.arange(i * L, (i + 1) * L + 1)) for i in range(N)]
     return Split("training", "", samples, order)
 
 
 def numbers(batch: Batch) -> np.ndarray:
-    """Which sample each row is: `[M, B]`."""
+    """Return the sample number of each row: `[M, B]`."""
     return batch["inputs"][..., 0] // L
 
 
@@ -77,12 +77,12 @@ def test_order_depends_on_the_seed_alone() -> None:
     one, same, other = (training_order([N], [1], seed) for seed in (7, 7, 8))
     assert [one[i] for i in range(99)] == [same[i] for i in range(99)]
     assert [one[i] for i in range(N)] != [other[i] for i in range(N)]
-    # The seed of an epoch is not the seed of a neighbour's epoch before it.
+    # The second epoch of a seed is not the first epoch of the next seed.
     assert [one[N + i] for i in range(N)] != [other[i] for i in range(N)]
 
 
 def test_order_is_the_one_of_earlier_versions() -> None:
-    # A checkpoint holds a position only, so its order must not change with jaxpipe or grain.
+    # A checkpoint holds only a position, so its order must not change with jaxpipe or grain.
     order = training_order([10], [1], 3)
     assert [order[i] for i in range(10)] == [4, 6, 9, 7, 5, 3, 1, 8, 2, 0]
     assert [order[i] for i in range(10, 20)] == [8, 1, 3, 7, 9, 0, 5, 4, 2, 6]
@@ -97,7 +97,7 @@ SIZES, WEIGHTS = [23, 5, 40], [0.5, 0.2, 0.3]
 
 
 def which(order: grain.MapDataset[int], positions: range) -> np.ndarray:
-    """The source of each position."""
+    """Return the source of each position."""
     return np.searchsorted(np.cumsum(SIZES), [order[i] for i in positions], side="right")
 
 

@@ -1,4 +1,4 @@
-"""The text of the standard library: written whole, cut by file, noticed when it changes."""
+"""The text of the standard library: written in full, split by file, checked for changes."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from jaxpipe.data.corpus import MANIFEST, PARTS, STDLIB, stdlib_corpus
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """Forty modules of a hundred lines; no two lines of it are equal."""
+    """Create forty modules of a hundred lines, all lines distinct."""
     root = tmp_path / "library"
     (root / "json" / "tests").mkdir(parents=True)
     (root / "site-packages").mkdir()

@@ -1,4 +1,4 @@
-"""Text to documents: every kind of input, what counts in the loss, every fault a sentence."""
+"""Text to documents: every kind of input, loss masks, and a clear error for every fault."""
 
 import gzip
 import sys
@@ -47,7 +47,7 @@ def test_a_text_file_is_a_document_and_a_folder_is_its_files(tmp_path: Path) -> 
     (tmp_path / "in" / "a.txt").write_text("first")
     prepared([tmp_path / "in"], tmp_path / "out")
     assert decoded(tmp_path / "out") == ["first", "x = 1\ny = 2\n", "last"]
-    for _ in range(2):  # what is written there is no input of the second time
+    for _ in range(2):  # the output is no input of the second run
         manifest = prepared([tmp_path / "in"], tmp_path / "in" / "b" / "out")
         assert manifest.documents == 3
 
@@ -164,7 +164,7 @@ def test_a_truncated_input_is_no_shorter_one(tmp_path: Path, name: str) -> None:
 
 
 def test_damaged_rows_are_a_sentence(tmp_path: Path) -> None:
-    """Of a file whose footer is whole: of text, and of ids as they are read."""
+    """In files with an intact footer: of text, and of ids as they are read."""
     table = pyarrow.table({"text": ["some text " * 99] * 9, "input_ids": [[*range(999)]] * 9})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     content = (tmp_path / "a.parquet").read_bytes()

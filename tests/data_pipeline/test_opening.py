@@ -1,4 +1,4 @@
-"""Shards as others write them: read document by document, cut, refused where they do not fit."""
+"""Shards of other tools: read document by document, split, refused where they do not fit."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxpipe.data import opening
 from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.opening import open_documents
 
-DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10, 11]], [[12]]]  # one of two sequences
+DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10, 11]], [[12]]]  # one with two sequences
 IDS = list(range(1, 13))
 
 
@@ -77,7 +77,7 @@ def test_parquet_without_statistics_must_have_full_lists(tmp_path: Path) -> None
 
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
-    """A shard of every kind, the documents of which are those above twice over."""
+    """Write one shard of every kind, with DOCUMENTS in them twice."""
     layout.write(tmp_path / "a.bin", DOCUMENTS[:2], "int32")
     np.save(tmp_path / "b.npy", np.arange(7, 13))
     layout.write(tmp_path / "c.bin", [], "uint16")
@@ -100,7 +100,7 @@ def test_a_document_is_in_one_split_alone(several: Path, tokens: int) -> None:
     train, heldout = documents.split(tokens / 24)
     assert len(heldout) >= tokens
     assert plain(train)[:-1] == plain(documents)[: len(plain(train)) - 1]
-    bare = 6 < len(train) < 12  # a file without borders is cut anywhere, and so is the first one
+    bare = 6 < len(train) < 12  # a file without documents is split anywhere, as is the first
     if bare or len(train) < 3:
         assert len(heldout) == tokens
     else:
@@ -189,7 +189,7 @@ def test_faults_of_folders_are_sentences(
 
 
 def test_opening_takes_no_time_in_tokens(tmp_path: Path) -> None:
-    """Four terabytes, of which the disk holds nothing."""
+    """Four terabytes in sparse files."""
     documents, each = 10_000, 200_000_000
     layout.write(tmp_path / "a.bin", [[[1]]] * documents, "uint16")
     with (tmp_path / "a.idx").open("r+b") as index:

@@ -1,4 +1,4 @@
-"""Rows of documents as samples: their leaves, their padding, and sources that have no documents."""
+"""Rows of documents as samples: their arrays, padding, and sources without documents."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ L = 16
 
 @dataclass(frozen=True)
 class Listed:
-    """Documents of which token i of document d is 100 d + i; the first half of 3 does not count."""
+    """Documents where token i of document d is 100 d + i; the first half of 3 does not count."""
 
     sizes: tuple[int, ...]
     fingerprint: str = "listed"
@@ -63,7 +63,7 @@ def test_every_target_stands_after_the_token_before_it_in_its_document(how: str)
         for number in range(len(lengths)):
             assert (np.diff(inputs[segments == number]) == 1).all()  # one document, in order
     want = {100 * d + i for d, size in enumerate(SIZES) for i in range(1, size)}
-    assert sorted(seen) == sorted(want - {301, 302, 303})  # which do not count
+    assert sorted(seen) == sorted(want - {301, 302, 303})  # those of the masked half
 
 
 def batch_of(samples: PackedSamples, position: int = 0, **how: Any) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def batch_of(samples: PackedSamples, position: int = 0, **how: Any) -> dict[str,
 
 
 def test_rows_are_padded_to_the_longest_of_the_whole_step() -> None:
-    """Which every process finds, whatever rows it has."""
+    """Every process finds this length, whatever rows it has."""
     documents, held = Listed((5, 9, 2, 12)), [4, 8, 1, 11]
     samples = PackedSamples(documents, pack(documents.lengths, L, "sequential", most=1), False)
     asked = []
@@ -105,7 +105,7 @@ def test_padding_is_no_document() -> None:
     assert (batch["targets"][padding] == -100).all()
     assert not batch["inputs"][padding].any()
     assert not batch["positions"][padding].any()
-    assert (np.diff(padding.astype(int)) >= 0).all()  # at the end of rows alone
+    assert (np.diff(padding.astype(int)) >= 0).all()  # only at the end of rows
 
 
 def test_contents_of_a_step_are_those_of_its_rows() -> None:
@@ -146,7 +146,7 @@ def test_fingerprints_tell_rows_of_the_same_documents_apart(shard: Path, tmp_pat
     assert len(set(prints)) == len(how)
     again = opened(shard, tmp_path, packing="best_fit").train.fingerprint
     assert again == prints[2]
-    # What a row has is the same however long the step is.
+    # The content of a row does not depend on the length of the step.
     same = opened(shard, tmp_path, packing="best_fit", variable_length=True).train.fingerprint
     assert same == prints[2]
 

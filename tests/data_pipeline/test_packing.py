@@ -1,4 +1,4 @@
-"""Packing by lengths: all slots of all documents once, rows not too full, little padding."""
+"""Packing by lengths: every slot of every document once, no row too full, little padding."""
 
 import time
 
@@ -54,7 +54,7 @@ def check_all_are_there_once(lengths: np.ndarray, packing: Packing, most: int) -
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("most", [3, 64])
 def test_no_slot_is_lost_of_many_documents_of_few_lengths(how: str, most: int) -> None:
-    """Of which many rows are filled alike, and groups of such rows are taken apart again."""
+    """Many rows have equal fillings, and groups of such rows are split again."""
     lengths = np.repeat([12, 6, 5, 3, 2], [60, 40, 15, 90, 70])
     check_all_are_there_once(lengths, pack(lengths, 16, how, most=most), most)
 
@@ -75,7 +75,7 @@ def test_documents_in_order_fill_a_row_until_one_does_not_fit(lengths, most, seq
     of_rests = [[piece[0] for piece in row] for row in rows if row[0][2] < seq_len]
     assert of_rests == want
     last = [row[-1][0] for row in rows]
-    assert last == sorted(last)  # pieces that fill a row have their place in the order too
+    assert last == sorted(last)  # rows filled by one piece are in document order too
 
 
 def test_blocks_do_not_show(monkeypatch) -> None:
@@ -101,11 +101,11 @@ def test_padding_is_less_than_one_percent(seq_len: int) -> None:
 
 
 def test_best_fit_needs_no_more_rows_than_one_document_at_a_time() -> None:
-    """Against best-fit decreasing as it is written down, one document after the other."""
+    """Against textbook best-fit decreasing, one document after the other."""
     rng = np.random.default_rng(2)
     for most in (3, 64):
         lengths = rng.integers(2, 60, 300)
-        rows: list[tuple[int, int]] = []  # room and documents of each
+        rows: list[tuple[int, int]] = []  # free slots and documents of each
         for slots in sorted(lengths - 1, reverse=True):
             fits = [i for i, (room, held) in enumerate(rows) if room >= slots and held < most]
             if not fits:
@@ -128,7 +128,7 @@ def test_rows_depend_on_the_seed_and_lengths_alone() -> None:
 
 
 def test_rows_are_those_of_earlier_versions() -> None:
-    # A checkpoint holds a position only, so its rows must not change with jaxpipe or numpy.
+    # A checkpoint holds only a position, so its rows must not change with jaxpipe or numpy.
     rows = rows_of(pack(np.array([9, 4, 4, 6, 3, 21, 4, 1]), 8, "best_fit", most=4, seed=3))
     assert [[piece[0] for piece in row] for row in rows] == ROWS
 
@@ -137,10 +137,10 @@ ROWS = [[0], [5], [5], [1, 3], [4, 6], [2, 5]]
 
 
 def test_a_million_documents_are_packed_at_once() -> None:
-    begun = time.process_time()
+    started = time.process_time()
     packing = pack(lengths_of_web_text(1_000_000), 8192, "best_fit", most=64)
-    assert time.process_time() - begun < 3
-    begun = time.process_time()
+    assert time.process_time() - started < 3
+    started = time.process_time()
     for row in range(0, len(packing), len(packing) // 100):
         packing.pieces(row)
-    assert time.process_time() - begun < 0.2
+    assert time.process_time() - started < 0.2

@@ -1,4 +1,4 @@
-"""Passages as tokens: ids of the whole text, and what counts by the characters of each."""
+"""Passages as tokens: ids of the whole text, and a loss mask by the characters of each."""
 
 import json
 from itertools import product
@@ -35,7 +35,7 @@ def byte_level(**options: bool) -> tokenizers.Tokenizer:
 
 
 def sentence_piece(legacy: bool) -> tokenizers.Tokenizer:
-    """As Llama 2's and Mistral's: a blank in front, by the normalizer or by Metaspace."""
+    """Like Llama 2's and Mistral's: a blank in front, by the normalizer or by Metaspace."""
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     if legacy:
         made.normalizer = normalizers.Sequence(
@@ -58,7 +58,7 @@ def sentence_piece(legacy: bool) -> tokenizers.Tokenizer:
 
 
 def normalized() -> tokenizers.Tokenizer:
-    """As Qwen's: bytes of the text in NFC, which a regex cuts before."""
+    """Like Qwen's: bytes of the text in NFC, split by a regex."""
     made = byte_level(add_prefix_space=False)
     made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(tokenizers.Regex(r"\w+|\s+|[^\w\s]+"), "isolated")
@@ -69,7 +69,7 @@ def normalized() -> tokenizers.Tokenizer:
 
 
 def without_letters() -> tokenizers.Tokenizer:
-    """Bytes of which some have no token, so that they are left out."""
+    """A byte-level tokenizer that drops some bytes, since they have no token."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -118,7 +118,7 @@ PASSAGES = st.lists(st.tuples(st.lists(PIECES, max_size=4).map("".join), st.bool
 @example([("\u0958foo", False), ("e\u0301" * 3 + "bar", True)])
 @given(PASSAGES)
 def test_a_token_counts_if_one_of_its_characters_does(file: Path, passages: Passages) -> None:
-    """Against the places of all tokens, character by character."""
+    """Against the offsets of all tokens, character by character."""
     tokenizer = load_tokenizer(str(file))
     library = tokenizers.Tokenizer.from_file(str(file))
     library.post_processor = processors.Sequence([])

@@ -1,4 +1,4 @@
-"""Folders of shards: what they hold, whose they are, and any crash survived."""
+"""Folders of shards: their content, their owner, and recovery from any crash."""
 
 import json
 import shutil
@@ -134,7 +134,7 @@ def test_killed_again_and_again_it_gives_the_same(tmp_path: Path, kills: int) ->
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (out / MANIFEST).exists()
-        for path in out.glob("*.bin"):  # what has its name is whole
+        for path in out.glob("*.bin"):  # a file with its final name is complete
             assert sum(map(len, layout.read(path))) * 2 == path.stat().st_size
     assert JOURNAL in contents(out)
     subprocess.run(command(tmp_path / "in", out), check=True, **quiet)
@@ -143,7 +143,7 @@ def test_killed_again_and_again_it_gives_the_same(tmp_path: Path, kills: int) ->
 
 def test_a_worker_that_is_killed_is_noticed() -> None:
     with workers(2, dying.end_abruptly, iter([1, 2, 3])) as results:
-        assert next(results) == (False, "begun")
+        assert next(results) == (False, "started")
         with pytest.raises(WorkerDied):
             list(results)
 
@@ -160,7 +160,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     said = " ".join(capsys.readouterr().out.split())
     for words_of in ("document 4, 66 tokens", "zwei drei", "1,024 │ 1", "0..", "bytes, 256 ids"):
         assert words_of in said
-    assert "!" not in said  # of a long document only the beginning is shown
+    assert "!" not in said  # only the beginning of a long document is shown
     assert main(["inspect", str(tmp_path)]) == 2
     assert "has no manifest.json: give a folder that was prepared." in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text("[]")
@@ -184,7 +184,7 @@ def test_what_a_crash_leaves_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "out" / f"{JOURNAL}.7.tmp").touch()  # before its first line
     prepared([path], tmp_path / "out", piece_size=60)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    (tmp_path / "out" / JOURNAL).touch()  # the manifest was the last that was written
+    (tmp_path / "out" / JOURNAL).touch()  # the manifest was written last
     assert prepared([path], tmp_path / "out", piece_size=60) == whole
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.7.tmp")

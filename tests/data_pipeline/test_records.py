@@ -1,4 +1,4 @@
-"""Records of JSON and Parquet: what is text, what counts, and that nothing is dropped silently."""
+"""Records of JSON and Parquet: their text, loss masks, and that nothing is dropped silently."""
 
 import gzip
 import json

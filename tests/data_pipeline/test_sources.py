@@ -24,7 +24,7 @@ def tokens_of(data: Data, position: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A thousand tokens, each another, in text order."""
+    """Write a thousand distinct tokens, in text order."""
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(1000, dtype=np.uint16))
     return path
@@ -177,7 +177,7 @@ def test_several_sources_have_one_heldout_path(file: Path, tmp_path: Path) -> No
 
 
 def copied(file: Path, to: Path, how: str) -> Path:
-    """The same tokens under another name."""
+    """Copy or link the tokens under another name."""
     match how:
         case "link":
             to.symlink_to(file)
@@ -226,7 +226,7 @@ def test_a_source_that_is_repeated_often_is_told(file: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
 def test_samples_without_targets_are_told(tmp_path: Path, packing: Any) -> None:
-    """Documents of 65 tokens, of which the last 8 count."""
+    """Documents of 65 tokens; only the last 8 count."""
     labels = [*[-100] * 57, *range(57, 65)]
     table = pyarrow.table({"input_ids": [[*range(65)]] * 8, "labels": [labels] * 8})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")

@@ -1,4 +1,4 @@
-"""Token files: every kind is read, and every fault is a sentence before the first step."""
+"""Token files: every kind is read, and every fault is a clear error before the first step."""
 
 from pathlib import Path
 

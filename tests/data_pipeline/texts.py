@@ -24,7 +24,7 @@ def prepared(inputs: list[Path], folder: Path, **options: Any) -> Manifest:
 
 
 def decoded(folder: Path) -> list[str]:
-    """The documents of a folder, without the NUL at their end."""
+    """Return the documents of a folder, without the NUL at their end."""
     documents = open_documents(str(folder), 256)
     texts = [documents.tokens(i).astype("u1").tobytes() for i in range(len(documents.lengths))]
     assert all(text.endswith(b"\0") for text in texts)
@@ -36,7 +36,7 @@ def lines(records: list[Any]) -> bytes:
 
 
 def write_texts(path: Path, texts: list[str], name: str) -> Path:
-    """The texts in a file of the kind that the name says."""
+    """Write the texts to a file whose kind follows from its name."""
     content = lines([{"text": text, "other": 1} for text in texts])
     match path.with_name(name).suffix:
         case ".parquet":

@@ -1,6 +1,6 @@
-"""`plan --check-gpu` in a process of its own, and what tests of it need to be there.
+"""`plan --check-gpu` in a separate process, and what its tests need to be installed.
 
-A process of its own because jax reads JAX_PLATFORMS, which the check needs to be `cpu`, only once.
+The process is separate because jax reads JAX_PLATFORMS, which the check needs to be `cpu`, once.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]
 
 
 def plan(*arguments, config=SMALL, flags=""):
-    """Run the command, with flags of XLA; its exit code, output and errors."""
+    """Run the command with XLA flags; return its exit code, output and errors."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     environment["XLA_FLAGS"] = flags
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Attention by cuDNN at real sizes, in steps compiled for H100s that are not there."""
+"""Attention by cuDNN at real sizes, in steps compiled for H100s that are not present."""
 
 import json
 import os
@@ -21,7 +21,7 @@ print(json.dumps([found.fits, found.program.hidden, calls, squares, shares]))
 
 
 def compiled(squares, *given):
-    """What is found of a program for H100s; of shapes that end so how many there are."""
+    """Return facts of a program compiled for H100s, with the number of shapes that end so."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, LLAMA, squares, *given],
         capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -69,4 +69,4 @@ def test_keys_go_round_behind_the_fused_kernels_blocks():
     size, behind = ring["actions"]["F"]
     assert behind == size > 0
     size, behind = ring["actions"]["BW"]
-    assert behind > 0.6 * size > 0  # all but the gradients of the last turn, in float32
+    assert behind > 0.6 * size > 0  # all but the last ring step's gradients, in float32

@@ -1,4 +1,4 @@
-"""`plan --check-gpu`: the real step compiled for H100s that are not there."""
+"""`plan --check-gpu`: the real step compiled for H100s that are not present."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert found["topology"] == ("1x1x8" if pp * dp == 8 else "1x4x8")
     permutes = found["permutes"]
     assert permutes["conditionals"] > 0
-    if schedule == "1f1b":  # by turns, each of which has a permute in a branch of its own
+    if schedule == "1f1b":  # phased permutes, each in its own branch
         assert (permutes["synchronous"], permutes["asynchronous"]) == (permutes["turns"], 0)
         assert permutes["turns"] == 2
     else:
@@ -57,16 +57,16 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     assert seconds["step_by_plan"] > 0
     assert found["dropped_options"] == []
     size = found["bytes"]
-    assert size["aliased"] > 0.99 * size["outputs"]  # the state is updated where it lies
+    assert size["aliased"] > 0.99 * size["outputs"]  # the state is updated in place
     everything = size["arguments"] + size["temporaries"] + size["outputs"] - size["aliased"]
-    assert 0.95 * everything < size["peak"] <= everything  # not all need live at once
+    assert 0.95 * everything < size["peak"] <= everything  # not everything is live at once
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_steps_in_one_program_are_compiled_as_they_run():
-    """Its ticks have two conditionals more: the update, and sums of gradients begin anew."""
+    """Its ticks have two more conditionals: the update, and the restart of gradient sums."""
     one, several = (
         report(
             *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.schedule=zb_h2",
@@ -95,9 +95,9 @@ def test_steps_in_one_program_are_compiled_as_they_run():
     ],
 )
 def test_layers_multiply_in_8_bits(schedule, fp8, mesh, ops):
-    """Every product with a weight of a layer, and only these: two layers a stage, seven weights.
+    """Every product with a layer's weight, and only these: two layers a stage, seven weights.
 
-    With replicas the last gradient stands behind the scan too.
+    With replicas the last gradient is also computed outside the scan.
     """
     found = report(
         *STEP, "parallel.pp=4", "parallel.dp=1", mesh, f"parallel.schedule={schedule}",
@@ -119,7 +119,7 @@ def test_layers_multiply_in_8_bits(schedule, fp8, mesh, ops):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("shared", ["false", "true"])
 def test_the_step_on_a_whole_mesh(shared):
-    """Layers' own collectives, in branches and in graphs, beside permutes that do not wait."""
+    """Layers' own collectives, in branches and in CUDA graphs, with permutes that do not wait."""
     found = report(
         *STEP, "parallel.pp=4", "parallel.dp=4", "parallel.tp=2", "parallel.layer_split=even",
         "parallel.transfer_ticks=2", "parallel.zero_stage=2",
@@ -147,7 +147,7 @@ EXPERTS = (*STEP, "model.n_experts=8", "model.experts_per_token=2", "model.d_exp
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
-    """And beside a shared expert in an F alone; without rounds three in four of a pair's are."""
+    """And behind a shared expert in an F alone; without rounds three quarters of a pair's."""
     found = report(
         *EXPERTS, "parallel.schedule=dualpipe", "model.capacity_factor=1.25",
         "model.shared_experts=1",
@@ -157,7 +157,7 @@ def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
     size, hidden = rows["actions"]["F+BW"]
     assert hidden == size > 0
     size, hidden = rows["actions"]["F"]
-    assert hidden > 0.49 * size > 0  # that of one way
+    assert hidden > 0.49 * size > 0  # in one direction
     assert found["permutes"]["hidden"]
     assert found["graphs"]["whole"]
 
@@ -165,7 +165,7 @@ def test_rows_of_experts_travel_behind_the_other_half_of_a_pair():
 @pytest.mark.slow
 @needs_compiler
 def test_experts_with_a_capacity_multiply_in_8_bits():
-    """Three products of all experts at once beside attention's four, in F, in B and in W."""
+    """Three products of all experts at once and attention's four, in F, in B and in W."""
     found = report(
         *EXPERTS, "parallel.schedule=zb_h1", "parallel.dp=2", "parallel.ep=2",
         "model.capacity_factor=1.0", "train.fp8=delayed", "train.grad_accum_steps=4",
@@ -189,7 +189,7 @@ def test_experts_have_a_kernel_each_for_f_b_and_w():
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_residuals_wait_in_the_hosts_memory():
-    """Copied beside products; the device holds less by what the plan says."""
+    """Copied during products; the device's memory is less by the planned bytes."""
     sizes = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even",
              "parallel.transfer_ticks=2")  # fmt: skip
     everything, away = report(*sizes), report(*sizes, "train.offload_layers=2")
@@ -202,7 +202,7 @@ def test_residuals_wait_in_the_hosts_memory():
     assert copies["synchronous"] == 0
     assert copies["hidden"] == copies["asynchronous"] > 0
     waits = costs_of(load(SMALL, sizes)).kinds["layer"].waits
-    rings = 2 * len({*waits["for_b"], *waits["for_w"]})  # none of which is a copy of another
+    rings = 2 * len({*waits["for_b"], *waits["for_w"]})  # no buffer is a copy of another
     assert away["custom_calls"]["AllocateBuffer"] >= rings
     assert away["permutes"]["hidden"]
     assert away["graphs"]["whole"]
@@ -213,7 +213,7 @@ def test_residuals_wait_in_the_hosts_memory():
 @pytest.mark.slow
 @needs_compiler
 def test_moments_wait_in_the_hosts_memory():
-    """The step begins and ends without them; behind the loop they come and go."""
+    """The step starts and ends without them on the device; they are moved outside the loop."""
     sizes = (
         *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even",
         "parallel.transfer_ticks=2",
@@ -234,7 +234,7 @@ def test_moments_wait_in_the_hosts_memory():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("told", [True, False])
 def test_moments_on_the_host_take_no_room_of_the_device(told):
-    """On a card of which the step takes 99 %; without the option XLA hides no permute there."""
+    """The step takes 99 % of the card's memory; without the option XLA overlaps no permute."""
     (option,) = of_purpose("moments")
     flags = "" if told else f"--{option.name}=95"
     found = report(
@@ -251,10 +251,10 @@ def test_moments_on_the_host_take_no_room_of_the_device(told):
 @needs_compiler
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs nvidia-cudnn-cu13")
 def test_real_sizes_with_collectives_in_every_branch():
-    """XLA's limit of collectives in flight matters here, and not for small layers.
+    """XLA's limit of collectives in flight matters here, unlike for small layers.
 
-    Nor would it leave sums over replicas of small layers apart. Here most of them have compute to
-    hide behind: that of the last tick with a gradient.
+    XLA would also merge sums over replicas of small layers. Here most sums overlap with compute:
+    that of the last tick with a gradient.
     """
     found = report("parallel.cp=2", config=LLAMA)
     shares = {(one["kind"], *one["axes"], one["looped"]): one for one in found["collectives"]}
@@ -270,7 +270,7 @@ def test_real_sizes_with_collectives_in_every_branch():
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_the_report_notices_the_loss_of_an_option():
-    """Graphs are left to XLA, by its flag. The other options matter to real sizes only."""
+    """XLA's flag gives the choice of graphs back to it. Other options matter at real sizes only."""
     (option,) = (o for o in of_purpose("step") if o.name == "xla_gpu_enable_command_buffer")
     place, fact = option.noticed.split(".")
     meshed = (*STEP, "parallel.pp=4", "parallel.dp=2", "parallel.layer_split=even")

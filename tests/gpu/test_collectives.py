@@ -1,4 +1,4 @@
-"""Which collectives have compute to hide behind, in a module small enough to be read by eye."""
+"""Collectives that overlap with compute, in a module small enough to be read by eye."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from jaxpipe.gpu.program import Program
 
 MESH = {"pp": 2, "rp": 1, "dp": 2, "tp": 2}
 TEXT = (Path(__file__).parents[1] / "data" / "collectives.hlo").read_text()
-PART, SUMS = 2 * 4 * 8, 4 * 4 * 8  # bytes of a gathered leaf in bfloat16, of sums in float32
+PART, SUMS = 2 * 4 * 8, 4 * 4 * 8  # bytes of a gathered parameter in bfloat16, of sums in float32
 
 
 def shares(text=TEXT):
@@ -22,7 +22,7 @@ def test_every_kind_wherever_it_stands():
         Collective("all-gather", ("dp",), True, PART, True),
         Collective("all-gather", ("dp",), True, PART, False),  # elementwise work alone
         Collective("reduce-scatter", ("dp",), True, SUMS, False),  # the stream waits
-        Collective("all-reduce", ("tp",), True, 4 * 8, True),  # a kernel of its own
+        Collective("all-reduce", ("tp",), True, 4 * 8, True),  # has a separate kernel
         Collective("all-to-all", ("dp",), True, SUMS, False),  # wrapped, done at once
         Collective("collective-permute", ("pp",), True, 8, True),  # a branch has products
         Collective("all-reduce", ("pp", "dp", "tp"), False, 4, True),  # the loop has

@@ -67,7 +67,7 @@ def test_what_xla_does_not_know_is_left_out_with_a_sentence(monkeypatch, name, v
 
 
 def test_a_value_is_that_of_the_installed_jax(monkeypatch):
-    """The newest that is not newer; older ones have none, which is said."""
+    """The value of the newest version that is not newer than jax; an older jax gets a warning."""
     name = "xla_gpu_enable_command_buffer"
     kinds = Option(name, "step", {"0.10": "FUSION", "0.11": "CUBLAS", "0.99": "NEW_KIND"}, "to see")
     for version, value in (((0, 10, 1), "FUSION"), ((0, 11, 0), "CUBLAS"), ((0, 12, 0), "CUBLAS")):

@@ -1,4 +1,4 @@
-"""Facts read from texts of XLA, on a loop small enough to be read by eye."""
+"""Facts read from XLA's text, on a loop small enough to be read by eye."""
 
 import pytest
 
@@ -21,7 +21,7 @@ DONES = """
 
 
 def module(order, *, run="", idle="", fused="", entry=""):
-    """A loop whose body is `order`; its state: two messages, a ring [3,8] and weights [8,8]."""
+    """Return a loop with body `order`; its state: two messages, a buffer [3,8], weights [8,8]."""
     return f"""HloModule step, is_scheduled=true
 
 %fusion (a: f32[3,8]) -> f32[3,8] {{
@@ -194,7 +194,7 @@ COND = """000: kConditional [source | sink]
 
 
 def dump(body):
-    """A thunk dump of a loop, its labels as XLA prints them: the first without its indent."""
+    """Return a thunk dump of a loop, as XLA prints labels: the first without its indent."""
     return f"""001: kCustomKernel [source | sink] fusion
 002: kWhile [prev=000 (1) | next=000 (1)]
 condition:

@@ -1,4 +1,4 @@
-"""What only a GPU shows: run as `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
+"""Tests that need a GPU: run as `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.packed import Documents
 from jaxpipe.model.ring import Course, ring_attention
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def test_gradients_are_the_references(schedule):
         losses, got = jax.jit(trainer.pipeline.losses_and_gradients)(params, trainer.put(batch))
         layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]
         wanted, want = losses_and_gradients_ref(
-            trainer.pipeline.functions, params["shared"], layers, batch
+            trainer.pipeline.functions, params["embed_head"], layers, batch
         )
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     got["layers"] = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in got["layers"]]
@@ -64,7 +64,7 @@ def test_bfloat16_with_the_fused_attention_learns():
 
 @pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
 def test_products_in_8_bits_are_those_of_the_same_values_in_float32(history):
-    """Also that cuBLAS makes them: F, B and W each an 8-bit product of its own."""
+    """Also that cuBLAS computes them: F, B and W each have an 8-bit product."""
     rng = np.random.default_rng(0)
     drawn = (
         rng.normal(size=(2, 64, 128)),
@@ -89,12 +89,12 @@ def test_products_in_8_bits_are_those_of_the_same_values_in_float32(history):
         assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)  # bfloat16: 2e-3
 
 
-@pytest.mark.parametrize("stretch", [slice(None), slice(256, 512), slice(512, 768)], ids=str)
+@pytest.mark.parametrize("tokens", [slice(None), slice(256, 512), slice(512, 768)], ids=str)
 @pytest.mark.parametrize("window", [0, 100])
-def test_the_fused_kernel_keeps_documents_apart(window, stretch):
-    """In bfloat16 as the plain products do, of all tokens or a stretch of them.
+def test_the_fused_kernel_keeps_documents_apart(window, tokens):
+    """Compared with plain products in bfloat16, on all tokens or a slice of them.
 
-    A row has a document that borders of stretches cut, one of a single token, and padding.
+    A row has a document that slice borders cut, one of a single token, and padding.
     """
     lengths = ((200, 300, 1, 511, 12), (1024,), (700, 20), ())
     numbers = [np.repeat(np.arange(len(row)), row) for row in lengths]
@@ -102,17 +102,17 @@ def test_the_fused_kernel_keeps_documents_apart(window, stretch):
     pad = lambda rows, with_: np.stack(  # noqa: E731
         [np.pad(row, (0, 1024 - len(row)), constant_values=with_) for row in rows]
     ).astype(np.int32)
-    of = Documents(jnp.array(pad(numbers, -1)[:, stretch]), jnp.array(pad(places, 0)[:, stretch]))
+    of = Documents(jnp.array(pad(numbers, -1)[:, tokens]), jnp.array(pad(places, 0)[:, tokens]))
     keys, shapes = jax.random.split(jax.random.key(0), 3), [(4, 1024, h, 128) for h in (8, 2, 2)]
     q, k, v = (jax.random.normal(*given, "bfloat16") for given in zip(keys, shapes))
-    begin, real = jnp.int32(stretch.start or 0), (of.segments >= 0)[..., None, None]
-    past = None if stretch == slice(None) else Past(k, v, begin)
+    begin, real = jnp.int32(tokens.start or 0), (of.segments >= 0)[..., None, None]
+    past = None if tokens == slice(None) else Past(k, v, begin)
 
     def loss(given, kernel):
         q, k, v = given
         of_past = past and Past(k, v, begin)
         attend = Attend(kernel=kernel, window=window, documents=5)
-        mixed, _ = attend(q[:, stretch], k[:, stretch], v[:, stretch], of_past, documents=of)
+        mixed, _ = attend(q[:, tokens], k[:, tokens], v[:, tokens], of_past, documents=of)
         mixed = jnp.where(real, mixed, 0).astype("float32")
         return jnp.sum(jnp.sin(jnp.arange(mixed.size)).reshape(mixed.shape) * mixed), mixed
 
@@ -128,7 +128,7 @@ def test_the_fused_kernel_keeps_documents_apart(window, stretch):
 
 @pytest.mark.parametrize("begin", [0, 512])
 def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
-    """In bfloat16: own tokens and two slices before them, put together by the logs of sums."""
+    """In bfloat16: own tokens and two slices before them, combined by their logsumexp."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, 256, 8, 128), (2, 1024, 2, 128), (2, 1024, 2, 128), (2, 256, 8, 128)]
     *given, weight = (jax.random.normal(*of, "bfloat16") for of in zip(keys, shapes))
@@ -136,7 +136,7 @@ def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
 
     def found(blocks):
         def attention(q, k, v):
-            course = Course(WHOLE_SEQUENCE, 256, blocks)
+            course = Course(FULL_SEQUENCE, 256, blocks)
             return ring_attention(course, q, k, v, sight, jnp.int32(begin))
 
         mixed, pull = jax.vjp(attention, *given)

@@ -21,7 +21,7 @@ BANDWIDTH = 1e4
 
 
 def one(operands, result, rest, *, action="F_chunk0"):
-    """Of a layer's op: the module's seconds with one more instruction in a branch that runs."""
+    """Return the module's seconds with one more instruction in a branch of a layer's op."""
     lines = [f"  %in.{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
     named = ", ".join(f"%in.{i}" for i in range(len(operands)))
     metadata = f'metadata={{op_name="jit(step)/while/body/{action}/cond/dot"}}'

@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: munged, slurmctld and a slurmd per node, in a directory of its own.
+"""A real Slurm on this machine: munged, slurmctld and a slurmd per node, in a temporary directory.
 
-It needs root and Debian's packages slurmctld, slurmd, slurm-client and munge, listens on loopback
-ports of its own and shares no file with a Slurm that the machine may have.
+It needs root and Debian's packages slurmctld, slurmd, slurm-client and munge, listens on its own
+loopback ports and shares no file with a Slurm that the machine may have.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-# The first node's name has to resolve (jax takes it as the coordinator's), the others' need not.
+# The first node's name must resolve (jax uses it for the coordinator), the others' need not.
 NODES = (socket.gethostname(), f"{socket.gethostname()}b")
 CPUS_PER_NODE = 4
 GRACE_SECONDS = 120  # from the signal of preemption to the kill
@@ -64,7 +64,7 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 
 
 def why_not() -> str | None:
-    """What keeps a cluster from being started here, or None."""
+    """Return the reason why no cluster can be started here, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"needs Slurm: no {', '.join(missing)} on PATH"
@@ -129,7 +129,7 @@ class Cluster:
         wait_for(lambda: self._nodes_up() == len(NODES), 60, f"all nodes are up, with {nodes}")
 
     def kill_node(self, node: str) -> None:
-        """Kill a node with all that runs on it, as a failure of its power would."""
+        """Kill a node with all its processes, as a power failure would."""
         steps = [pid for pid in _processes() if self._is_step(pid) and self._is_on(pid, node)]
         daemon = self.daemons.pop(node)
         for pid in (daemon.pid, *steps, *_descendants(daemon.pid, *steps)):
@@ -137,7 +137,7 @@ class Cluster:
         daemon.wait()
 
     def command(self, *words: str | Path, cwd: Path | None = None) -> str:
-        """The standard output of a command of Slurm, which has to succeed."""
+        """Return the standard output of a Slurm command, which must succeed."""
         done = subprocess.run(
             words, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=60,
             check=False,
@@ -146,7 +146,7 @@ class Cluster:
         return done.stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, Restarts, ExitCode, ..."""
+        """Return Slurm's record of a job: JobState, Restarts, ExitCode, ..."""
         words = self.command("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -174,7 +174,7 @@ class Cluster:
         return done.stdout.split().count("idle")
 
     def _is_step(self, pid: int) -> bool:
-        """A slurmstepd leaves its slurmd's process group, but has its environment."""
+        """Return whether a process is a step of this cluster: it has the cluster's environment."""
         path = Path("/proc", str(pid))
         with contextlib.suppress(OSError):
             if path.joinpath("comm").read_text().strip() == "slurmstepd":
@@ -194,8 +194,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """A cluster that is stopped, with all its jobs, and whose files are removed in the end."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: the path of a socket has 108 bytes
+    """Yield a cluster; at the end stop it with all its jobs, and remove its files."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket path has 108 bytes
     cluster = Cluster(folder)
     try:
         cluster.start()
@@ -206,7 +206,7 @@ def running_cluster() -> Iterator[Cluster]:
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Return when the condition holds; fail where it does not in time."""
+    """Return when the condition holds; fail if it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} seconds: {what}"

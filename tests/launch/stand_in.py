@@ -1,7 +1,7 @@
-"""Stands in for `python -m jaxpipe.train` under Slurm: no jax, the same files and exit codes.
+"""A stand-in for `python -m jaxpipe.train` under Slurm: no jax, the same files and exit codes.
 
-A step takes 50 ms. Task 0 ends a second after the others. As in a trainer that is about to end, a
-signal then has its default effect.
+A step takes 50 ms. Task 0 exits a second after the others. In that second a signal has its default
+effect, as in a trainer that is about to exit.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(words: list[str]) -> int:
-    """Take steps until the last one or a signal, and return the exit code."""
+    """Run steps until the last one or a signal, and return the exit code."""
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     if settings["parallel.pp"] == "9":
         sys.stderr.write("error: parallel.pp=9\n")
@@ -54,12 +54,12 @@ def tell(line: str) -> None:
 
 
 def newest(run: Path) -> int:
-    """The step of the newest checkpoint, or 0."""
+    """Return the step of the newest checkpoint, or 0."""
     return max((int(path.name) for path in run.glob("checkpoints/*")), default=0)
 
 
 def save(run: Path, step: int) -> None:
-    """Make a checkpoint."""
+    """Write a checkpoint."""
     run.joinpath("checkpoints", str(step)).mkdir()
 
 

@@ -1,4 +1,4 @@
-"""launch/k8s_jobset.yaml: its rules of failure fit the trainer's exit codes and one another."""
+"""launch/k8s_jobset.yaml: its failure rules fit the trainer's exit codes and one another."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ POD = JOB["template"]["spec"]
 
 
 def action(exit_code=None, condition=None):
-    """What JobSet does when a pod ends so, as its documentation and Kubernetes' say."""
+    """Return JobSet's action when a pod ends so, by its documentation and Kubernetes'."""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(JOB["podFailurePolicy"]["rules"]):
         codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])

@@ -1,15 +1,16 @@
-"""The launch scripts with a Python that only says what it is asked to do."""
+"""The launch scripts with a fake Python that only prints its arguments."""
 
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-# Has the version in $VERSION; makes an environment with itself in it; says on stderr how pip is
-# called; its processes end with what $CODES has for them.
+# Has the version in $VERSION; creates an environment that contains itself; reports pip's arguments
+# on stderr; its processes exit with the codes in $CODES.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 -) [ -z "$VERSION" ] || echo "$VERSION" ;;
@@ -25,7 +26,7 @@ esac
 
 @pytest.fixture
 def tree(tmp_path):
-    """A checkout of the scripts alone, with a space in its name."""
+    """Return a checkout of only the scripts, with a space in its name."""
     root = tmp_path / "a checkout"
     shutil.copytree(LAUNCH, root / "launch")
     (root / "pyproject.toml").touch()
@@ -71,7 +72,7 @@ def test_a_command_is_installed_once_and_given_its_arguments(tree, name):
 
 
 def as_somebody_else():
-    """Run by a child process of root, which may write anywhere."""
+    """Drop root's rights, with which it may write anywhere; for a child process."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -80,13 +81,16 @@ def as_somebody_else():
 
 @pytest.fixture
 def of_another_user(tree):
-    """The checkout, which those who run a command with `as_somebody_else` cannot write."""
+    """Make the checkout read-only for commands run with `as_somebody_else`."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to be somebody else")
-    for folder in (tree, *tree.parents):
-        if folder.is_relative_to(tree.parents[2]):
-            folder.chmod(folder.stat().st_mode | 0o055)
-    return tree
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
+        Path(folder).chmod(0o755)
+        if subprocess.run(["ls", folder], check=False, preexec_fn=as_somebody_else).returncode:
+            pytest.skip("needs a folder for temporary files that others can read")
+        copy = Path(shutil.copytree(tree.parent, Path(folder) / "copy"))
+        copy.chmod(0o755)
+        yield copy / tree.name
 
 
 def test_a_checkout_that_is_ready_is_not_written(of_another_user):
@@ -100,7 +104,7 @@ def test_a_checkout_that_is_ready_is_not_written(of_another_user):
 
 
 def test_users_with_other_pythons_share_an_environment(tree):
-    """It stays that of whoever made it, but for one who names a Python."""
+    """It keeps its owner's Python, unless a user names another one."""
     assert "making .venv with Python 3.12.1" in run(tree, "train.sh", "own.toml")[1]
     (tree.parent / "python3.13").write_text(PYTHON.replace("$VERSION", "3.13.0"))
     (tree.parent / "python3.13").chmod(0o755)
@@ -142,7 +146,7 @@ def test_without_a_network_the_remedy_is_told_and_the_next_try_installs(tree):
 
 @pytest.mark.parametrize("script", ["train.sh", "plan.sh", "local_multiprocess.sh"])
 def test_all_paths_are_meant_from_where_the_user_stands(tree, script):
-    """CONFIG, run.dir and data.path alike: the command runs there, with the words as given."""
+    """CONFIG, run.dir and data.path alike: the command runs there, with unchanged arguments."""
     here = tree.parent / "elsewhere"
     here.mkdir()
     words = ["own.toml", "run.dir=runs/a", "data.path=tokens"]
@@ -163,7 +167,7 @@ def test_an_installation_that_fails_ends_the_command(tree):
 
 def test_paths_of_data_are_meant_from_where_the_user_stands(tree):
     here = tree.parent / "elsewhere"
-    (here / "prepare").mkdir(parents=True)  # a folder of this name is no path in the command
+    (here / "prepare").mkdir(parents=True)  # a folder of this name is not a path argument
     words = ["prepare", "own text", "--tokenizer", "bytes", "--out", "tokens"]
     _, said, errors = run(tree, "data.sh", *words, cwd=here)
     *_, asked = said.splitlines()

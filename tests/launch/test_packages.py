@@ -1,4 +1,4 @@
-"""The extras for GPUs fit the jax that is installed, as the packages' own metadata say."""
+"""The extras for GPUs fit the installed jax, by the packages' own metadata."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def of_project():
-    """The project's requirements, and those of each extra."""
+    """Return the project's requirements, and those of each extra."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     return project["dependencies"], project["optional-dependencies"]
 
@@ -33,7 +33,7 @@ def test_an_extra_takes_the_same_jax(extra):
 
 @pytest.mark.parametrize("extra", ["cuda13", "cuda13-local"])
 def test_jax_asks_for_a_plugin_of_its_own_version(extra):
-    """That of `jaxpipe[cuda13]` brings CUDA itself; that of `[aot]` does not."""
+    """The plugin of `jaxpipe[cuda13]` brings CUDA itself; that of `[aot]` does not."""
     every = [one for one in map(Requirement, requires("jax")) if one.marker]
     of_extra = [one for one in every if one.marker.evaluate({"extra": extra})]
     plugin = next(one for one in of_extra if one.name == "jax-cuda13-plugin")
@@ -64,7 +64,7 @@ def test_the_installed_plugin_is_one_that_jax_takes():
 
 
 def test_the_oldest_versions_are_allowed():
-    """Every dependency names its oldest version; that of jax is not one that is left out."""
+    """Every dependency names its oldest version; that of jax is not an excluded one."""
     dependencies, extras = of_project()
     oldest = dict(pin.split("==") for pin in pins(PROJECT.read_text()))
     assert len(oldest) == len(dependencies) + len(extras["data"])

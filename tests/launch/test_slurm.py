@@ -1,7 +1,7 @@
-"""launch/slurm.sbatch on a real Slurm of two nodes: what becomes of a job in every situation.
+"""launch/slurm.sbatch on a real Slurm of two nodes: the outcome of a job in every situation.
 
-Each situation is tried with a stand-in for the trainer, which needs a second, and those in which
-processes depend on one another also with a training.
+Each situation is tried with a stand-in for the trainer, which takes a second; those in which
+processes depend on each other are also tried with a real training run.
 """
 
 import json
@@ -34,7 +34,7 @@ def cluster():
 
 @pytest.fixture(params=["stand_in", pytest.param("training", marks=pytest.mark.slow)])
 def checkout(tmp_path, request):
-    """A fresh clone, with a space in its name, and a .venv that has this Python's packages."""
+    """Return a fresh clone, with a space in its name, and a .venv with this Python's packages."""
     root = tmp_path / "fresh clone"
     for name in ("launch", "jaxpipe", "tests/data"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,13 @@ def checkout(tmp_path, request):
 
 
 only_stand_in = pytest.mark.parametrize("checkout", ["stand_in"], indirect=True)
+
+
+def stand_in_and_training(tasks):
+    """The stand-in with one and two tasks per node, and a training with as many as are given."""
+    training = pytest.param(tasks, "training", marks=pytest.mark.slow)
+    cases = [(1, "stand_in"), (2, "stand_in"), training]
+    return pytest.mark.parametrize(("tasks", "checkout"), cases, indirect=["checkout"])
 
 
 class Job:
@@ -79,7 +86,7 @@ class Job:
 
     @property
     def losses(self):
-        """By step; of lines that are complete."""
+        """Losses by step, from complete lines."""
         path = self.run / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -109,13 +116,13 @@ class Job:
         return self.state
 
     def wait_until_it_is_requeued(self):
-        """Return the step that was saved."""
+        """Wait, and return the step that was saved."""
         self.wait(lambda: self.restarts == 1 and self.saved, "it is saved and requeued")
         assert self.state not in ENDED
         return self.saved[-1]
 
     def check_it_goes_on_after(self, step):
-        """It is resumed from that step, and its losses are continued."""
+        """Check that it resumed from that step, and that its losses continue."""
         self.wait_until_it_trains(after=step)
         assert f"resumed from step {step}" in self.log
         assert sorted(self.losses) == list(range(1, max(self.losses) + 1))
@@ -145,7 +152,7 @@ def submit(cluster, checkout):
             job.cancel()
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
+@stand_in_and_training(tasks=1)
 def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     job = submit(tasks=tasks, steps=3)
     assert job.wait_until_it_ends() == "COMPLETED", job.log
@@ -155,7 +162,7 @@ def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     assert not list(job.root.glob("*.stopped"))
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
+@stand_in_and_training(tasks=2)
 def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
     job = submit(tasks=tasks)
     job.wait_until_it_trains()
@@ -166,7 +173,7 @@ def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
 @only_stand_in
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_a_signal_before_the_first_step_requeues_the_job(submit, name):
-    """Nothing is saved yet: Python's own reaction to the signal ends it."""
+    """Nothing is saved yet: Python's default reaction to the signal ends it."""
     job = submit(tasks=2, settings=["seconds_to_start=3"])
     job.wait(lambda: len(job.tasks) == 4, "four tasks")
     job.cluster.command("scancel", f"--signal={name}", job.id)
@@ -178,7 +185,7 @@ def test_a_signal_before_the_first_step_requeues_the_job(submit, name):
 @only_stand_in
 @pytest.mark.parametrize("options", ["USR1@30", "B:USR1@30", "B:TERM@30"])
 def test_the_time_limit_requeues_the_job(submit, options):
-    """B: the signal goes to the batch shell alone. It may come a minute before it has to."""
+    """B: the signal goes to the batch shell alone. It may come up to a minute early."""
     job = submit("--time=60", f"--signal={options}", tasks=2)
     job.wait_until_it_trains()
     *_, minutes, _ = job.cluster.job(job.id)["RunTime"].split(":")
@@ -186,6 +193,7 @@ def test_the_time_limit_requeues_the_job(submit, options):
     job.wait_until_it_is_requeued()
 
 
+@only_stand_in
 def test_a_preempted_job_comes_back(submit):
     job = submit(tasks=2)
     job.wait_until_it_trains()

@@ -1,4 +1,4 @@
-"""A stand-in for tokamax, whose kernels need their GPU: the same products, and what they leave."""
+"""A stand-in for tokamax, whose kernels need a GPU: the same products, also for unused rows."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def _opaque(function):
-    """As tokamax's are, an equation of its own kind that jax cannot look into."""
+    """Return an equation of its own kind that jax cannot look into, as tokamax's are."""
     wrapped = jax.custom_vjp(function)
     wrapped.defvjp(lambda *given: (function(*given), None), lambda kept, dy: None)
     return wrapped
@@ -16,7 +16,7 @@ def _opaque(function):
 
 @_opaque
 def _rows(rows, matrices, sizes):
-    """Rows of no group have what was in memory."""
+    """Return the product; rows of no group have the value of uninitialized memory, NaN here."""
     made = lax.ragged_dot(rows, matrices, sizes)
     return jnp.where((jnp.arange(len(rows)) < sizes.sum())[:, None], made, jnp.nan)
 

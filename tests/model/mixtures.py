@@ -1,4 +1,4 @@
-"""Small mixtures of experts on whole meshes, and what the one-hot twin makes of the same."""
+"""Small mixtures of experts on meshes, and the one-hot reference implementation of them."""
 
 import math
 from dataclasses import replace
@@ -11,23 +11,23 @@ import msgspec
 import numpy as np
 from jax import lax
 
-from jaxpipe.contract import Side
+from jaxpipe.contract import Aux
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
-    REPLICAS,
+    REPLICA_AXES,
     ContextParallel,
     ExpertParallel,
-    Factors,
+    ReplicaFactors,
     TensorParallel,
-    deal_batch,
     make_mesh,
+    shard_batch,
 )
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.experts import ALL_EXPERTS
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.schedule import build
@@ -54,11 +54,11 @@ MODELS = {
     ),
 }  # fmt: skip
 MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
-HELD = (8, 3, 0, 5, 3, 8, 5)  # tokens of rows that end in padding, by turns
+HELD = (8, 3, 0, 5, 3, 8, 5)  # tokens of rows that end in padding, repeated over the rows
 
 
 def routes_of(config):
-    """Different experts for every token and layer, whatever the router says."""
+    """Return different experts for every token and layer, independent of the router."""
     shape = (MICROBATCHES, EXAMPLES, LENGTH, len(config.sparse_layers))
     first = jax.random.randint(jax.random.key(3), shape, 0, config.n_experts)
     more = jnp.arange(config.experts_per_token).reshape(1, 1, 1, 1, -1)
@@ -68,9 +68,9 @@ def routes_of(config):
 @cache
 @jax.enable_x64(True)
 def problem(model, crowded=False, routed=False):
-    """Parameters of which the router has clear favourites, batch and variables, in float64.
+    """Return parameters whose router has clear favourites, batch and variables, in float64.
 
-    `crowded`: a bias sends every token to the first experts. `routed`: the batch says where.
+    `crowded`: a bias sends every token to the first experts. `routed`: the batch contains routes.
     """
     decoder, key = Decoder(MODELS[model]), jax.random.key(0)
 
@@ -98,16 +98,16 @@ def problem(model, crowded=False, routed=False):
 
 
 def one_hot(config, replicas, product):
-    """The twin in the place of a dispatch."""
+    """Return the one-hot dispatch of the reference implementation."""
     return OneHot(config)
 
 
 @cache
 @jax.enable_x64(True)
 def wanted(model, crowded=False, routed=False, slices=1):
-    """What one device makes of it by the twin."""
+    """Return the step of the one-hot reference on one device."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
-    batch = deal_batch(batch, slices=slices, cp=1, dp=1)
+    batch = shard_batch(batch, slices=slices, cp=1, dp=1)
     with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,
@@ -120,14 +120,14 @@ def wanted(model, crowded=False, routed=False, slices=1):
 
 
 def held():
-    """Tokens of every row, `[M, B]`."""
+    """Return the number of tokens of every row, `[M, B]`."""
     return np.resize(HELD, (MICROBATCHES, EXAMPLES))
 
 
 def padded(batch, packed):
-    """Rows of which only the first tokens are text; in `packed` ones that is a document."""
+    """Return rows with real tokens only at the start, as one document if `packed`."""
     real = np.arange(LENGTH) < held()[..., None]
-    padding = np.arange(LENGTH) % 3  # some token, of which nothing may be seen
+    padding = np.arange(LENGTH) % 3  # any token ids: they must not change the result
     ours = {"inputs": np.where(real, batch["inputs"], padding)}
     ours["targets"] = np.where(real, batch["targets"], IGNORE)
     if not packed:
@@ -139,10 +139,10 @@ def padded(batch, packed):
 @cache
 @jax.enable_x64(True)
 def unpadded(model):
-    """What one device makes of the same rows without padding, by the twin; one loss of them all.
+    """Return the step of the one-hot reference on the same rows without padding, as one loss.
 
-    Rows of a length are a batch. Everything is a sum over tokens: what the head makes is divided by
-    the number of targets, what routers add by the number of tokens.
+    Rows of equal length form a batch. Everything is a sum over tokens: the head's loss is divided
+    by the number of targets, the router losses by the number of tokens.
     """
     decoder, shared, layers, batch, variables = problem(model)
     plain = replace(
@@ -161,29 +161,29 @@ def unpadded(model):
         of_head = without.losses, without.gradients
         of_router = jax.tree.map(jnp.subtract, made.gradients, without.gradients), made.aux_losses
         heads.append(jax.tree.map(lambda leaf: leaf * terms[-1], of_head))
-        routers.append((jax.tree.map(lambda leaf: leaf * tokens[-1], of_router), made.side.sums))
+        routers.append((jax.tree.map(lambda leaf: leaf * tokens[-1], of_router), made.aux.sums))
     add = lambda *leaves: sum(leaves)  # noqa: E731
     head = jax.tree.map(lambda *leaves: add(*leaves) / add(*terms), *heads)
     router, sums = jax.tree.map(add, *routers)
     gradients, aux_losses = jax.tree.map(lambda leaf: leaf / add(*tokens), router)
     gradients = jax.tree.map(jnp.add, head[1], gradients)
     counts = jnp.stack(terms).sum(keepdims=True)
-    return StepOutput(head[0], gradients, Side(None, sums), None, counts, aux_losses)
+    return StepOutput(head[0], gradients, Aux(None, sums), None, counts, aux_losses)
 
 
 def pipeline_of(
     model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1,
     heads=0, room=0.0, slices=1, product=lax.ragged_dot, documents=0, **execution,
 ):  # fmt: skip
-    """The pipeline on a mesh, of as many layers a stage in all of them."""
+    """Return the pipeline on a mesh, with equally many layers in each stage."""
     config = MODELS[model]
     schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
     counts = (config.n_layers // schedule.stages,) * schedule.stages
-    mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=Factors(ep=ep))
+    mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
     decoder = Decoder(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
-        sequence=ContextParallel(cp, heads) if cp > 1 else WHOLE_SEQUENCE,
+        sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
         product=product,
@@ -194,9 +194,10 @@ def pipeline_of(
 
 @jax.enable_x64(True)
 def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, heads=0, **how):
-    """`(got, want)` of a step on a mesh and of the twin, gradients in stage form.
+    """Return `(got, want)` of a step on a mesh and of the one-hot reference, stage-stacked.
 
-    With `padding` rows end in it, which "packed" ones tell, or "real"; the twin's have none.
+    With `padding` "packed" or "real" rows end in padding, marked by documents or by `real`; the
+    rows of the reference have none.
     """
     _, shared, layers, batch, variables = problem(model, crowded, routed)
     documents = padding == "packed"
@@ -204,11 +205,11 @@ def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, h
         model, *mesh, slices=slices, cp=cp, heads=heads, documents=documents, **how
     )
     layout = pipeline.layout(len(layers))
-    params = pipeline.sharding.padded({"shared": shared, "layers": layout.stack(layers)})
+    params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
     if padding:
         batch = padded(batch, documents)
-    dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICAS)
-    batch = deal_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
+    dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICA_AXES)
+    batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = unpadded(model) if padding else wanted(model, crowded, routed, slices)
     if padding:
@@ -216,4 +217,4 @@ def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, h
         losses, counts, aux = jax.tree.map(lambda a: a.sum(keepdims=True), of_microbatches)
         got = got._replace(losses=losses, counts=counts, aux_losses=aux)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
-    return got, want._replace(gradients=pipeline.sharding.padded(staged))
+    return got, want._replace(gradients=pipeline.sharding.pad(staged))

@@ -27,8 +27,8 @@ def causal(length):
     return jnp.tri(length, dtype=bool)[None, None]
 
 
-def twin(q, k, v, mask):
-    """Head by head, every one with keys and values of its own."""
+def reference(q, k, v, mask):
+    """Reference attention, head by head, with keys and values repeated for every query head."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("blhk,bshk->bhls", q, k) / jnp.sqrt(q.shape[3]).astype(q.dtype)
     return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(scores, where=mask), v)
@@ -47,29 +47,29 @@ def values_and_gradients(attention, given, *mask):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("keys", [10, 16])
-def test_values_and_gradients_equal_a_plain_twin(heads, keys):
-    """By a mask that lets some queries see later keys too."""
+def test_values_and_gradients_equal_a_plain_reference(heads, keys):
+    """With a mask that lets some queries attend to later keys too."""
     with jax.enable_x64(True):
         mask = (jnp.arange(10)[:, None] * 2 >= jnp.arange(keys)[None])[None, None]
         given = arguments(heads, "float64", keys=keys)
         found = values_and_gradients(grouped_attention, given, mask)
-        equal(found, values_and_gradients(twin, given, mask))
+        equal(found, values_and_gradients(reference, given, mask))
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("length", [10, 256, 257])
 def test_blocks_of_queries_are_causal_attention(heads, length):
-    """One and two blocks, and a length that cannot be cut."""
+    """One and two blocks, and a length that cannot be divided into blocks."""
     with jax.enable_x64(True):
         given = arguments(heads, "float64", length, length)
         found = values_and_gradients(causal_attention, given)
-        equal(found, values_and_gradients(twin, given, causal(length)))
+        equal(found, values_and_gradients(reference, given, causal(length)))
 
 
 @pytest.mark.parametrize("length", [10, 256])
 @pytest.mark.parametrize("window", [1, 3, 129, 300])
 def test_a_window_is_of_so_many_last_tokens(length, window):
-    """As the library counts them for its fused kernel too: those to the left, and one's own."""
+    """As jax counts the tokens for its fused kernel too: those to the left, and the query's own."""
 
     def library(q, k, v):
         left = (window - 1, 0)
@@ -79,7 +79,7 @@ def test_a_window_is_of_so_many_last_tokens(length, window):
         given = arguments((4, 2), "float64", length, length)
         mask = causal(length) & ~jnp.tri(length, k=-window, dtype=bool)[None, None]
         assert mask.sum(-1).max() == min(window, length)
-        wanted = values_and_gradients(twin, given, mask)
+        wanted = values_and_gradients(reference, given, mask)
         equal(values_and_gradients(partial(causal_attention, window=window), given), wanted)
     narrow = [a.astype("float32") for a in given]
     found, want = (
@@ -91,7 +91,7 @@ def test_a_window_is_of_so_many_last_tokens(length, window):
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
-    """Only tracing: the checks for a GPU and its library are put aside."""
+    """Only tracing: the checks for a GPU and its library are disabled."""
     fused = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
@@ -123,18 +123,18 @@ def equal(found, wanted):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_has_wide_scores(dtype):
-    """Within two roundings of the same operands in float32, with scores that need more digits."""
+    """Within two roundings of the same operands in float32, for scores that need more digits."""
     q, *given = arguments((4, 2), dtype)
     given = [8 * q, *given]
     mixed = causal_attention(*given)
-    wide = twin(*(a.astype(jnp.float32) for a in given), causal(10))
+    wide = reference(*(a.astype(jnp.float32) for a in given), causal(10))
     assert mixed.dtype == dtype
     assert jnp.abs(mixed - wide).max() <= 2 * jnp.finfo(dtype).eps * jnp.abs(wide).max()
 
 
 @pytest.mark.parametrize("length", [10, 256])
 def test_no_score_is_moved(length):
-    """Neither copied nor transposed by the compiled gradient, as those of JAX's own form are."""
+    """The compiled gradient neither copies nor transposes scores, as JAX's own attention does."""
 
     def library(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
@@ -142,7 +142,7 @@ def test_no_score_is_moved(length):
     given = arguments((4, 2), "float32", length, length)
 
     def moves(attention):
-        """How often something larger than q is."""
+        """Return how often an array larger than q is copied or transposed."""
         gradient = jax.grad(lambda given: jnp.sum(attention(*given) ** 2))
         text = jax.jit(gradient).lower(given).compile().as_text()
         shapes = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)

@@ -1,4 +1,4 @@
-"""Attention made block by block, on one device and in a ring, against all scores at once."""
+"""Attention computed block by block, on one device and in a ring, against all scores at once."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from oracles import fused
 from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
 from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.ring import Course, ring_attention
-from jaxpipe.parallel import ContextParallel, Factors, deal_batch, make_mesh
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh, shard_batch
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
@@ -27,13 +27,13 @@ def operands(dtype):
 
 
 def made(attention, operands, *sight):
-    """What queries mix, and the gradients."""
+    """Return the output of attention and the gradients."""
     *qkv, weight = operands
     mixed, pull = jax.vjp(lambda q, k, v: attention(q, k, v, *sight), *qkv)
     return mixed, pull(weight)
 
 
-def twin(q, k, v, window, positions):
+def reference(q, k, v, window, positions):
     sight = Sight.of(np.arange(L), B, window, positions)
     return attention_ref(Queries(q, sight), Keys(k, v, sight.own_BL))
 
@@ -41,22 +41,22 @@ def twin(q, k, v, window, positions):
 def alone(depth):
     def attention(q, k, v, window, positions):
         sight = Sight.of(np.arange(L), B, window, positions)
-        course = Course(WHOLE_SEQUENCE, L, Products(depth))
+        course = Course(FULL_SEQUENCE, L, Products(depth))
         return ring_attention(course, q, k, v, sight, jnp.int32(0))
 
     return attention
 
 
 def around(size, blocks, ep=1, slices=1):
-    """Of devices that share the sequence, slice by slice, put together again."""
+    """Return attention over `size` devices that share the sequence, slice by slice, gathered."""
     sequence, axes = ContextParallel(size, heads=1), PartitionSpec(("rp", "dp", "ep"))
-    mesh = make_mesh(1, size, devices=jax.devices()[:size], factors=Factors(ep=ep))
+    mesh = make_mesh(1, size, devices=jax.devices()[:size], factors=ReplicaFactors(ep=ep))
     own = L // (size * slices)
     course = Course(sequence, own, blocks)
 
-    def dealt(x):
-        """Slice by slice and device by device, `[slices, size * B, own, ...]`."""
-        return deal_batch({"": x[None]}, slices=slices, cp=size, dp=size, heads=1)[""]
+    def shard(x):
+        """Shard by slice and device: `[slices, size * B, own, ...]`."""
+        return shard_batch({"": x[None]}, slices=slices, cp=size, dp=size, heads=1)[""]
 
     def attention(q, k, v, window, positions):
         def on_device(q, k, v, *position):
@@ -64,14 +64,14 @@ def around(size, blocks, ep=1, slices=1):
 
             def of_slice(given):
                 i, q, *position = given
-                places = i * (L // slices) + sequence.places(own)
+                places = i * (L // slices) + sequence.positions(own)
                 sight = Sight.of(places, B, window, *position or [None])
                 later = jnp.arange(L // size)[None, :, None, None] >= (i + 1) * own
                 so_far = (jnp.where(later, jnp.nan, x) for x in (whole_k, whole_v))
                 return ring_attention(course, q, *so_far, sight, i * own)
 
-            # In turn, as ticks have them: devices that may choose which ring of two to begin with
-            # wait for each other.
+            # A sequential loop, as over ticks: devices that can run two rings in either order
+            # deadlock.
             return lax.map(of_slice, (jnp.arange(slices, dtype=jnp.int32), q, *position))
 
         given = (q, k, v) if positions is None else (q, k, v, positions)
@@ -79,8 +79,8 @@ def around(size, blocks, ep=1, slices=1):
         run = jax.shard_map(
             on_device, mesh=mesh, in_specs=in_slices, out_specs=in_slices, check_vma=False
         )
-        order = dealt(jnp.broadcast_to(jnp.arange(L), (B, L)))
-        mixed, at = (x.reshape(slices, size, B, own, -1) for x in (run(*map(dealt, given)), order))
+        order = shard(jnp.broadcast_to(jnp.arange(L), (B, L)))
+        mixed, at = (x.reshape(slices, size, B, own, -1) for x in (run(*map(shard, given)), order))
         mixed, at = (x.transpose(2, 0, 1, 3, 4).reshape(B, L, -1) for x in (mixed, at))
         return mixed[:, jnp.argsort(at[0, :, 0])].reshape(B, L, H, K)
 
@@ -102,17 +102,17 @@ def test_blocks_make_what_all_scores_make(way, sight):
     with jax.enable_x64(True):
         given = operands(jnp.float64)
         got = jax.jit(lambda *given: made(WAYS[way], given, *SIGHTS[sight]))(*given)
-        assert_same(got, made(twin, given, *SIGHTS[sight]))
+        assert_same(got, made(reference, given, *SIGHTS[sight]))
 
 
 @pytest.mark.parametrize(("size", "slices"), [(2, 1), (4, 1), (2, 4)])
 def test_the_fused_kernel_makes_blocks_too(size, slices, monkeypatch):
-    """All but cuDNN itself: what it is asked for, and how its blocks are put together."""
+    """All but cuDNN itself: its arguments, and how its blocks are combined."""
     fused.stands_in(monkeypatch)
     with jax.enable_x64(True):
         given, way = operands(jnp.float64), around(size, FusedBlocks(), slices=slices)
         got = jax.jit(lambda *given: made(way, given, 0, None))(*given)
-        assert_same(got, made(twin, given, 0, None))
+        assert_same(got, made(reference, given, 0, None))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
@@ -121,7 +121,7 @@ def test_sums_over_blocks_are_wide(dtype, bound):
     given = operands(dtype)
     got = jax.jit(lambda *given: made(WAYS["ring of 4"], given, 0, None))(*given)
     with jax.enable_x64(True):
-        want = made(twin, [x.astype(jnp.float64) for x in given], 0, None)
+        want = made(reference, [x.astype(jnp.float64) for x in given], 0, None)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
             assert g.dtype == dtype
             assert jnp.linalg.norm(g.astype(jnp.float64) - w) < bound * jnp.linalg.norm(w)

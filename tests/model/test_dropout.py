@@ -1,4 +1,4 @@
-"""Dropout: the same masks on every layout, others everywhere else, none in held-out losses."""
+"""Dropout: the same masks on every layout, otherwise independent, none in held-out losses."""
 
 from itertools import combinations
 
@@ -80,7 +80,7 @@ def test_masks_differ_by_seed_sample_layer_and_site():
     ]
     for left, right in combinations(found, 2):
         agree = ((left == 0) == (right == 0)).mean()
-        assert abs(agree - (0.25**2 + 0.75**2)) < 0.03  # as of independent ones
+        assert abs(agree - (0.25**2 + 0.75**2)) < 0.03  # as for independent masks
 
 
 def test_part_of_a_sequence_has_the_masks_of_the_whole():
@@ -103,7 +103,7 @@ LAYOUTS = [
 
 @pytest.mark.slow
 def test_steps_drop_the_same_on_every_layout():
-    """Losses of three steps, and a held-out one after them."""
+    """Losses of three steps, and a held-out loss after them."""
     found = []
     for layout in LAYOUTS:
         overrides = [
@@ -123,7 +123,7 @@ def test_steps_drop_the_same_on_every_layout():
             losses.append(float(metrics["loss"]))
         found.append([*losses, float(trainer.eval_step(state, trainer.put(batch))[0])])
     np.testing.assert_allclose(found[1:], [found[0]] * (len(LAYOUTS) - 1), rtol=1e-6)
-    assert found[0][3] < min(found[0][:3])  # nothing is dropped there
+    assert found[0][3] < min(found[0][:3])  # without dropout
 
 
 def test_shares_that_a_kernel_keeps_to_itself_cannot_be_dropped():
@@ -138,5 +138,5 @@ def test_all_cannot_be_dropped():
 
 
 def test_models_without_dropout_need_no_numbers():
-    assert "samples" not in problem("grouped", jnp.float32)[0].functions.reads
+    assert "samples" not in problem("grouped", jnp.float32)[0].functions.batch_keys
     assert MODELS["grouped"].dropout == 0

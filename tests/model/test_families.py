@@ -1,4 +1,4 @@
-"""A family is its record: another one trains, is planned, saved and read with no other change."""
+"""A family is one record: a new one trains, is planned, saved and read without other changes."""
 
 import json
 import tomllib

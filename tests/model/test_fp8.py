@@ -8,7 +8,7 @@ from compare import assert_same
 from oracles.fp8 import emulated
 
 from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, scale_of
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.devices import ONE_DEVICE
@@ -21,7 +21,7 @@ EXPERTS = {"n_experts": 4, "experts_per_token": 2, "capacity_factor": 1.0}
 
 
 def problem(dtype):
-    """x, two weights and the gradients at their products, none of them exact in 8 bits."""
+    """Return x, two weights and the gradients of their products, none of them exact in 8 bits."""
     rng = np.random.default_rng(0)
     x, up, gate = (rng.normal(size=shape) for shape in ((2, 5, 16), (16, 32), (16, 48)))
     dys = [1e-7 * rng.normal(size=(2, 5, width)) for width in (32, 48)]
@@ -47,7 +47,7 @@ def test_products_and_gradients_have_the_roundings_of_8_bits(history, dtype):
         want = emulated(x, weights, dys, list(scales) if history else None)
         if dtype == "float64":
             assert_same(got, want, 1e-14)
-        else:  # a sum may be rounded to either neighbour, but for dx, whose summands are too
+        else:  # a sum may round to either neighbour, except dx, which is a sum of rounded terms
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
                 np.testing.assert_allclose(
                     np.asarray(one, np.float32), other, 2**-7, 1e-2 * other.std()
@@ -61,12 +61,12 @@ def test_products_and_gradients_have_the_roundings_of_8_bits(history, dtype):
 
 def test_plain_products_have_no_state():
     assert PLAIN.observed == ()
-    assert PLAIN.variables(layers=2, products=3) == PLAIN.next_variables({}, Side()) == {}
+    assert PLAIN.variables(layers=2, products=3) == PLAIN.next_variables({}, Aux()) == {}
 
 
 @pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])
 def test_products_of_experts_are_those_of_each(history):
-    """Of each by itself, also where values of two experts are further apart than 8 bits reach."""
+    """Each expert has scales of its own, also if values differ by more than the range of 8 bits."""
     sizes = np.array([1.0, 2.0**-40, 2.0**30]).reshape(3, 1, 1)
     rng, scale = np.random.default_rng(1), 2.0 ** np.array([-8, -7, -38])
     x, weight, dy = (sizes * rng.normal(size=(3, *shape)) for shape in ((6, 16), (16, 32), (6, 32)))
@@ -83,7 +83,7 @@ def test_products_of_experts_are_those_of_each(history):
 
 
 def test_what_is_lost_is_bits_and_not_range():
-    """Errors are those of as many bits with any exponent: no finer scales would make them less."""
+    """Errors are those of as many bits with any exponent: finer scales would not reduce them."""
     rng = np.random.default_rng(2)
 
     def heavy(*shape):
@@ -109,8 +109,8 @@ def test_scales_follow_the_largest_of_the_history():
     fp8 = Fp8(2)
     first = fp8.variables(layers=1, products=1)
     assert first["fp8_scale"].tolist() == [[[2.0**-1, 2.0**-7, 2.0**-20]]]
-    seen = lambda *largest: Side(maxima={"fp8_scale": jnp.float32([[largest]])})  # noqa: E731
-    once = fp8.next_variables(first, seen(3.0, 0.0, jnp.inf))  # what was not seen stays
+    seen = lambda *largest: Aux(maxima={"fp8_scale": jnp.float32([[largest]])})  # noqa: E731
+    once = fp8.next_variables(first, seen(3.0, 0.0, jnp.inf))  # 0.0: not observed, unchanged
     assert once["fp8_scale"].tolist() == [[[2.0**-6, 2.0**-7, 2.0**-20]]]
     twice = fp8.next_variables(once, seen(1.0, 4.0, 1.0))
     assert twice["fp8_scale"].tolist() == [[[2.0**-6, 2.0**-5, 2.0**-14]]]
@@ -187,9 +187,9 @@ def test_a_plan_knows_what_is_in_8_bits():
 
 
 def test_a_plan_knows_which_experts_multiply_in_8_bits():
-    """Those with a capacity, all of their slots; groups of rows stay as they are."""
+    """Only experts with a capacity, in all of their slots; ragged products stay unquantized."""
     tokens, attention, expert = 2 * 32, 64 * 64 * 2 + 2 * 64 * 32, 3 * 64 * 32
-    slots = 2 * 32 * 2  # two a token
+    slots = 2 * 32 * 2  # two per token
     for factor, rows in ((1.0, slots), (0.0, 0)):
         config = settings(**EXPERTS | {"capacity_factor": factor}, d_expert=32)
         sparse = costs_of(config).kinds["sparse"]

@@ -57,7 +57,7 @@ def test_no_token_sees_the_future_nor_what_is_before_its_window(config):
         assert seen[first : t + 1].all()
 
 
-def test_attention_equals_a_plain_twin():
+def test_attention_equals_a_plain_reference():
     """Softmax attention written out head by head, with its own rotation, in numpy."""
     decoder = Decoder(SMALL)
     params = jax.tree.map(np.asarray, decoder.init_layer(jax.random.key(0), 0))
@@ -122,7 +122,7 @@ def test_initial_values_depend_on_layer_and_name():
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["attn"]["wk"], other["attn"]["wk"])
     assert not np.array_equal(first["attn"]["wk"], first["attn"]["wv"])
-    # A parameter more or less elsewhere changes nothing here.
+    # A parameter added or removed elsewhere changes nothing here.
     normed = Decoder(
         LlamaConfig(**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__} | {"qk_norm": True})
     )
@@ -201,7 +201,7 @@ def test_half_precision_keeps_norms_and_loss_wide():
 
 @pytest.mark.parametrize("chunks", [2, 4, 8])
 def test_loss_in_chunks(chunks):
-    """The same loss and gradients, and no value as large as all logits."""
+    """The same loss and gradients, without any value as large as all logits."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, head = jax.random.normal(keys[0], (2, 8, 6)), jax.random.normal(keys[1], (6, 50))
     targets = jax.random.randint(keys[2], (2, 8), 0, 50).at[0, 3].set(IGNORE)

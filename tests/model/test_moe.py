@@ -1,4 +1,4 @@
-"""The parts of a mixture of experts: settings, router, dispatch, losses, and how a layer is cut."""
+"""Parts of a mixture of experts: settings, router, dispatch, losses, and the split of a layer."""
 
 import sys
 from dataclasses import replace
@@ -13,7 +13,7 @@ from mixtures import MODELS, SIZES, problem
 from msgspec import structs
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.model.moe.balance import Balance
@@ -22,7 +22,7 @@ from jaxpipe.model.moe.products import by_kernel
 from jaxpipe.model.moe.router import Routes, choose
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.experts import ALL_EXPERTS
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.split import Cotangent, split_layer
 from jaxpipe.planning.costs import costs_of
@@ -68,7 +68,7 @@ def test_parameters_and_active_flops_are_counted(model):
 
 
 def test_the_choice_is_that_of_plain_loops():
-    """DeepSeek-V3's: of the groups whose two best scores have the largest sum, the best experts."""
+    """DeepSeek-V3: the best experts of the groups whose two best scores have the largest sum."""
     config = MODELS["deepseek"]
     rng = np.random.default_rng(0)
     scores, bias = rng.uniform(size=(2, 5, 8)), rng.uniform(size=8)
@@ -83,7 +83,7 @@ def test_the_choice_is_that_of_plain_loops():
 
 @pytest.mark.parametrize("places", ["sorted", "equal"])
 def test_rows_go_into_slots_and_back(places):
-    """A gather forth, a sum back, each with the other as its gradient."""
+    """A gather into slots and a sum back, each the gradient of the other."""
     group = jnp.array([2, 0, 1, 1, 1, 0, 2, 1])
     made = sorted_places(group) if places == "sorted" else equal_places(group, 3, 3)
     with jax.enable_x64(True):
@@ -106,7 +106,7 @@ def test_rows_go_into_slots_and_back(places):
 
 def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
     config = LlamaConfig(**SIZES, router_aux_loss=1.0)
-    balance = Balance(config, ONE_DEVICE, WHOLE_SEQUENCE)
+    balance = Balance(config, ONE_DEVICE, FULL_SEQUENCE)
     even = (2 * jnp.arange(8)[None, :, None] + jnp.arange(2)[None, None]) % 8
     shares = jnp.full((1, 8, 8), 1 / 8)
     weights = jnp.full((1, 8, 2), 1 / 2)
@@ -126,12 +126,12 @@ def test_a_bias_rises_where_few_tokens_chose(step):
     functions = Decoder(structs.replace(MODELS["one"], router_bias_step=step)).functions
     counts = np.tile([0, 1, 2, 0, 4, 5, 6, 14], (4, 1))  # 4 is the mean
     counts[1] *= 2
-    side = Side(sums={"expert_counts": jnp.asarray(counts, jnp.int32)})
+    side = Aux(sums={"expert_counts": jnp.asarray(counts, jnp.int32)})
     after = functions.next_variables(functions.variables, side)["router_bias"]
     few = 1 - np.array([0, 1, 2, 0, 4, 5, 6, 14]) / 4
     few = np.sign(few) if step == "sign" else few
     np.testing.assert_allclose(after, np.tile(0.01 * few, (4, 1)), rtol=1e-6, atol=0)
-    nobody = Side(sums={"expert_counts": jnp.zeros((4, 8), jnp.int32)})
+    nobody = Aux(sums={"expert_counts": jnp.zeros((4, 8), jnp.int32)})
     assert not functions.next_variables(functions.variables, nobody)["router_bias"].any()
 
 
@@ -141,7 +141,7 @@ def test_a_bias_tells_counts_apart_that_float32_does_not():
     counts[:, 0] += 1
     counts[:, 1] -= 1
     counts[1] += 2**29
-    side = Side(sums={"expert_counts": jnp.asarray(counts)})
+    side = Aux(sums={"expert_counts": jnp.asarray(counts)})
     after = functions.next_variables(functions.variables, side)["router_bias"]
     want = np.tile(0.01 * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), (4, 1))
     np.testing.assert_allclose(after, want, rtol=1e-6, atol=0)
@@ -149,7 +149,7 @@ def test_a_bias_tells_counts_apart_that_float32_does_not():
 
 @pytest.mark.parametrize("tokens", [2**10, 2**23, 2**28])
 def test_what_is_logged_of_a_step_however_large(tokens):
-    """48 layers, 8 of 128 experts a token: a layer's rows, or those of all, may pass 2^31."""
+    """48 layers, 8 of 128 experts a token: the rows of a layer or of all layers may exceed 2^31."""
     sizes = SIZES | {"n_layers": 48, "n_experts": 128, "experts_per_token": 8}
     functions = Decoder(LlamaConfig(**sizes)).functions
     mean = tokens * 8 // 128
@@ -157,7 +157,7 @@ def test_what_is_logged_of_a_step_however_large(tokens):
     counts[:, 0] += mean // 2
     counts[:, 1] -= mean // 2
     dropped = np.linspace(0, 0.4, 48) * tokens * 8  # of each layer
-    side = Side(
+    side = Aux(
         sums={
             "expert_counts": jnp.asarray(counts),
             "expert_rows_dropped": jnp.asarray(dropped, jnp.int32),
@@ -172,7 +172,7 @@ def test_what_is_logged_of_a_step_however_large(tokens):
 
 
 def primitives(function, *args):
-    """The names of all equations of a function, those of inner calls too."""
+    """Return the names of all equations of a function, including those of inner calls."""
     names = []
 
     def walk(jaxpr):
@@ -187,10 +187,10 @@ def primitives(function, *args):
 
 
 def split_of(model, remat, product=lax.ragged_dot):
-    """A sparse layer's pieces, and what they are called with."""
+    """Return a sparse layer's split and its arguments."""
     decoder, _, layers, _, variables = problem(model)
     decoder = replace(decoder, product=product)
-    kind, x = decoder.functions.by_name["sparse"], jnp.zeros((2, 8, 16))
+    kind, x = decoder.functions.kinds_by_name["sparse"], jnp.zeros((2, 8, 16))
     params, variables = jax.tree.map(jnp.float32, (layers[3], variables))
     context = Context({}, jnp.int32(3), None, variables)
     split = split_layer(kind.layer, params, x, context, POLICIES[remat], kind.keep)
@@ -200,7 +200,7 @@ def split_of(model, remat, product=lax.ragged_dot):
 @pytest.mark.parametrize("product", [lax.ragged_dot, by_kernel])
 @pytest.mark.parametrize("remat", POLICIES)
 def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatch):
-    """W has one of three products of each matrix, B the other and, rematerialised, F's again."""
+    """W has one of three products of each matrix; B has another and, with remat, F's again."""
     monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
     split, params, x, context = split_of("deepseek", remat, product)
     kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
@@ -225,7 +225,7 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatc
 
 @pytest.mark.parametrize("remat", POLICIES)
 def test_no_row_of_a_token_is_stored_but_what_is_inside_an_expert(remat):
-    """Gathers are made again: rows are as wide as an expert, or numbers, or with all tokens."""
+    """Gathers are recomputed: stored arrays are as wide as an expert, or numbers, or per token."""
     split, *_ = split_of("qwen", remat)
     rows = 2 * 8 * 2
     stored = [leaf.shape for leaf in (*split.residuals.for_b, *split.residuals.for_w, *split.stash)]
@@ -235,7 +235,7 @@ def test_no_row_of_a_token_is_stored_but_what_is_inside_an_expert(remat):
 
 @pytest.mark.parametrize("model", ["qwen", "deepseek", "narrow"])
 def test_a_plan_counts_the_products_of_active_experts(model):
-    """F of a sparse layer, closed; capacity counts its slots. B and W of experts are F each."""
+    """F of a sparse layer in closed form, with a capacity's slots. B and W of experts equal F."""
     config = MODELS[model]
     train = TrainConfig(steps=1, grad_accum_steps=1, microbatch_size=2, seq_len=8)
     costs = costs_of(Config(model=config, parallel=ParallelConfig(), train=train))
@@ -252,8 +252,8 @@ def test_a_plan_counts_the_products_of_active_experts(model):
 
 
 def test_modules_have_the_leaves_that_replicas_and_devices_cut():
-    leaves = Decoder(MODELS["qwen"]).functions.by_name["sparse"].leaves["moe"]
-    assert leaves["experts"]["w_up"].cuts == (("ep", 0), ("tp", 2))
-    assert leaves["experts"]["w_down"].cuts == (("ep", 0), ("tp", 1))
+    leaves = Decoder(MODELS["qwen"]).functions.kinds_by_name["sparse"].param_specs["moe"]
+    assert leaves["experts"]["w_up"].sharded == (("ep", 0), ("tp", 2))
+    assert leaves["experts"]["w_down"].sharded == (("ep", 0), ("tp", 1))
     assert leaves["experts"]["w_down"].matrix == (1, 2)
-    assert leaves["router"]["gate"].cuts == ()
+    assert leaves["router"]["gate"].sharded == ()

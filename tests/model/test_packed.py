@@ -1,4 +1,4 @@
-"""Attention within documents: the plain kernel, and all of the fused one but cuDNN itself."""
+"""Attention within documents: the plain kernel, and the fused one without cuDNN itself."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.model.packed import Documents, documents_of
 from jaxpipe.partition.devices import ONE_DEVICE
 
-ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # of 12 tokens; what they leave is padding
+ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # document lengths in rows of 12; the rest is padding
 
 
 def documents(rows=ROWS, length=12):
@@ -33,8 +33,8 @@ def arguments(rows=ROWS, length=12):
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
 
 
-def twin(q, k, v, window=0, rows=ROWS):
-    """Document by document; of padding nothing."""
+def reference(q, k, v, window=0, rows=ROWS):
+    """Reference attention, document by document; zero for padding."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     mixed = jnp.zeros_like(q)
     for row, lengths in enumerate(rows):
@@ -51,7 +51,7 @@ def twin(q, k, v, window=0, rows=ROWS):
 
 
 def values_and_gradients(attention, given, documents):
-    """Of a loss that padding has no part in."""
+    """Return attention and its gradients of a loss that ignores padding."""
 
     def loss(given):
         mixed = attention(*given)
@@ -73,7 +73,7 @@ def test_the_plain_kernel_is_each_document_alone(window):
     with jax.enable_x64(True):
         given, of = arguments(), documents()
         plain = lambda q, k, v: Attend(window=window)(q, k, v, documents=of)[0]  # noqa: E731
-        wanted = values_and_gradients(partial(twin, window=window), given, of)
+        wanted = values_and_gradients(partial(reference, window=window), given, of)
         equal(values_and_gradients(plain, given, of), wanted)
 
 
@@ -82,12 +82,12 @@ def test_blocks_of_queries_keep_documents_apart():
     with jax.enable_x64(True):
         given, of = arguments(rows, 256), documents(rows, 256)
         plain = partial(causal_attention, position_BL=of.positions)
-        wanted = values_and_gradients(partial(twin, rows=rows), given, of)
+        wanted = values_and_gradients(partial(reference, rows=rows), given, of)
         equal(values_and_gradients(plain, given, of), wanted)
 
 
 def test_another_documents_values_have_no_gradient_at_all():
-    """Exactly: neither of a token before nor after, in one block of queries or two."""
+    """Exactly zero: before or after the document, in one block of queries or two."""
     rows = ((100, 100, 50),)
     given, of = arguments(rows, 256), documents(rows, 256)
     own = (of.segments == 1)[..., None, None]
@@ -97,11 +97,11 @@ def test_another_documents_values_have_no_gradient_at_all():
 
     for gradient in jax.jit(jax.grad(loss))(given):
         assert jnp.all(jnp.where(own, 0, gradient) == 0)
-        assert jnp.all(jnp.abs(gradient).max(axis=(2, 3))[0, 101:200] > 0)  # of 100 none at q
+        assert jnp.all(jnp.abs(gradient).max(axis=(2, 3))[0, 101:200] > 0)  # q at 100: none
 
 
 def fused(q, k, v, of, window=0, parts=1):
-    """The fused kernel on a row whole, or slice by slice as they follow one another."""
+    """Run the fused kernel on the full row, or slice by slice in order."""
     attend, own = Attend(kernel="cudnn", window=window, documents=4), q.shape[1] // parts
     past = Past(jnp.full_like(k, 7), jnp.full_like(v, 7), 0) if parts > 1 else None
     mixed = []
@@ -117,20 +117,20 @@ def fused(q, k, v, of, window=0, parts=1):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_fused_kernel_is_each_document_alone(window, parts, monkeypatch):
-    """Of rows whole and cut into slices, all but cuDNN itself: where it is told that they are.
+    """On full rows and slices, all but cuDNN itself: the offsets and lengths that it gets.
 
-    What it leaves as it was is NaN here. Padding's gradients are those of a loss without it: zero.
+    Rows that cuDNN leaves unwritten are NaN here. Gradients of padding are zero.
     """
     ragged.stands_in(monkeypatch)
     with jax.enable_x64(True):
         given, of = arguments(), documents()
-        wanted = values_and_gradients(partial(twin, window=window), given, of)
+        wanted = values_and_gradients(partial(reference, window=window), given, of)
         found = values_and_gradients(partial(fused, of=of, window=window, parts=parts), given, of)
         equal(found, wanted)
 
 
 def test_shares_are_dropped_within_documents():
-    """Those of the row's own mask, of queries and keys at their places in the row."""
+    """The dropout mask is the row's own, by position of query and key in the row."""
     with jax.enable_x64(True):
         (q, k, v), of = arguments(), documents()
         place = jnp.arange(12)
@@ -146,18 +146,18 @@ def test_shares_are_dropped_within_documents():
         equal([found[real]], [wanted[real]])
 
 
-def test_documents_of_a_stretch():
-    """One that began before it, whole ones, one that goes on after it, and padding."""
+def test_documents_of_a_part():
+    """A document that starts before the shard, full ones, one that ends after it, and padding."""
     of = documents(((3, 4, 5), (2, 2, 3), (12,), (4,)))
-    stretch = Documents(*(leaf[:, 4:8] for leaf in of))
-    first, length = documents_of(stretch, 4, most=2)
+    part = Documents(*(leaf[:, 4:8] for leaf in of))
+    first, length = documents_of(part, 4, most=2)
     assert first.tolist() == [[3, 7], [4, 8], [0, 8], [4, 8]]
     assert length.tolist() == [[4, 1], [4, 0], [8, 0], [4, 0]]
 
 
 @pytest.mark.parametrize("most", [1, 63])
 def test_a_gpu_is_given_documents_and_no_mask(most):
-    """Lowered only. cuDNN is told of each a first element and a length, and the window."""
+    """Lowered only. cuDNN gets the first element and length of each document, and the window."""
     shapes = [(2, 256, h, 64) for h in (4, 2, 2)]
     given = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
     of = Documents(*[jax.ShapeDtypeStruct((2, 256), "int32")] * 2)

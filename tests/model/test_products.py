@@ -1,4 +1,4 @@
-"""Grouped products by a kernel of GPUs: the same numbers, cut alike, and who has it."""
+"""Grouped products by a GPU kernel: the same numbers, the same split, and when it is available."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ def test_the_kernel_makes_what_ragged_dot_makes(sizes, monkeypatch):
 
 
 def test_a_plan_needs_no_kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokamax", None)  # importing it is an error
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # makes its import fail
     rows, sizes = jnp.ones((2, 4)), jnp.array([2])
     with stand_ins():
         np.testing.assert_array_equal(by_kernel(rows, jnp.ones((1, 4, 3)), sizes), 4)
@@ -63,7 +63,7 @@ def test_a_plan_needs_no_kernel(monkeypatch):
     ],
 )
 def test_who_has_the_kernel(device, model, dtype, found, note, monkeypatch):
-    """Who has not is told what it costs and what to do."""
+    """Without the kernel, the note tells its cost and the remedy."""
     monkeypatch.setattr(products, "find_spec", lambda name: found)
     got = grouped_on(device, model, jnp.dtype(dtype), tp=2)
     assert (got.product is by_kernel) == note.startswith("by tokamax")

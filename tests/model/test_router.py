@@ -1,4 +1,4 @@
-"""The router's weights and gradients beside a Jacobian by hand, where scores underflow too."""
+"""The router's weights and gradients against a Jacobian by hand, also where scores underflow."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from jaxpipe.partition.devices import ONE_DEVICE
 EXPERTS = 8
 LOGITS = np.array(
     [
-        [0.5, -1, 2, 0.25, -0.75, 1, -2, 0],  # as in a run
-        [-110, -115, 3, 0, 1, -1, 2, 0.5],  # the chosen underflow
-        [-110, -30, 3, 0, 1, -1, 2, 0.5],  # one of the chosen does
+        [0.5, -1, 2, 0.25, -0.75, 1, -2, 0],  # typical scores
+        [-110, -115, 3, 0, 1, -1, 2, 0.5],  # both chosen scores underflow
+        [-110, -30, 3, 0, 1, -1, 2, 0.5],  # one of the chosen scores underflows
         [-50, -47, 3, 0, 1, -1, 2, 0.5],  # 1e-20 counts as much as their sum
-        [-120, -121, -119, -118, -117, -122, -125, -130],  # all do
+        [-120, -121, -119, -118, -117, -122, -125, -130],  # all scores underflow
         [90, 40, 0, -90, -20, 10, 5, 1],
     ]
 )
@@ -29,12 +29,12 @@ def router_of(score, **sizes):
     sizes = SIZES | {"d_model": EXPERTS, "n_experts": EXPERTS, "experts_per_token": 2} | sizes
     config = LlamaConfig(**sizes, router_score=score, router_scale=2.5, router_bias_rate=0.001)
     router = Router(config, Parts(ONE_DEVICE, None), init_from(jax.random.key(0)))
-    router.gate[...] = jnp.eye(EXPERTS)  # logits are what it is given
+    router.gate[...] = jnp.eye(EXPERTS)  # so that logits equal the router's input
     return router
 
 
 def scores_of(score, logits):
-    """Scores and their Jacobian by the logits, `[T, E]` and `[T, E, E]`, in float64."""
+    """Return scores and their Jacobian by the logits, `[T, E]` and `[T, E, E]`, in float64."""
     if score == "sigmoid":
         made = 1 / (1 + np.exp(-logits))
         return made, (made / (1 + np.exp(logits)))[..., None] * np.eye(EXPERTS)
@@ -44,7 +44,7 @@ def scores_of(score, logits):
 
 
 def over_sum(scores, by_logits):
-    """Scores over their sum as DeepSeek-V3 has it, with the Jacobian by the logits."""
+    """Return scores over their sum as in DeepSeek-V3, with the Jacobian by the logits."""
     total = scores.sum(-1, keepdims=True) + 1e-20
     by_scores = np.eye(scores.shape[-1]) / total[..., None] - (scores / total**2)[..., None]
     return scores / total, by_scores @ by_logits
@@ -92,6 +92,6 @@ def test_weights_of_groups_where_scores_underflow():
     (_, routes), dx = jax.value_and_grad(made, has_aux=True)(x)
     assert np.isfinite(dx).all()
     scores, by_logits = scores_of("sigmoid", LOGITS)
-    weights, _ = over_sum(scores[:, :2], by_logits[:, :2])  # those of the first group
+    weights, _ = over_sum(scores[:, :2], by_logits[:, :2])  # of the first group
     got = np.take_along_axis(routes.weights_BLK[0], np.argsort(routes.choice_BLK[0]), -1)
     np.testing.assert_allclose(got, 2.5 * weights, rtol=1e-6, atol=1e-12)

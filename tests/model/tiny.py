@@ -1,4 +1,4 @@
-"""A second family, for tests: no attention, sizes of its own, layers of two kinds."""
+"""A second model family, for tests: no attention, its own sizes, two layer kinds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Closed forms and orders from papers: what the code is compared with."""
+"""Closed forms and orders from papers, with which the tests compare the code."""

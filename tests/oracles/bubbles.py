@@ -1,8 +1,8 @@
-"""Idle time and memory of a rank in closed form, to check simulations and to plan without one.
+"""Idle time and memory of a rank in closed form, to check simulations.
 
 B is the gradient of a stage's *input* alone, as everywhere in jaxpipe and in Qi et al. 2024; the
-README of DeepSeek's DualPipe calls the *whole* backward B. `OpTimes` names both and is made from
-either. Times are those of one stage: where a rank has v stages, each has 1/v of its layers.
+README of DeepSeek's DualPipe calls the *whole* backward B. `OpTimes` names both and can be built
+from either. Times are those of one stage: where a rank has v stages, each has 1/v of its layers.
 
 | schedule | idle time of a rank | exact for |
 |---|---|---|
@@ -13,8 +13,8 @@ either. Times are those of one stage: where a rank has v stages, each has 1/v of
 | dualpipev | (P-1)(pair + BW - 3W) | the same, on P ranks with 2P stages |
 
 The two DualPipe forms are also exact for F = B = W and 2F <= pair <= 3F, on the rank that idles
-most. Span is a rank's own first start to last end; where it is not said, the step's first start to
-last end. Transfers take no time.
+most. Idle time is measured from the step's first start to its last end, or, where the table says
+span, from a rank's own first start to its own last end. Transfers take no time.
 
 Sources: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", Table 2 and section 2.3; Narayanan et
 al. 2021, section 2.2 (interleaved); Lamy-Poirier 2023 (breadth-first); DeepSeek-AI 2025,
@@ -42,22 +42,22 @@ class OpTimes:
     def of_backward(
         cls, *, F: float, backward: float, W: float, overlapped: float | None = None
     ) -> "OpTimes":
-        """From the whole backward, which DeepSeek writes B."""
+        """Build from the time of the whole backward, which DeepSeek calls B."""
         return cls(F, backward - W, W, overlapped)
 
     @property
     def backward(self) -> float:
-        """An unsplit backward, BW."""
+        """Time of an unsplit backward, BW."""
         return self.B + self.W
 
     @property
     def pair(self) -> float:
-        """F and an unsplit backward in one cell."""
+        """Time of F and an unsplit backward in one cell."""
         return self.F + self.backward if self.overlapped is None else self.overlapped
 
 
 def bubble(schedule: str, pp: int, times: OpTimes) -> float:
-    """Idle time of a rank in a step of the named schedule on `pp` ranks, in the unit of `times`.
+    """Return the idle time of a rank in a step on `pp` ranks, in the unit of `times`.
 
     Raises `ValueError` for a schedule without a closed form, or an odd `pp` of dualpipe.
 
@@ -75,10 +75,11 @@ def bubble(schedule: str, pp: int, times: OpTimes) -> float:
 def held_activations(
     schedule: str, pp: int, *, until_b: float, until_w: float
 ) -> tuple[float, ...]:
-    """Most that each rank holds, in the unit of `until_b` (M_B) and `until_w` (M_W).
+    """Return each rank's peak of live activations, in the unit of `until_b` and `until_w`.
 
-    With r from 0, rank r of zb_h1 holds r microbatches that wait for W and of zb_h2 2r; the others
-    up to P, or 2P - 1, wait for B. Exact while M_W <= M_B, for M >= P and of zb_h2 M >= 2P.
+    `until_b` (M_B) is the memory of one microbatch from F to B, `until_w` (M_W) that from B to W.
+    With r from 0, on rank r of zb_h1 r microbatches wait for W, of zb_h2 2r; the rest, up to P or
+    2P - 1 in all, wait for B. Exact while M_W <= M_B, for M >= P (zb_h2: M >= 2P).
 
     Raises `ValueError` for another schedule than 1f1b, zb_h1 and zb_h2.
 
@@ -132,7 +133,7 @@ BUBBLES: dict[str, Callable[[int, OpTimes], float]] = {
     "dualpipev": _dualpipev,
 }
 
-# (P, rank) -> microbatches that wait for B and for W when the rank holds most.
+# (P, rank) -> microbatches that wait for B and for W at the rank's peak.
 _HELD: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "1f1b": lambda pp, rank: (pp - rank, 0),
     "zb_h1": lambda pp, rank: (pp - rank, rank),

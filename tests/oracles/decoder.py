@@ -1,17 +1,17 @@
-"""What jaxpipe's own decoder costs: FLOPs and stored bytes of F, B and W, from sizes alone.
+"""Cost of jaxpipe's decoder from sizes alone: FLOPs and stored bytes of F, B and W.
 
-The layer is the one of `jaxpipe.model`: RMSNorm, grouped-query attention with heads of their own
-width, rotary positions and optional norms of q and k, SwiGLU. The bytes are those of the cut into
-F, B and W: residuals go from F to B (`for_b`) or to W (`for_w`), the stash from B to W. Everything
+The layer is that of `jaxpipe.model`: RMSNorm, grouped-query attention with its own head width,
+rotary positions and optional norms of q and k, SwiGLU. The bytes are those of the split into F, B
+and W: residuals go from F to B (`for_b`) or to W (`for_w`), the W stash from B to W. Everything
 is for one microbatch on one device.
 
-Tensor parallelism splits heads and hidden values by `tp` (Shoeybi et al. 2019, section 3); sequence
-parallelism splits the stream between them along the sequence, the matrices' inputs included, which
-are gathered again when they are needed (Korthikanti et al. 2022, section 4.2.2). Context
-parallelism gives each of `cp` devices a stretch of every sequence; keys and values are stored
-where they are made, and gathered again, or go round groups of `heads` devices that exchange heads.
-Of sequences cut into `slices` in time, everything is for one slice, except that all keys and values
-are held once a sequence: `state_bytes`.
+Tensor parallelism shards heads and hidden values over `tp` (Shoeybi et al. 2019, section 3).
+Sequence parallelism also shards the residual stream and the inputs of matrices along the
+sequence; they are all-gathered when they are needed (Korthikanti et al. 2022, section 4.2.2).
+Context parallelism gives each of `cp` devices a sequence shard; keys and values are stored where
+they are computed, and all-gathered again, or go round a ring of groups of `heads` devices that
+exchange heads. With sequences in `slices`, everything is for one slice, except that keys and
+values are stored once for the whole sequence: `state_bytes`.
 
 Letters: T tokens of a microbatch, D model, H query heads, G key/value heads, K head width, F
 hidden width of the MLP, L tokens of a sequence.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from jaxpipe.model.blocks import halvings
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.partition.leaf import TP, Leaf
+from jaxpipe.partition.leaf import TP, ParamSpec
 from jaxpipe.partition.sequence import query_blocks
 from oracles.flops import OpFlops
 
@@ -30,20 +30,20 @@ REMAT = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer and one microbatch: the papers' M_B is `until_b`, M_W is `until_w`."""
+    """Bytes of one layer and one microbatch; `until_b` is the papers' M_B, `until_w` their M_W."""
 
     for_b: int  # residuals that only B reads
     for_w: int  # residuals that W reads
-    stash: int  # what B leaves for W
+    stash: int  # the W stash, which B leaves for W
 
     @property
     def until_b(self) -> int:
-        """Held from F until B."""
+        """Bytes live from F until B."""
         return self.for_b + self.for_w
 
     @property
     def until_w(self) -> int:
-        """Held from B until W."""
+        """Bytes live from B until W."""
         return self.for_w + self.stash
 
 
@@ -59,10 +59,10 @@ def layer_flops(
     slices: int = 1,
     causal: bool = False,
 ) -> OpFlops:
-    """FLOPs of the matrix products of one layer, on one device, with what B computes again.
+    """Return the matmul FLOPs of one layer on one device, with recomputation in B.
 
     Attention counts the pairs that are computed, masked ones too; `causal` counts only those that
-    the mask lets through, on the average of `cp` devices. `cudnn` computes the scores once more in
+    the mask lets through, on average over `cp` devices. `cudnn` computes the scores once more in
     B (Dao et al. 2022, Algorithm 4); that is taken from the algorithm, not measured.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
@@ -70,7 +70,7 @@ def layer_flops(
     """
     widths = _Widths(model, tp)
     _check_remat(remat)
-    tokens = batch * _stretch(seq_len, cp, slices)
+    tokens = batch * _window(seq_len, cp, slices)
     blocks = _in_blocks(model, cp, heads, slices)
     keys = _keys(model, seq_len, cp * slices)
     if causal:
@@ -86,7 +86,7 @@ def layer_flops(
     again = product if fused else 0.0
     if remat == "full":
         again += work.F - down
-        if slices > 1:  # keys and values are in the state; only norms need the keys' product
+        if slices > 1:  # only norms need the keys' product: the state has keys and values
             again -= 2.0 * tokens * model.d_model * widths.kv * (2 - model.qk_norm)
     elif remat == "selective" and not fused:
         again += 2 * product
@@ -96,12 +96,12 @@ def layer_flops(
 def head_flops(
     model: LlamaConfig, *, batch: int, seq_len: int, tp: int = 1, cp: int = 1, slices: int = 1
 ) -> OpFlops:
-    """FLOPs of the product with the output head, on one device.
+    """Return the FLOPs of the product with the output head, on one device.
 
     Raises `ValueError` for a `tp` that does not divide `vocab_size`, or a `cp` x `slices` that
     does not divide `seq_len`.
     """
-    tokens = batch * _stretch(seq_len, cp, slices)
+    tokens = batch * _window(seq_len, cp, slices)
     return OpFlops.of_weight(2.0 * tokens * _vocabulary_matrix(model, tp))
 
 
@@ -118,11 +118,11 @@ def layer_bytes(
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> LayerBytes:
-    """Bytes that one layer stores for one microbatch on one device.
+    """Return the bytes that one layer stores for one microbatch on one device.
 
     `itemsize` is the bytes of one value of the compute dtype. W needs the input and the output
     gradient of every matrix whatever `remat` is: the input is a residual where F stores it, and
-    part of the stash where B computes it again.
+    part of the W stash where B recomputes it.
 
     Raises `ValueError` for an unknown `remat`, a `tp` that does not divide heads and `d_ff`, or
     with sequence parallelism a device's tokens, or a `cp` x `slices` that does not divide
@@ -132,20 +132,20 @@ def layer_bytes(
     _check_remat(remat)
     blocks = _in_blocks(model, cp, heads, slices)
     fused = model.attention == "cudnn" or blocks
-    own = _stretch(seq_len, cp, slices)
+    own = _window(seq_len, cp, slices)
     tokens = batch * own
     rows = _stream_tokens(batch, own, tp, sequence_parallel)
     stream = rows * model.d_model * itemsize
     q, kv, hidden = (tokens * w * itemsize for w in (widths.q, widths.kv, widths.hidden))
-    # Keys and values as attention reads them are in the state of slices, as the weights make them
-    # only norms need the keys.
+    # With slices, keys and values as attention reads them are in the state; only norms then
+    # need the keys as the weights produce them.
     made = 2 * kv if slices == 1 else kv * model.qk_norm
     inputs = 2 * stream + q + hidden  # of q, k and v; of gate and up; of out; of down
     gradients = 2 * stream + q + 2 * kv + 2 * hidden  # at the outputs of all seven
-    # The second output of attention that stores no scores: a wide logsumexp a query.
+    # Attention that stores no scores has a second output: a float32 logsumexp per query.
     logsumexp = 4 * tokens * widths.heads if fused else 0
-    # What attention gives by heads, beside the same by tokens, which W reads; keys of fewer heads
-    # than devices, of which each has one; queries and keys before their norms.
+    # Sharded by heads, attention's output is stored by heads and, for W, by tokens; with fewer
+    # key heads than devices each device has a copy of one; norms need queries and keys before.
     by_heads = heads > 1
     exchanged, copies = by_heads * q, max(heads // widths.kv_heads, 1)
     copied = by_heads * (copies - 1) * 2 * kv * (slices == 1)
@@ -160,7 +160,7 @@ def layer_bytes(
             for_b = stream + products + logsumexp + exchanged
             return LayerBytes(for_b, for_w, inputs - for_w + gradients)
     wide = max(itemsize, 4)
-    # Two numbers a row of every norm, and of the softmax exponentials and their sum, all wide.
+    # float32: two numbers a row of every norm, and the exponentials and sum of the softmax.
     norms = 2 * rows + tokens * (widths.heads + widths.kv_heads) * model.qk_norm
     parts, keys = _blocks(model, seq_len, cp * slices), _keys(model, seq_len, cp * slices)
     if not fused and parts[-1] != (0, seq_len):  # no block reads all keys: each stores its own
@@ -174,9 +174,9 @@ def state_bytes(
     model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, tp: int = 1, cp: int = 1,
     heads: int = 0,
 ) -> int:  # fmt: skip
-    """Bytes of a layer's keys and values of whole sequences; the gradient at them has as many.
+    """Return the bytes of a layer's keys and values of whole sequences, equal to their gradient's.
 
-    Of `heads` devices each has a share of the heads, of the tokens that they have in a ring.
+    Each of `heads` devices has a share of the heads, for the tokens of its whole group in the ring.
     """
     keys = max(_Widths(model, tp).kv_heads // max(heads, 1), 1)
     tokens = seq_len * heads // cp if heads else seq_len
@@ -194,7 +194,7 @@ def hidden_bytes(
     slices: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """Bytes of one activation, or of its gradient, as a device sends it to another stage.
+    """Return the bytes of one activation, or its gradient, that a device sends to another stage.
 
     Raises `ValueError` for a `cp` x `slices` that does not divide `seq_len`, or a `tp` that does
     not divide the rest with sequence parallelism.
@@ -205,14 +205,14 @@ def hidden_bytes(
     >>> hidden_bytes(model, batch=1, seq_len=4, itemsize=2)
     64
     """
-    own = _stretch(seq_len, cp, slices)
+    own = _window(seq_len, cp, slices)
     return _stream_tokens(batch, own, tp, sequence_parallel) * model.d_model * itemsize
 
 
-def layer_leaves(model: LlamaConfig, tp: int = 1) -> dict[str, Leaf]:
-    """Whole shape of every parameter of a layer, and how `tp` devices share it.
+def layer_leaves(model: LlamaConfig, tp: int = 1) -> dict[str, ParamSpec]:
+    """Return the full shape of every parameter of a layer, and its sharding over `tp` devices.
 
-    Key and value weights of fewer heads than devices are on all of them.
+    Key and value weights are replicated where there are fewer heads than devices.
     """
     d, f, k = model.d_model, model.d_ff, model.head_size
     q, kv = model.n_heads * k, model.n_kv_heads * k
@@ -228,24 +228,24 @@ def layer_leaves(model: LlamaConfig, tp: int = 1) -> dict[str, Leaf]:
         "mlp/w_gate": _matrix(d, f, 1),
         "mlp/w_up": _matrix(d, f, 1),
         "mlp/w_down": _matrix(f, d, 0),
-        **{f"{name}/scale": Leaf(shape=(size,)) for name, size in norms.items()},
+        **{f"{name}/scale": ParamSpec(shape=(size,)) for name, size in norms.items()},
     }
 
 
-def end_leaves(model: LlamaConfig, axes: tuple[str, ...] = (TP,)) -> dict[str, Leaf]:
-    """Whole shape of the parameters that no layer has, and how devices along `axes` share them."""
+def end_leaves(model: LlamaConfig, axes: tuple[str, ...] = (TP,)) -> dict[str, ParamSpec]:
+    """Return full shapes of embedding, final norm and head, and their sharding over `axes`."""
     d, v = model.d_model, model.vocab_size
-    leaves = {"embed": _matrix(v, d, 0, axes), "final_norm/scale": Leaf(shape=(d,))}
+    leaves = {"embed": _matrix(v, d, 0, axes), "final_norm/scale": ParamSpec(shape=(d,))}
     return leaves if model.tie_embeddings else leaves | {"head": _matrix(d, v, 1, axes)}
 
 
-def _matrix(rows: int, columns: int, cut: int | None, axes: tuple[str, ...] = (TP,)) -> Leaf:
+def _matrix(rows: int, columns: int, cut: int | None, axes: tuple[str, ...] = (TP,)) -> ParamSpec:
     cuts = () if cut is None else tuple((axis, cut) for axis in axes)
-    return Leaf(cuts=cuts, shape=(rows, columns), matrix=(0, 1))
+    return ParamSpec(sharded=cuts, shape=(rows, columns), matrix=(0, 1))
 
 
 class _Widths:
-    """Widths of what one device holds of a layer."""
+    """Widths of a device's shard of a layer."""
 
     def __init__(self, model: LlamaConfig, tp: int):
         for name in ("n_heads", "d_ff"):
@@ -255,22 +255,22 @@ class _Widths:
         self.hidden = model.d_ff // tp
 
 
-def _stretch(seq_len: int, cp: int, slices: int) -> int:
-    """Tokens of a sequence's slice that one of the devices sharing it has."""
+def _window(seq_len: int, cp: int, slices: int) -> int:
+    """Return the tokens that one device has of a sequence slice."""
     _check_divides(cp * slices, "seq_len", seq_len, by="cp x slices")
     return seq_len // (cp * slices)
 
 
 def _keys(model: LlamaConfig, seq_len: int, parts: int) -> float:
-    """Keys whose scores a query has on average, masked ones too, of sequences in so many parts."""
+    """Return the keys per query whose scores are computed on average, masked ones too."""
     blocks = _blocks(model, seq_len, parts)
     return sum(end - first for first, end in blocks) / len(blocks)
 
 
 def _in_blocks(model: LlamaConfig, cp: int, heads: int, slices: int) -> bool:
-    """Whether attention is made block by block, of which nothing is stored; cuDNN's in tiles.
+    """Return whether attention runs block by block, without stored scores; cuDNN's runs in tiles.
 
-    cuDNN's makes all that it masks: of stretches that are gathered, and of windows over slices.
+    cuDNN's kernel computes masked blocks too with all-gathered shards, or a window with slices.
     """
     gathered = cp > 1 and not heads
     if model.attention == "cudnn":
@@ -279,11 +279,11 @@ def _in_blocks(model: LlamaConfig, cp: int, heads: int, slices: int) -> bool:
 
 
 def _keys_of_blocks(seq_len: int, cp: int, heads: int, slices: int) -> float:
-    """Keys whose scores a query has on average where later blocks are left out.
+    """Return the keys per query whose scores are computed on average if later blocks are skipped.
 
-    n halvings make 1 + 2^-n of the causal half of the tokens that a device has of a slice, for some
-    heads; of half of the other slices, or of the tokens of others in a ring, all or none. A gather
-    has no halves. Tiles of 128 are as many, for no block is of fewer tokens.
+    Of a device's tokens of a slice, n halvings leave 1 + 2^-n of the causal half, for some heads;
+    of other slices half are read, and of other devices' tokens in a ring all or none. All-gathered
+    keys are not halved. Tiles of 128 count the same, since no block has fewer tokens.
     """
     of_slice = seq_len // slices
     others = (slices - 1) / 2 * of_slice
@@ -295,7 +295,7 @@ def _keys_of_blocks(seq_len: int, cp: int, heads: int, slices: int) -> float:
 
 
 def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int]]:
-    """The keys that every block of queries reads: the first one's window up to its last one's."""
+    """Return the range of keys of every block of queries: its first window to its last query."""
     if model.attention == "cudnn" or parts > 1:
         return [(0, seq_len)]
     rows, window = seq_len // query_blocks(seq_len), model.sliding_window or seq_len
@@ -303,13 +303,13 @@ def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int
 
 
 def _seen(model: LlamaConfig, seq_len: int) -> float:
-    """Keys that the mask lets through to a query on average."""
+    """Return the keys per query that the mask lets through on average."""
     window = model.sliding_window or seq_len
     return sum(min(query + 1, window) for query in range(seq_len)) / seq_len
 
 
 def _stream_tokens(batch: int, own: int, tp: int, sequence_parallel: bool) -> int:
-    """Tokens whose residual stream is on one device, which has `own` of a sequence."""
+    """Return the tokens of a device's residual stream; it has `own` tokens of a sequence."""
     if not sequence_parallel:
         return batch * own
     _check_divides(tp, "seq_len", own)

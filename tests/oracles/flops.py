@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class OpFlops:
     """Operations of one microbatch on one device; an unsplit backward takes B + W.
 
-    They add up: `sum(parts, OpFlops())`.
+    Instances add up: `sum(parts, OpFlops())`.
 
     >>> OpFlops.of_weight(10.0) + OpFlops.of_values(1.0)
     OpFlops(F=11.0, B=12.0, W=10.0)
@@ -22,12 +22,12 @@ class OpFlops:
 
     @classmethod
     def of_weight(cls, product: float) -> "OpFlops":
-        """A product of activations with a weight: B and W each take as much as F."""
+        """Count a product of activations with a weight: B and W each take as much as F."""
         return cls(product, product, product)
 
     @classmethod
     def of_values(cls, product: float) -> "OpFlops":
-        """A product of two activations: both gradients belong to B, since neither is a weight's."""
+        """Count a product of two activations: B computes both gradients, none is a weight's."""
         return cls(product, 2 * product, 0.0)
 
     @property

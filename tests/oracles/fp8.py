@@ -8,18 +8,18 @@ E4, E5 = (ml_dtypes.float8_e4m3fn, 448.0, 8), (ml_dtypes.float8_e5m2, 57344.0, 1
 
 
 def power(x, form):
-    """A scale by its definition: the largest value has the exponent below the format's."""
+    """Return a scale by its definition: the largest value has the exponent below the format's."""
     return 2.0 ** (np.floor(np.log2(np.abs(x).max())) + 1 - form[2])
 
 
 def eight(x, scale, form):
-    """What x is after division by the scale, rounding to 8 bits and multiplication."""
+    """Return x after division by the scale, rounding to 8 bits and multiplication."""
     dtype, largest, _ = form
     return np.clip(x / scale, -largest, largest).astype(dtype).astype(x.dtype) * scale
 
 
 def emulated(x, weights, dys, scales):
-    """The products, dx and gradients of the weights, all sums in x's own dtype."""
+    """Return the products, dx and weight gradients, with all sums in x's own dtype."""
     wide = np.float64 if x.dtype == np.float64 else np.float32
     x, weights, dys = jax.tree.map(lambda a: a.astype(wide), (x, weights, dys))
     scales = scales or [(power(x, E4), power(w, E4), power(dy, E5)) for w, dy in zip(weights, dys)]

@@ -1,4 +1,4 @@
-"""What cuDNN's fused attention does with a block, in plain products of any dtype."""
+"""cuDNN's fused attention on one block, in plain products of any dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxpipe.model import fused
 
 
 class Fused:
-    """In place of the primitive of one of cuDNN's calls."""
+    """Replaces the primitive of one of cuDNN's calls."""
 
     def __init__(self, name, causal):
         self.bind = {"fwd": self.forward, "bwd": self.backward}[name]
@@ -43,19 +43,19 @@ class Fused:
 
 
 def wide(x, queries):
-    """With as many heads as the queries."""
+    """Repeat the heads of x to the number of query heads."""
     return jnp.repeat(x, queries.shape[2] // x.shape[2], 2)
 
 
 def narrow(x, like):
-    """Summed over the heads that share one of its own."""
+    """Sum x over the query heads that share a head of `like`."""
     return x.reshape(*x.shape[:2], like.shape[2], -1, x.shape[3]).sum(3)
 
 
 def stands_in(monkeypatch):
-    """Let CPUs run cuDNN's attention, of any dtype, as this module says that it works.
+    """Make CPUs run this implementation instead of cuDNN's attention, in any dtype.
 
-    jax's function that has it is of all tokens here.
+    jax's own function is replaced too, for attention over all tokens.
     """
     calls = lambda name, q, causal, window: (Fused(name, causal), {})  # noqa: E731
     monkeypatch.setattr(fused, "_of_cudnn", calls)

@@ -1,12 +1,12 @@
-"""What a layer with experts costs: FLOPs of its products, bytes that it sends to other replicas.
+"""Cost of a layer with experts: FLOPs of its products, bytes that it sends to other replicas.
 
-The layer is the one of `jaxpipe.model.moe`: attention as in `oracles.decoder`, a router, routed
-SwiGLU experts, shared ones. Everything is for one microbatch on one device of `ep`, which have
-parts of the experts each, and of `tp`, which have parts of every expert's width.
+The layer is that of `jaxpipe.model.moe`: attention as in `oracles.decoder`, a router, routed
+SwiGLU experts, shared ones. Everything is for one microbatch on one device; experts are sharded
+over `ep`, and the width of every expert over `tp`.
 
 Without a capacity every choice of a token is a row; with one every expert has slots for each
 sequence, full or not (Fedus et al. 2021, equation 3). Over ep a device has buffers for rows from
-every other one, of which all are multiplied.
+every other device, and multiplies them in full.
 """
 
 import math
@@ -21,9 +21,9 @@ from oracles.flops import OpFlops
 def expert_rows(
     model: LlamaConfig, *, batch: int, seq_len: int, ep: int = 1, factor: float = 0.0
 ) -> int:
-    """Rows that go through a device's experts, empty slots included.
+    """Return the rows that go through a device's experts, empty slots included.
 
-    Those that replicas send each other are as many: `factor` is `parallel.ep_buffer_factor`.
+    Replicas send each other as many rows. `factor` is `parallel.ep_buffer_factor`.
     """
     tokens, copies = batch * seq_len, model.experts_per_token
     if model.capacity_factor:
@@ -39,10 +39,10 @@ def sparse_layer_flops(
     model: LlamaConfig, *, batch: int, seq_len: int, remat: str = "none", ep: int = 1, tp: int = 1,
     factor: float = 0.0,
 ) -> OpFlops:  # fmt: skip
-    """FLOPs of the matrix products of one sparse layer, with what B computes again.
+    """Return the matmul FLOPs of one sparse layer, with recomputation in B.
 
-    Full recomputation makes all of F again but the last products of experts. Selective
-    recomputation stores what products of groups of rows make, and what batched ones make not.
+    Full recomputation repeats all of F except the last products of experts. Selective recomputation
+    stores the results of ragged products, but not those of batched ones.
     """
     tokens, d, width = batch * seq_len, model.d_model, model.expert_width // tp
     rows = expert_rows(model, batch=batch, seq_len=seq_len, ep=ep, factor=factor)
@@ -64,10 +64,10 @@ def exchanged_bytes(
     model: LlamaConfig, *, batch: int, seq_len: int, itemsize: int, remat: str, ep: int,
     factor: float = 0.0,
 ) -> OpFlops:  # fmt: skip
-    """Bytes that a device sends in F, B and W of one sparse layer; its own part stays with it.
+    """Return the bytes that a device sends in F, B and W of one sparse layer to other devices.
 
-    A row goes with its weight, and where nothing tells its expert with that, and comes back alone.
-    B sends the gradients of both, and again what F sent if that is not stored; W sends nothing.
+    A row is sent with its weight and, without a capacity, with its expert; it comes back alone.
+    B sends the gradients of both, and repeats F's messages if they are not stored; W sends nothing.
     """
     rows = expert_rows(model, batch=batch, seq_len=seq_len, ep=ep, factor=factor)
     beside = 1 if model.capacity_factor else 2

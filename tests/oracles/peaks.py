@@ -1,6 +1,6 @@
-"""How many (stage, microbatch) pairs each rank holds at most, in closed form.
+"""The peak number of live (stage, microbatch) pairs on each rank, in closed form.
 
-A pair is held from its F to its W, or to its unsplit BW. `k` is the number of microbatches of a
+A pair is live from its F to its W, or to its unsplit BW. `k` is the number of microbatches of a
 round of the interleaved schedules, M / max(1, M div P). Sources: as in `bubbles`; the interleaved
 forms follow from the warm-up of Narayanan et al. 2021, section 2.2.
 """
@@ -11,11 +11,10 @@ from collections.abc import Callable
 def peak_held(
     schedule: str, pp: int, microbatches: int, virtual_stages: int | None = None
 ) -> tuple[int, ...]:
-    """Peak of every rank for the named schedule; of the searched ones the limit they keep.
+    """Return the peak of every rank for the named schedule.
 
-    So it is of 1f1b_v for fewer microbatches than 2P.
-
-    `virtual_stages` None is the schedule's own default.
+    For searched schedules, and for 1f1b_v with fewer than 2P microbatches, it is the limit that
+    they keep. `virtual_stages` None is the schedule's own default.
 
     Raises `ValueError` for a schedule whose peak is not known beforehand.
 
@@ -41,7 +40,7 @@ _DEFAULT_STAGES = {
     "zbv": 2, "v_half": 2, "v_min": 2, "1f1b_v": 2, "dualpipev": 2,
 }  # fmt: skip
 
-# (P, rank, M, v) -> pairs, before the cut at M v.
+# (P, rank, M, v) -> pairs, before the limit M v is applied.
 PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
     "gpipe": lambda pp, r, m, v: m,
     "bfs": lambda pp, r, m, v: m * v,

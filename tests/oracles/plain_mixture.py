@@ -1,4 +1,4 @@
-"""A Qwen3-MoE-like decoder in plain jnp, row by row, with its losses: nothing of jaxpipe is in it.
+"""A Qwen3-MoE-like decoder in plain jnp, row by row, with its losses; it uses nothing of jaxpipe.
 
 A row is its real tokens alone, so that there is no padding to leave out. The losses are those of
 published papers: cross-entropy over the targets that count; the sequence-wise balance loss of
@@ -13,7 +13,7 @@ IGNORE = -100
 
 
 def losses(params, config, rows):
-    """`(cross-entropy, what routers add)` of rows `(inputs [L], targets [L])` of any lengths."""
+    """Return `(cross-entropy, router losses)` of rows `(inputs [L], targets [L])` of any length."""
     cross_entropy, added, targets, tokens = 0.0, 0.0, 0, 0
     for inputs, goals in rows:
         logits, more = _row(params, config, inputs)
@@ -26,8 +26,8 @@ def losses(params, config, rows):
 
 
 def _row(params, config, inputs):
-    """Logits `[L, V]`, and what the routers of all layers add, a mean over the row's tokens."""
-    shared, added = params["shared"], 0.0
+    """Return logits `[L, V]`, and the router losses of all layers, a mean over the row's tokens."""
+    shared, added = params["embed_head"], 0.0
     x = shared["embed"][inputs]
     for layer in params["layers"]:
         x = x + _attention(layer["attn"], config, _norm(x, layer["attn_norm"], config))

@@ -1,7 +1,7 @@
-"""What cuDNN's packed attention does with its operands, in plain products of any dtype.
+"""cuDNN's packed attention in plain products of any dtype.
 
-A sequence is found by its offset and its length alone. What cuDNN leaves as it was is NaN here: the
-rows that belong to no sequence, and of the kept numbers those behind a sequence's end.
+A sequence is identified by its offset and length alone. What cuDNN leaves unwritten is NaN here:
+rows that belong to no sequence, and statistics behind the end of a sequence.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxpipe.model import packed
 
 
 class Ragged:
-    """In place of the primitive of one of cuDNN's calls."""
+    """Replaces the primitive of one of cuDNN's calls."""
 
     def __init__(self, name, window):
         self.bind = {"fwd": self.forward, "bwd": self.backward}[name]
@@ -44,7 +44,7 @@ class Ragged:
         return rows.back(dq, q), keys.back(dk, k), keys.back(dv, v)
 
     def scores(self, q, k, valid):
-        """Those that are not seen, or of no sequence, are far below all others."""
+        """Return scores; those that are masked or of no sequence are far below all others."""
         k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
         score = jnp.einsum("nlhk,nshk->nhls", q, k) * q.shape[-1] ** -0.5
         back = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None]
@@ -63,18 +63,18 @@ class Rows:
         self.token = jnp.where(self.valid, token, b * s)
 
     def of(self, x, queries=None):
-        """`[N, S, H, K]`, of the heads of `queries` if these are more; zeros behind an end."""
+        """Return `[N, S, H, K]`, heads repeated to those of `queries`, with zeros behind an end."""
         flat = x.reshape(-1, *x.shape[2:])
         found = jnp.where(self.valid[..., None, None], flat[self.token % len(flat)], 0)
         return found if queries is None else jnp.repeat(found, queries.shape[2] // x.shape[2], 2)
 
     def back(self, x, like):
-        """In an array like that one, summed over the heads that share one of its own."""
+        """Scatter x back to the shape of `like`, summed over heads that share one of its heads."""
         x = x.reshape(*x.shape[:2], like.shape[2], -1, x.shape[3]).sum(3)
         nothing = jnp.full((like.shape[0] * like.shape[1], *like.shape[2:]), jnp.nan, like.dtype)
         return nothing.at[self.token].set(x.astype(like.dtype), mode="drop").reshape(like.shape)
 
 
 def stands_in(monkeypatch):
-    """Let CPUs run cuDNN's packed attention, of any dtype, as this module says that it works."""
+    """Make CPUs run this implementation instead of cuDNN's packed attention, in any dtype."""
     monkeypatch.setattr(packed, "_of_cudnn", lambda name, q, window: (Ragged(name, window), {}))

@@ -1,7 +1,7 @@
-"""The scan's clock again, by events: every rank a program of its own that posts, works and waits.
+"""The time of the scan by event simulation: every rank is a program that posts, works and waits.
 
-Slow and plain. A message passes once its sender and its receiver have both posted it, and takes its
-time; neither goes on past the place where it waits for the tick's messages before that.
+Slow and plain. A message passes once its sender and its receiver have both posted it, and takes
+its travel time; neither rank continues past its wait for the tick's messages before that.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from jaxpipe.schedule.cells import place
 
 
 def scan_time(schedule, costs, lockstep):
-    """How long the scan takes, without the first exchange."""
+    """Return the time of the scan, without the first exchange."""
     return _Scan(schedule, costs, lockstep).run()
 
 
@@ -31,10 +31,10 @@ class _Scan:
         self.meetings |= set(range(len(self.grid))) if lockstep.meets else set()
         self.posted = defaultdict(dict)  # tick -> rank -> when
         self.met = defaultdict(dict)
-        self.waiting = []  # (rank, since when, what has been posted, by whom it must be, travel)
+        self.waiting = []  # (rank, since when, the posted times, ranks that must post, travel time)
 
     def _join(self, one, other):
-        """Two ranks with stages that follow each other meet in every tick of their turn."""
+        """Make two ranks with consecutive stages meet in every tick of their phase."""
         link = one if (one + 1) % self.schedule.pp == other else other
         of_turn = self.partners[link % self.lockstep.turns]
         of_turn[one].add(other)
@@ -52,7 +52,7 @@ class _Scan:
         return found
 
     def program(self, rank):
-        """What a rank does, step by step."""
+        """Yield the events of a rank, in order."""
         for tick, row in enumerate(self.grid):
             if self.lockstep.transfer_ticks == 1 and tick:
                 yield "post", tick

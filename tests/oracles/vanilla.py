@@ -1,4 +1,4 @@
-"""What one layer of a GPT-like transformer costs: the account that zero-bubble papers use.
+"""Cost of one layer of a GPT-like transformer, counted as zero-bubble papers do.
 
 The layer: h wide, a heads of width h / a, an MLP of width 4h with GeLU, LayerNorm before each
 block, dropout after each block and on the attention's probabilities. Activations and gradients are
@@ -35,10 +35,10 @@ class VanillaSizes:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes that a device keeps for one microbatch: M_B from F until B, M_W from B until W.
+    """Live bytes of one microbatch on a device: M_B from F until B, M_W from B until W.
 
-    What W needs is counted at the size of the activations; the gradients that B leaves for W take
-    the place of activations that B no longer needs. They add up: `sum(parts, ActivationBytes())`.
+    Values that W needs are counted at the size of the activations; gradients that B leaves for W
+    replace activations that B no longer needs. They add up: `sum(parts, ActivationBytes())`.
     """
 
     until_b: int = 0
@@ -49,7 +49,7 @@ class ActivationBytes:
 
 
 def vanilla_flops(sizes: VanillaSizes) -> dict[str, OpFlops]:
-    """FLOPs of each matrix product of a layer, per device; attention is the full square.
+    """Return the FLOPs of each matrix product of a layer per device, with full-square attention.
 
     The sum is F = sbh(24h + 4s), B = sbh(24h + 8s), W = 24 sbh² on one device (Table 1).
 
@@ -75,13 +75,13 @@ def vanilla_bytes(
     flash: bool = False,
     dropout: bool = True,
 ) -> dict[str, ActivationBytes]:
-    """Bytes of each activation of a layer, per device.
+    """Return the bytes of each activation of a layer, per device.
 
     On one device the sum is `sb(34h + 5as)` until B and `32 sbh` until W. With `t` devices heads
-    and the MLP's hidden values are split; `sequence_parallel` splits the others along the
-    sequence too. `flash` never stores the probabilities nor what follows from them (the logsumexp
-    it keeps instead, one number a query, is not counted). Without `dropout` there are no masks,
-    and what multiplies `v` is the softmax output itself.
+    and the MLP's hidden values are sharded; `sequence_parallel` shards the others along the
+    sequence too. `flash` stores neither the probabilities nor values computed from them (the
+    logsumexp that it stores instead, one number a query, is not counted). Without `dropout` there
+    are no masks, and the softmax output itself multiplies `v`.
 
     >>> items = vanilla_bytes(VanillaSizes(s=2, b=1, h=4, a=2))
     >>> sum(items.values(), ActivationBytes())

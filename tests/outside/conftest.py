@@ -1,3 +1,3 @@
-"""Without torch the script that makes the records cannot be imported, and need not be."""
+"""Without torch the script that writes the records cannot be imported, so it is not collected."""
 
 collect_ignore = ["record.py"]

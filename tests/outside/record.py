@@ -4,9 +4,9 @@
     python tests/outside/record.py
 
 Nothing of jaxpipe is imported. Each `NAME.npz` has `config` (config.json's text), `tokens`
-`[STEPS, M, B, L + 1]`, `ignored` (which targets count for nothing), and all parameters end to end
-in the order of `shapes` (JSON, by Hugging Face's names): as they are at first, `weights` (float32),
-their `gradients` in the first step (float64), and as they are after STEPS updates by `adamw` and
+`[STEPS, M, B, L + 1]`, `ignored` (which targets do not count), and all parameters concatenated in
+the order of `shapes` (JSON, by Hugging Face's names): the initial `weights` (float32), their
+`gradients` in the first step (float64), and the parameters after STEPS updates by `adamw` and
 `muon` (float32), with the losses of these steps, `adamw_losses` and `muon_losses`.
 """
 
@@ -31,7 +31,7 @@ _SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 100.0}
-# Of the wavelengths 6, 29 and 135 one is kept, one is blended, one is stretched.
+# Of the wavelengths 6, 29 and 135 one is kept, one is interpolated, one is scaled.
 _LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -62,9 +62,9 @@ MODELS = {
 
 @contextmanager
 def float64():
-    """Let transformers compute in float64 also where its code asks for float32.
+    """Make transformers compute in float64 also where its code asks for float32.
 
-    Its norms, softmaxes, rotary angles and loss do, whatever the parameters are.
+    Its norms, softmaxes, rotary angles and loss ask for float32 whatever the parameters' dtype is.
     """
     kept = {name: getattr(torch, name) for name in ("float32", "float")}
     single = torch.Tensor.float
@@ -81,7 +81,7 @@ def float64():
 
 
 def build(name):
-    """A model of transformers in the default dtype."""
+    """Return a transformers model in the default dtype."""
     family, settings = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
@@ -91,7 +91,7 @@ def build(name):
 
 
 def published(tensors):
-    """Tensors of a model by the names of its files: every expert has tensors of its own there."""
+    """Return a model's tensors by their names in its files, where experts have separate tensors."""
     found = {}
     for name, tensor in tensors.items():
         place, fused, kind = name.partition(".experts.")
@@ -109,7 +109,7 @@ def published(tensors):
 
 
 def of_model(named, params):
-    """The inverse of `published`, for the parameters that a model has."""
+    """Invert `published`, for the parameters that a model has."""
     found = {}
     for name in named:
         place, _, kind = name.partition(".experts.")
@@ -126,7 +126,7 @@ def of_model(named, params):
 
 
 def drawn(name, shape):
-    """Random float32 values by a parameter's name: gains near 1, biases near 0."""
+    """Return random float32 values by a parameter's name: gains near 1, biases near 0."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     vector = len(shape) == 1
     gain = vector and not name.endswith("bias")
@@ -134,7 +134,7 @@ def drawn(name, shape):
 
 
 def batches():
-    """Tokens of STEPS steps, and which of their targets are ignored: all of one microbatch too."""
+    """Return tokens of STEPS steps, and their ignored targets, one full microbatch among them."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (STEPS, MICROBATCHES, BATCH, LENGTH + 1), dtype=np.int32)
     ignored = rng.random((STEPS, MICROBATCHES, BATCH, LENGTH)) < 0.2
@@ -143,7 +143,7 @@ def batches():
 
 
 def loss_and_gradients(model, params, tokens, ignored):
-    """The mean loss of a step `[M, B, L + 1]`, and the gradients by published names."""
+    """Return the mean loss of a step `[M, B, L + 1]`, and the gradients by published names."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in of_model(named, params).items():
@@ -162,9 +162,9 @@ def loss_and_gradients(model, params, tokens, ignored):
 
 
 def recorded(name):
-    """All arrays of a model's record, by their names in the file."""
+    """Return all arrays of a model's record, by their names in the file."""
     tokens, ignored = batches()
-    build(name)  # what this imports must not find float32 replaced
+    build(name)  # modules imported here must not see float32 replaced
     with float64():
         model = build(name)
         config = json.loads(model.config.to_json_string())
@@ -195,7 +195,7 @@ def recorded(name):
 
 
 def end_to_end(arrays):
-    """One vector of many arrays."""
+    """Concatenate arrays into one vector."""
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 

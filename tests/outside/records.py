@@ -1,4 +1,4 @@
-"""The records of `record.py`, and this project's run of the same model on any layout."""
+"""The records of `record.py`, and jaxpipe's run of the same model on any layout."""
 
 import json
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data" / "outside"
 
 @dataclass(frozen=True)
 class Record:
-    """What transformers, torch and NumPy make of one model: the arrays of its file."""
+    """Results of transformers, torch and NumPy for one model: the arrays of its file."""
 
     arrays: dict[str, np.ndarray]
 
@@ -33,11 +33,11 @@ class Record:
 
     @property
     def settings(self):
-        """`[model]`."""
+        """Return the `[model]` settings."""
         return model_settings(self.config_json, DATA)
 
     def by_their_names(self, kind):
-        """Arrays of `weights`, `gradients`, `adamw` or `muon`."""
+        """Return arrays of `weights`, `gradients`, `adamw` or `muon` by Hugging Face's names."""
         shapes, found, begin = json.loads(str(self.arrays["shapes"])), {}, 0
         for name, shape in shapes.items():
             end = begin + int(np.prod(shape))
@@ -47,12 +47,12 @@ class Record:
         return found
 
     def by_our_names(self, kind, model):
-        """The same by path, as `("layers", "3", "attn", "wq")`, in our layouts."""
+        """Return these arrays by path, as `("layers", "3", "attn", "wq")`, in jaxpipe's layouts."""
         theirs = self.by_their_names(kind)
         return {own.path: np.asarray(own.ours(theirs.__getitem__)) for own in parameters(model)}
 
     def batch(self, step):
-        """Inputs and targets `[M, B, L]` of a step."""
+        """Return inputs and targets `[M, B, L]` of a step."""
         tokens, ignored = self.arrays["tokens"][step], self.arrays["ignored"][step]
         targets = np.where(ignored, IGNORE, tokens[..., 1:]).astype(np.int32)
         return {"inputs": tokens[..., :-1], "targets": targets}
@@ -65,7 +65,7 @@ def read(name):
 
 
 def trainer_of(record, layout, optimizer="adamw", **execution):
-    """The trainer of a record's model on such a layout, which computes in its parameters' dtype."""
+    """Return the trainer of a record's model on a layout, computing in the parameters' dtype."""
     microbatches, batch, length = record.batch(0)["inputs"].shape
     parallel = {"dp": 1, **layout}
     each = batch * parallel.get("cp", 1) // parallel["dp"]
@@ -82,31 +82,34 @@ def trainer_of(record, layout, optimizer="adamw", **execution):
     validate(filled(config, size), devices=size, platform="cpu")
     trainer = Trainer(filled(config, size), tuple(jax.devices()[:size]))
     how = replace(trainer.execution, compute_dtype=None, **execution)
-    trainer.__dict__["execution"] = how  # a cached property: all else is made of it
+    trainer.__dict__["execution"] = how  # a cached property that everything else derives from
     return trainer
 
 
 def staged(trainer, by_path):
-    """Parameters by path as the trainer stores them, in float64."""
+    """Return parameters by path as the trainer stores them, in float64."""
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nested(by_path))
     layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
-    whole = {"shared": tree["ends"], "layers": trainer.layout.stack(layers)}
-    return jax.device_put(trainer.sharding.padded(whole), trainer.sharding.shardings(whole))
+    whole = {"embed_head": tree["ends"], "layers": trainer.layout.stack(layers)}
+    return jax.device_put(trainer.sharding.pad(whole), trainer.sharding.named_shardings(whole))
 
 
 def by_path(trainer, params):
-    """The inverse of `staged`."""
-    hows = trainer.sharding.stored(params)
-    params = jax.tree.map(lambda how, leaf: np.asarray(how.unpadded(leaf)), hows, params)
+    """Invert `staged`."""
+    hows = trainer.sharding.param_shardings(params)
+    params = jax.tree.map(
+        lambda how, leaf: np.asarray(leaf)[tuple(map(slice, how.unpadded_shape(leaf.shape)))],
+        hows, params,
+    )  # fmt: skip
     layers = trainer.layout.unstack(params["layers"])
-    tree = {"ends": params["shared"], "layers": {str(i): one for i, one in enumerate(layers)}}
+    tree = {"ends": params["embed_head"], "layers": {str(i): one for i, one in enumerate(layers)}}
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {tuple(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
 
 
 @jax.enable_x64(True)
 def loss_and_gradients(record, layout, **execution):
-    """Of the first step: the loss, and gradients by path."""
+    """Return the loss of the first step, and its gradients by path."""
     trainer = trainer_of(record, layout, **execution)
     params = staged(trainer, record.by_our_names("weights", trainer.config.model))
     batch = trainer.put(record.batch(0))
@@ -116,7 +119,7 @@ def loss_and_gradients(record, layout, **execution):
 
 @jax.enable_x64(True)
 def trained(record, layout, optimizer, steps):
-    """The losses of some steps, and the parameters behind them by path."""
+    """Return the losses of some steps, and the parameters after them by path."""
     trainer = trainer_of(record, layout, optimizer)
     weights = record.by_our_names("weights", trainer.config.model)
     state, losses = trainer.fresh(staged(trainer, weights)), []

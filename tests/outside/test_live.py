@@ -1,4 +1,4 @@
-"""The records are what transformers and torch give today; needs both (`pip install '.[hf]'`)."""
+"""The records equal what transformers and torch give today; needs both (`pip install '.[hf]'`)."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ MODELS = list(record.MODELS)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_gives_what_was_recorded(name):
-    """In float64; the parameters are kept in float32."""
+    """In float64; the record has parameters in float32."""
     kept, made = records.read(name).arrays, record.recorded(name)
     assert kept.keys() == made.keys()
     for key in ("shapes", "tokens", "ignored", "weights"):

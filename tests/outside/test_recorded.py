@@ -1,6 +1,6 @@
-"""Against transformers, torch's autograd and NumPy's updates, by their records, on four layouts.
+"""Against recorded results of transformers, torch's autograd and NumPy's updates, on four layouts.
 
-`record.py` makes the records; `test_live.py` asserts that they are what transformers gives today.
+`record.py` writes the records; `test_live.py` asserts that transformers gives the same today.
 """
 
 from importlib import import_module
@@ -34,7 +34,7 @@ CASES = [
 
 
 def assert_close(got, want, tolerance):
-    """Every leaf, by its distance over its largest value."""
+    """Compare every array by its largest error over its largest value."""
     assert got.keys() == want.keys()
     for path, expected in want.items():
         assert got[path].shape == expected.shape, path
@@ -48,7 +48,7 @@ def test_loss_and_every_gradient(name, layout):
 
 
 def test_a_ring_of_permutes(monkeypatch):
-    """As GPUs have it; CPUs can where all devices are in the same branch."""
+    """As GPUs run it; CPUs can if all devices are in the same branch."""
     by_permute = ContextParallel._turned_by_permute
     monkeypatch.setattr(ContextParallel, "_turned_by_gather", by_permute)
     assert_right_gradients("llama", {"dp": 4, "cp": 4, "cp_method": "ring", "tp": 2})
@@ -59,7 +59,7 @@ def test_a_ring_of_permutes(monkeypatch):
     [("llama", "1f1b"), ("qwen3_moe", "dualpipev, ep"), ("qwen3", "zb_h1, ZeRO 3")],
 )
 def test_what_is_decided_for_gpus_alone(name, layout, monkeypatch):
-    """Messages of two ticks, paired halves, shared ends, sums that overlap: run on CPUs."""
+    """Two-tick messages, paired halves, shared vocabulary, overlapping sums: run on CPUs."""
     monkeypatch.setattr(
         import_module("jaxpipe.planning.chosen"), "_on_cpu", lambda config, platform: False
     )
@@ -72,7 +72,7 @@ def test_what_is_decided_for_gpus_alone(name, layout, monkeypatch):
 
 
 def assert_right_gradients(name, layout, **execution):
-    """In float64: nothing but the order of sums may differ."""
+    """In float64: only the order of sums may differ."""
     record = records.read(name)
     loss, gradients = records.loss_and_gradients(record, layout, **execution)
     want = record.by_our_names("gradients", records.trainer_of(record, {}).config.model)
@@ -82,14 +82,14 @@ def assert_right_gradients(name, layout, **execution):
 
 
 def without_key_biases(gradients):
-    """They add as much to all scores of a query: their gradients are nothing but rounding."""
+    """Remove gradients of key biases, which are only rounding: a softmax is invariant to them."""
     for path, gradient in gradients.items():
         assert path[-1] != "bk" or np.abs(gradient).max() < 1e-15
     return {path: gradient for path, gradient in gradients.items() if path[-1] != "bk"}
 
 
-# Of what these two have, tied ends, three matrices in one tensor, biases and learned positions,
-# the layout with most cuts is enough.
+# For the features of these two models, tied embeddings, three matrices in one tensor, biases and
+# learned positions, the layout with the most sharding is enough.
 UPDATED = [
     (name, layout)
     for name, layout in CASES
@@ -100,7 +100,7 @@ UPDATED = [
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("name", "layout"), UPDATED)
 def test_losses_and_parameters_of_three_updates(name, layout, optimizer):
-    """In float64; the record has the parameters in float32, half a unit of which is 6e-8."""
+    """In float64; the record has the parameters in float32, whose rounding is 6e-8."""
     record = records.read(name)
     losses, params = records.trained(record, LAYOUTS[layout], optimizer, STEPS)
     model = records.trainer_of(record, {}).config.model

@@ -1,7 +1,7 @@
-"""The loss of uneven loads against transformers' own: value, gradients, and its coefficient.
+"""The load-balance loss against transformers' own: value, gradients, and its coefficient.
 
-Both are the same function of one sequence and one sparse layer. Of several transformers takes
-shares over the tokens of all of them together, so layers are given the same logits here.
+Both are the same function of one sequence and one sparse layer. With several layers transformers
+takes shares over the tokens of all of them together, so all layers get the same logits here.
 """
 
 import jax
@@ -18,7 +18,7 @@ from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.router import Routes
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import WHOLE_SEQUENCE
+from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline import step_ref
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -31,14 +31,14 @@ SIZES = {
 
 
 def coefficient(model):
-    """What an export of the model writes."""
+    """Return the coefficient that an export of the model writes."""
     fields = huggingface_of(model).written(model.resolved(), "float32", 64)
     return fields["router_aux_loss_coef"]
 
 
 def balance_loss(model, logits_SLE):
-    """Ours of one sequence, the mean over its tokens, added up over layers."""
-    balance, total = Balance(model.resolved(), ONE_DEVICE, WHOLE_SEQUENCE), 0.0
+    """Return jaxpipe's loss of one sequence, a mean over its tokens, summed over layers."""
+    balance, total = Balance(model.resolved(), ONE_DEVICE, FULL_SEQUENCE), 0.0
     for layer, logits_LE in zip(model.sparse_layers, logits_SLE):
         shares_BLE = jax.nn.softmax(logits_LE)[None]
         choice_BLK = jax.lax.top_k(shares_BLE, model.experts_per_token)[1]
@@ -70,7 +70,7 @@ def test_even_loads_cost_as_much_as_in_transformers():
     """Experts in turn, with equal scores: K in all layers there, 1 in each of S layers here."""
     model = LlamaConfig(**SIZES, n_layers=6, experts_per_token=2, router_aux_loss=0.02)
     even = np.zeros((4, 8), np.float32)
-    even += 1e-6 * np.kron(np.eye(4), np.ones((1, 2)))  # which two of them a token takes
+    even += 1e-6 * np.kron(np.eye(4), np.ones((1, 2)))  # selects the two experts of a token
     module = transformers.models.qwen3_moe.modeling_qwen3_moe
     theirs = module.load_balancing_loss_func((torch.tensor(even),) * 6, 8, 2)
     assert theirs.item() == pytest.approx(2, rel=1e-5)
@@ -81,7 +81,7 @@ def test_even_loads_cost_as_much_as_in_transformers():
 
 @pytest.mark.parametrize("targets", [40, 2])
 def test_a_masked_prompt_trains_the_router_as_in_transformers(tmp_path, targets):
-    """Loss and gradients of a Qwen3-MoE whose second layer is sparse, few of its tokens targets."""
+    """Loss and gradients of a Qwen3-MoE whose second layer is sparse, with few target tokens."""
     model = LlamaConfig(
         **SIZES, n_layers=2, experts_per_token=2, first_dense_layers=1, router_aux_loss=0.05
     )

@@ -1,4 +1,4 @@
-"""AdamW and Muon by NumPy, after their papers: what a run's parameters must become.
+"""AdamW and Muon by NumPy, after their papers: the expected parameters of a run.
 
 Parameters are dicts by Hugging Face's names, arrays in torch's layouts.
 """
@@ -8,8 +8,8 @@ import re
 import numpy as np
 
 STEPS = 3
-# Another rate of decay for every group, and a large eps: gradients that are nothing but rounding,
-# such as those of GPT-2's key biases, would else decide the sign of an update.
+# Every group has another decay rate. The large eps keeps gradients that are only rounding, such
+# as those of GPT-2's key biases, from deciding the sign of an update.
 SETTINGS = {
     "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "muon_momentum": 0.95, "clip_norm": 0.5,
     "weight_decay": 0.1, "decay_of_ends": 0.5, "decay_of_vectors": 0.25,
@@ -19,28 +19,28 @@ _FUSED = "c_attn.weight"  # GPT-2's queries, keys and values, three matrices sid
 
 
 def group(name, array):
-    """What a parameter is to weight decay and Muon: an end, a vector, or a layer's matrix."""
+    """Return a parameter's group for weight decay and Muon: "end", "vector" or "matrix"."""
     if array.ndim == 1:
         return "vector"
     return "end" if _ENDS.search(name) else "matrix"
 
 
 def clipped(gradients):
-    """Scaled so that the norm over all of them is at most `clip_norm`."""
+    """Scale gradients so that their global norm is at most `clip_norm`."""
     norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
     scale = min(1.0, SETTINGS["clip_norm"] / norm)
     return {name: scale * gradient for name, gradient in gradients.items()}
 
 
 def decayed(name, array):
-    """Decoupled weight decay (Loshchilov and Hutter 2019), before the learning rate."""
+    """Return decoupled weight decay (Loshchilov and Hutter 2019), before the learning rate."""
     factor = {"matrix": 1.0, "end": SETTINGS["decay_of_ends"], "vector": None}[group(name, array)]
     factor = SETTINGS["decay_of_vectors"] if factor is None else factor
     return SETTINGS["weight_decay"] * factor * array
 
 
 def adam(state, name, gradient, step):
-    """The update of Adam (Kingma and Ba 2015, algorithm 1), without the learning rate."""
+    """Return the update of Adam (Kingma and Ba 2015, algorithm 1), without the learning rate."""
     b1, b2 = SETTINGS["beta1"], SETTINGS["beta2"]
     m, v = state.get(name, (0.0, 0.0))
     state[name] = m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
@@ -48,9 +48,9 @@ def adam(state, name, gradient, step):
 
 
 def muon(state, name, gradient, step):
-    """Muon's update of one matrix (Jordan et al. 2024), its size that of Liu et al. 2025, eq. 4.
+    """Return Muon's update of one matrix (Jordan et al. 2024), scaled as in Liu et al. 2025, eq. 4.
 
-    Momentum is Nesterov's as optax has it: an average of gradients, corrected for its first steps.
+    Momentum is Nesterov's as in optax: an average of gradients, corrected for its first steps.
     """
     beta = SETTINGS["muon_momentum"]
     state[name] = mean = beta * state.get(name, 0.0) + (1 - beta) * gradient
@@ -59,9 +59,9 @@ def muon(state, name, gradient, step):
 
 
 def orthogonal(matrix):
-    """Five steps of the quintic Newton-Schulz iteration on the wide side, from a norm of 1.
+    """Run five steps of the quintic Newton-Schulz iteration on the wide side, from a norm of 1.
 
-    The norm is divided by with 1e-8 added, as optax has it (7 digits of the result depend on it).
+    The matrix is divided by its norm plus 1e-8, as in optax (7 digits of the result depend on it).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
@@ -74,7 +74,7 @@ def orthogonal(matrix):
 
 
 def updated(optimizer, state, params, gradients, step):
-    """The parameters after update number `step`, from 1, of "adamw" or "muon"."""
+    """Return the parameters after update number `step`, from 1, of "adamw" or "muon"."""
     after = {}
     for name, gradient in clipped(gradients).items():
         if optimizer == "adamw" or group(name, gradient) != "matrix":

@@ -1,4 +1,4 @@
-"""Replicas in groups, of which each has all parts of parameters and moments (HSDP)."""
+"""HSDP: `dp_replicate` groups, each of which has all shards of parameters and moments."""
 
 import re
 
@@ -13,7 +13,7 @@ from meshes import pipeline_of, run
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import RP, make_mesh
-from jaxpipe.parallel.mesh import Factors
+from jaxpipe.parallel.mesh import ReplicaFactors
 from jaxpipe.planning.checks import check_sizes
 from jaxpipe.training.trainer import Trainer
 
@@ -82,7 +82,7 @@ def test_groups_train_as_plain_replicas_do():
 
 
 def test_replicas_of_a_group_are_neighbours():
-    mesh = make_mesh(1, 8, 1, factors=Factors(rp=2))
+    mesh = make_mesh(1, 8, 1, factors=ReplicaFactors(rp=2))
     assert mesh.shape[RP] == 2
     assert [device.id for device in mesh.devices[0, 0].flat] == [0, 1, 2, 3]
 

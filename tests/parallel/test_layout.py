@@ -1,4 +1,4 @@
-"""Where things live: mesh coordinates, layer stacking, specs."""
+"""Placement: mesh coordinates, layer stacking, specs."""
 
 import jax
 import jax.numpy as jnp

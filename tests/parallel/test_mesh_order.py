@@ -1,4 +1,4 @@
-"""Where devices stand: as jax's helper for clusters of hosts would put them."""
+"""The order of devices in the mesh: that of jax's helper for clusters of hosts."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from jaxpipe.parallel import make_mesh
 
 @dataclass(frozen=True)
 class Gpu:
-    """What jax's helper asks of a device."""
+    """The device attributes that jax's helper reads."""
 
     id: int
     process_index: int
@@ -31,7 +31,7 @@ class Gpu:
 )
 @pytest.mark.parametrize("pipeline_first", [False, True])
 def test_hosts_hold_what_is_close(monkeypatch, shape, per_host, inside, pipeline_first):
-    """tp inside a host, then dp (or pp) as far as it goes; hosts along what is left."""
+    """tp inside a host, then dp (or pp) as far as it fits; hosts along the remaining axes."""
     pp, dp, tp = shape
     devices = [Gpu(i, i // per_host) for i in range(pp * dp * tp)]
     monkeypatch.setattr("jaxpipe.parallel.mesh.Mesh", lambda grid, *_, **__: grid)

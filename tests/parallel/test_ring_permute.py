@@ -1,4 +1,4 @@
-"""The permute of a ring, which runs on GPUs only, by itself: all devices are in one branch here."""
+"""The ring's permute, which only GPUs use, tested alone: all devices are in one branch here."""
 
 import jax
 import numpy as np
@@ -6,15 +6,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpipe.parallel import ContextParallel, Factors, make_mesh
-from jaxpipe.parallel.mesh import REPLICAS
+from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh
+from jaxpipe.parallel.mesh import REPLICA_AXES
 
 
 @pytest.mark.parametrize(
     ("factors", "cp", "heads"),
     [
-        (Factors(), 4, 1), (Factors(), 4, 2), (Factors(), 8, 1), (Factors(), 8, 2),
-        (Factors(ep=2), 2, 1), (Factors(ep=2), 8, 4), (Factors(rp=2), 4, 1), (Factors(rp=2), 4, 2),
+        (ReplicaFactors(), 4, 1), (ReplicaFactors(), 4, 2),
+        (ReplicaFactors(), 8, 1), (ReplicaFactors(), 8, 2),
+        (ReplicaFactors(ep=2), 2, 1), (ReplicaFactors(ep=2), 8, 4),
+        (ReplicaFactors(rp=2), 4, 1), (ReplicaFactors(rp=2), 4, 2),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("platform", ["cpu", "default"])
@@ -22,11 +24,11 @@ def test_a_turn_brings_what_the_device_before_has(monkeypatch, cp, heads, factor
     monkeypatch.setattr(lax, "platform_dependent", lambda x, **branches: branches[platform](x))
     mesh = make_mesh(1, 8, devices=jax.devices()[:8], factors=factors)
     sequence = ContextParallel(cp, heads=heads)
-    spec = PartitionSpec(REPLICAS)
+    spec = PartitionSpec(REPLICA_AXES)
     run = jax.shard_map(
-        sequence.exchanged.turned, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        sequence.after_exchange.rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
-    # Replicas that share a sequence are neighbours; of them `heads` are one place of the ring.
+    # Replicas that share a sequence are neighbours; `heads` of them form one ring position.
     devices = np.arange(8.0).reshape(8 // cp, cp // heads, heads)
     before = np.roll(devices, 1, axis=1).reshape(8)
     np.testing.assert_array_equal(jax.jit(run)(np.arange(8.0)), before)

@@ -1,4 +1,4 @@
-"""Where leaves are stored; that parts are gathered, reduced and cut as that says."""
+"""Storage of parameters, and the all-gather, reduce-scatter and sharding that follow from it."""
 
 from functools import partial
 
@@ -9,9 +9,9 @@ import pytest
 from compare import relative
 from jax.sharding import PartitionSpec as Spec
 
-from jaxpipe.parallel import DP, EP, PP, RP, TP, Factors, Sharding, TensorParallel, make_mesh
+from jaxpipe.parallel import DP, EP, PP, RP, TP, ReplicaFactors, Sharding, TensorParallel, make_mesh
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.leaf import Leaf
+from jaxpipe.partition.leaf import ParamSpec
 
 
 def over(dim, *axes):
@@ -19,21 +19,26 @@ def over(dim, *axes):
 
 
 SHARED = {
-    "embed": Leaf(over(0, TP), (PP,)),
-    "head": Leaf(over(1, TP), (PP,)),
-    "odd": Leaf((), (PP,)),
-    "norm": Leaf((), (PP, TP)),
+    "embed": ParamSpec(over(0, TP), (PP,)),
+    "head": ParamSpec(over(1, TP), (PP,)),
+    "odd": ParamSpec((), (PP,)),
+    "norm": ParamSpec((), (PP, TP)),
 }
 OF_ALL_RANKS = {
-    "embed": Leaf(over(0, TP, PP)),
-    "head": Leaf(over(1, TP, PP)),
-    "odd": Leaf(),
-    "norm": Leaf(),
+    "embed": ParamSpec(over(0, TP, PP)),
+    "head": ParamSpec(over(1, TP, PP)),
+    "odd": ParamSpec(),
+    "norm": ParamSpec(),
 }
-OF_LAYER = {"up": Leaf(over(1, TP)), "down": Leaf(over(0, TP)), "gain": Leaf(), "odd": Leaf()}
+OF_LAYER = {
+    "up": ParamSpec(over(1, TP)),
+    "down": ParamSpec(over(0, TP)),
+    "gain": ParamSpec(),
+    "odd": ParamSpec(),
+}
 LAYER = {"up": (2, 8, 12), "down": (2, 12, 8), "gain": (2, 8), "odd": (2, 7, 3)}
 SHAPES = {
-    "shared": {"embed": (24, 8), "head": (8, 24), "odd": (7, 5), "norm": (8,)},
+    "embed_head": {"embed": (24, 8), "head": (8, 24), "odd": (7, 5), "norm": (8,)},
     "layers": (LAYER, LAYER),
 }
 
@@ -54,8 +59,8 @@ def sharding(zero_stage=1, shared=SHARED, layer=OF_LAYER):
 
 
 def test_specs():
-    got = sharding().specs(shapes())
-    assert got["shared"] == {
+    got = sharding().partition_specs(shapes())
+    assert got["embed_head"] == {
         "embed": Spec((TP, PP, DP)),
         "head": Spec((PP, DP), TP),
         "odd": Spec(),
@@ -70,7 +75,7 @@ def test_specs():
 
 
 def test_specs_with_a_shared_vocabulary():
-    assert sharding(shared=OF_ALL_RANKS).specs(shapes())["shared"] == {
+    assert sharding(shared=OF_ALL_RANKS).partition_specs(shapes())["embed_head"] == {
         "embed": Spec((TP, PP, DP)),
         "head": Spec(DP, (TP, PP)),
         "odd": Spec(),
@@ -79,60 +84,70 @@ def test_specs_with_a_shared_vocabulary():
 
 
 def test_specs_over_a_factor_of_the_replicas():
-    """ep cuts what is declared so, and with dp, as one axis of replicas, all else."""
-    mesh = make_mesh(1, 8, 1, factors=Factors(ep=2))
-    experts = {"w": Leaf(over(0, EP)), "router": Leaf()}
+    """ep shards the parameters declared so; all others are sharded over dp and ep as one axis."""
+    mesh = make_mesh(1, 8, 1, factors=ReplicaFactors(ep=2))
+    experts = {"w": ParamSpec(over(0, EP)), "router": ParamSpec()}
     tree = {"w": jax.ShapeDtypeStruct((1, 2, 8, 8), "float32")}
     tree |= {"router": jax.ShapeDtypeStruct((1, 8, 16), "float32")}
-    stored = Sharding(mesh, None, lambda slot: experts, 1).stored({"layers": (tree,)})["layers"][0]
-    assert stored["w"].spec == Spec(PP, EP, DP)
-    assert stored["router"].spec == Spec(PP, (EP, DP))
-    assert (stored["w"].replicas, stored["router"].replicas) == ((RP, DP), (RP, DP, EP))
+    stored = Sharding(mesh, None, lambda slot: experts, 1).param_shardings({"layers": (tree,)})[
+        "layers"
+    ][0]
+    assert stored["w"].partition_spec == Spec(PP, EP, DP)
+    assert stored["router"].partition_spec == Spec(PP, (EP, DP))
+    assert (stored["w"].grad_reduce_axes, stored["router"].grad_reduce_axes) == (
+        (RP, DP),
+        (RP, DP, EP),
+    )
 
 
 def test_specs_of_models_that_declare_nothing():
-    got = Sharding(make_mesh(2, 2, 2)).specs(shapes())
-    assert got["shared"] == {"embed": Spec(PP), "head": Spec(PP), "odd": Spec(), "norm": Spec(PP)}
+    got = Sharding(make_mesh(2, 2, 2)).partition_specs(shapes())
+    assert got["embed_head"] == {
+        "embed": Spec(PP),
+        "head": Spec(PP),
+        "odd": Spec(),
+        "norm": Spec(PP),
+    }
     assert set(got["layers"][0].values()) == {Spec(PP)}
 
 
 @pytest.mark.parametrize("names", [{DP}, {PP, DP}, {TP, PP, DP}])
 def test_gather_is_the_inverse_of_part(names):
-    """Parts put together are the whole, and what is stored is each device's part."""
+    """All-gathered shards are the full array, and each device stores its own shard."""
     values = {
         name: jax.random.normal(jax.random.key(i), shape)
-        for i, (name, shape) in enumerate(SHAPES["shared"].items())
+        for i, (name, shape) in enumerate(SHAPES["embed_head"].items())
     }
     how = sharding()
-    stored = how.stored({"shared": values})["shared"]
+    stored = how.param_shardings({"embed_head": values})["embed_head"]
 
     def check(parts):
         def one(s, part, whole):
             gathered = s.gather(part, {TP, PP, DP})
-            again = s.gather(s.part(gathered, names), names)
+            again = s.gather(s.shard(gathered, names), names)
             return jnp.stack([jnp.abs(gathered - whole).max(), jnp.abs(again - whole).max()])
 
         return jax.tree.map(one, stored, parts, values)
 
-    specs = jax.tree.map(lambda s: s.spec, stored)
+    specs = jax.tree.map(lambda s: s.partition_spec, stored)
     run = jax.shard_map(check, mesh=how.mesh, in_specs=(specs,), out_specs=Spec(), check_vma=False)
     assert not any(errors.any() for errors in jax.jit(run)(values).values())
 
 
 def test_reduce_adds_up_and_cuts():
     how = sharding()
-    stored = how.stored({"shared": shapes()["shared"]})["shared"]
+    stored = how.param_shardings({"embed_head": shapes()["embed_head"]})["embed_head"]
     base = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        for name, shape in SHAPES["shared"].items()
+        for name, shape in SHAPES["embed_head"].items()
     }
 
     def run():
         scale = 1 + jax.lax.axis_index(PP) + 10 * jax.lax.axis_index(DP)
-        local = jax.tree.map(lambda s, b: s.part(jnp.asarray(b) * scale, {TP}), stored, base)
-        return jax.tree.map(lambda s, g: s.reduce(g, {PP, DP}), stored, local)
+        local = jax.tree.map(lambda s, b: s.shard(jnp.asarray(b) * scale, {TP}), stored, base)
+        return jax.tree.map(lambda s, g: s.reduce_scatter(g, {PP, DP}), stored, local)
 
-    specs = jax.tree.map(lambda s: s.spec, stored)
+    specs = jax.tree.map(lambda s: s.partition_spec, stored)
     got = jax.jit(
         jax.shard_map(run, mesh=how.mesh, in_specs=(), out_specs=specs, check_vma=False)
     )()

@@ -7,7 +7,7 @@ CAL_DIFF, FLOAT64, FLOAT32 = 1e-13, 1e-12, 1e-6
 
 
 def cal_diff(x, y):
-    """1 - 2 x.y / (x.x + y.y): DeepSeek's measure of how far two tensors are from equal.
+    """Return 1 - 2 x.y / (x.x + y.y), DeepSeek's measure of the difference of two tensors.
 
     It is about half the square of the relative error: 1e-13 is an error of 4.5e-7.
     """
@@ -17,14 +17,14 @@ def cal_diff(x, y):
 
 
 def relative(x, y):
-    """|x - y| / |y| of two arrays; |x| where y is zero."""
+    """Return |x - y| / |y| of two arrays, or |x| where y is zero."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     size = np.linalg.norm(y)
     return np.linalg.norm(x - y) / size if size else np.linalg.norm(x)
 
 
 def assert_within(measure, bound, got, want):
-    """Every leaf of `got` has the shape of `want`'s and measures at most `bound` against it."""
+    """Check that leaves have the shapes of `want`'s and are within `bound` of them in `measure`."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert jax.tree.map(np.shape, got) == jax.tree.map(np.shape, want)
     errors = {
@@ -38,13 +38,13 @@ def assert_within(measure, bound, got, want):
 
 
 def assert_same(got, want, bound=FLOAT64):
-    """Two trees computed in float64 differ by rounding at most: both measures, leaf by leaf."""
+    """Check that two float64 trees differ by rounding at most: both measures, leaf by leaf."""
     assert_within(cal_diff, CAL_DIFF, got, want)
     assert_within(relative, bound, got, want)
 
 
 def assert_close(got, want, bound=FLOAT32):
-    """Two `(losses, gradients)` differ by the rounding of float32: each leaf, and their norms."""
+    """Check that two `(losses, gradients)` agree up to float32 rounding: each leaf, and norms."""
     (losses, gradients), (want_losses, want_gradients) = got, want
     np.testing.assert_allclose(losses, want_losses, rtol=bound, atol=1e-9)
     assert_within(relative, bound, gradients, want_gradients)

@@ -1,7 +1,8 @@
-"""Kinds of layers with all that the contract allows, for tests, without a model around them.
+"""Layer kinds that use every feature of the layer contract, for tests without a model.
 
-`routed` makes a loss, counts, maxima, and indices that must be kept; it reads its index and a
-variable. `experts` has matrices cut over ep, and sends tokens to the devices that have theirs.
+`routed` returns a loss, counts, maxima and indices that must be stored; it reads its layer index
+and a variable. `experts` has matrices sharded over ep, and sends tokens to the devices that own
+their experts.
 """
 
 import jax
@@ -10,14 +11,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from toy import TOY, WIDTH
 
-from jaxpipe.contract import LayerKind, LayerOutput, Side, StageFunctions
-from jaxpipe.partition.leaf import EP, Leaf
+from jaxpipe.contract import Aux, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.partition.leaf import EP, ParamSpec
 
 CHOICES, EXPERTS = 3, 4
 
 
 def routed(layers):
-    """A layer that takes one of a few ways by the largest score, and tells what it did."""
+    """Return a layer that routes a token by its largest score, with auxiliary outputs."""
 
     def layer(params, x, context):
         score = x @ params["gate"] / (1 + context.rows["positions"][..., None])
@@ -28,27 +29,27 @@ def routed(layers):
         y = x + weight * jnp.tanh(x @ params["up"]) * params["gain"][None, None]
         taken = jax.nn.one_hot(choice, CHOICES, dtype=jnp.int32).sum((0, 1), dtype=jnp.int32)
         counts = jnp.zeros((layers, CHOICES), jnp.int32).at[context.index].set(taken)
-        side = Side(
+        side = Aux(
             loss=0.1 * jnp.sum(share * share) * (1 + context.index),
             sums={"counts": counts, "share": share.sum((0, 1))},
             maxima={"score": jnp.abs(score).max() * (1 + context.index)},
         )
         return LayerOutput(y, None, side)
 
-    leaves = {"gate": Leaf(matrix=(0, 1)), "up": Leaf(matrix=(0, 1)), "gain": Leaf()}
+    leaves = {"gate": ParamSpec(matrix=(0, 1)), "up": ParamSpec(matrix=(0, 1)), "gain": ParamSpec()}
     return LayerKind(layer, leaves, keep=("choice",))
 
 
 def experts(devices):
-    """A layer whose experts are on so many neighbouring replicas, each with an equal part."""
+    """Return a layer whose experts are sharded evenly over `devices` neighbouring replicas."""
 
     def layer(params, x, context):
         own, inputs, w = 0, context.rows["inputs"], params["experts"]
         if devices > 1:
             own = lax.axis_index(EP) * w.shape[0]
             x_all = lax.all_gather(x, EP, axis=0, tiled=True)
-            # Two gathers that are free to run at once, and that XLA on CPU cannot combine since
-            # their dtypes differ, meet under one key there, and it aborts (jaxlib 0.12.0).
+            # XLA on CPU aborts (jaxlib 0.12.0) when two all-gathers that may run concurrently meet
+            # under one key; it cannot combine these since their dtypes differ. Hence the barrier.
             x_all, inputs = lax.optimization_barrier((x_all, inputs))
             inputs = lax.all_gather(inputs, EP, axis=0, tiled=True)
         else:
@@ -59,21 +60,21 @@ def experts(devices):
             made += jnp.where(mine, jnp.tanh(x_all @ w[e]), 0)
         if devices > 1:
             made = lax.psum_scatter(made, EP, scatter_dimension=0, tiled=True)
-        side = Side(sums={"tokens": jnp.int32(inputs.size // devices)})
+        side = Aux(sums={"tokens": jnp.int32(inputs.size // devices)})
         return LayerOutput(x + made * params["gain"][None, None], None, side)
 
-    leaves = {"experts": Leaf(cuts=((EP, 0),), matrix=(1, 2)), "gain": Leaf()}
+    leaves = {"experts": ParamSpec(sharded=((EP, 0),), matrix=(1, 2)), "gain": ParamSpec()}
     return LayerKind(layer, leaves)
 
 
 def mixed(order, devices=1):
-    """The toy's ends around layers of several kinds, experts on so many devices."""
+    """Return the toy's embedding and head around mixed layers; `devices` share experts."""
     kinds = {"toy": TOY.kinds, "routed": routed(len(order)), "experts": experts(devices)}
     return StageFunctions(TOY.embed, kinds, TOY.head, TOY.count, order=tuple(order))
 
 
 def layer_params(key, kind, dtype):
-    """Random parameters of one layer of a kind other than the toy's."""
+    """Return random parameters of one layer of a kind other than the toy's."""
     first, second, third = jax.random.split(key, 3)
     normal = lambda key, *shape: jax.random.normal(key, shape, dtype) / WIDTH**0.5  # noqa: E731
     gain = 1 + 0.1 * jax.random.normal(third, (WIDTH,), dtype)

@@ -11,15 +11,15 @@ from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.schedule import Op
 from jaxpipe.schedule.lockstep import PLAIN
 
-LAYERS_EACH = 2  # of every stage
+LAYERS_EACH = 2  # layers of each stage
 
 
 def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none", **execution):
-    """The trace of the step of one schedule, and the schedule."""
+    """Return the trace of one schedule's step, and the schedule."""
     schedule = near(name, pp, microbatches)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers)
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     batch = toy_batch(jax.random.key(1), microbatches, examples)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat, **execution))
@@ -60,7 +60,7 @@ def find_scan(jaxpr):
 
 
 def step_of(jaxpr):
-    """What a rank does of a step: the program that the scan stands in."""
+    """Return the program of one pipeline rank: the jaxpr that contains the scan."""
     if any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns):
         return jaxpr
     bodies = (getattr(param, "jaxpr", param) for eqn in jaxpr.eqns for param in eqn.params.values())
@@ -69,7 +69,7 @@ def step_of(jaxpr):
 
 
 def executed_flops(trace, tables, rank):
-    """FLOPs of matrix products that one rank's conds really execute in one step."""
+    """Return the matmul FLOPs that one rank's conds really execute in one step."""
     body = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].jaxpr
     conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
     row = jax.tree.map(lambda column: column[:, rank], tables.columns)
@@ -96,7 +96,7 @@ def executed_flops(trace, tables, rank):
 
 
 def eqns_of(jaxpr, inside=False):
-    """Every equation, and whether it is in a loop."""
+    """Yield every equation, and whether it is in a loop."""
     for eqn in jaxpr.eqns:
         yield eqn, inside
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):

@@ -1,14 +1,15 @@
-"""What of the tables decides which program the executor traces."""
+"""The properties of tables that determine which program the executor traces."""
 
 FLAGS = ("embed", "head", "head_weight", "embed_gradient", "dy_of_head", "first_slice",
          "last_slice")  # fmt: skip
 
 
 def signature(tables):
-    """Equal for tables that lead to the same program, but for numbers and sizes.
+    """Return a key that is equal for tables that lead to the same program, up to numbers and sizes.
 
-    Ops with their chunks, pairs, buffers that have slots, lanes, what stays on its rank, flags
-    that are ever set, whether both ends are on one rank or on two, and how long a transfer takes.
+    It holds the ops with their chunks, pairs, buffers that have slots, permute directions, values
+    that stay on their rank, flags that are ever set, whether embedding and head are on one rank or
+    on two, and the ticks of a transfer.
     """
     columns = tables.columns
     return (

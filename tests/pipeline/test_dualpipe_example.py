@@ -56,7 +56,7 @@ def test_losses_outputs_and_gradients(name, pp):
             "labels": normal(234, CHUNKS, EXAMPLES, LENGTH, HIDDEN),
         }
         pipeline = Pipeline(EXAMPLE, schedule, make_mesh(pp, devices=jax.devices()[:pp]))
-        params = {"shared": {}, "layers": layout.stack(layers)}
+        params = {"embed_head": {}, "layers": layout.stack(layers)}
         trained = jax.jit(pipeline.step)(params, batch)
         evaluated = jax.jit(pipeline.forward)(params, batch)
         want = step_ref(EXAMPLE, {}, layers, batch)

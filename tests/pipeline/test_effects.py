@@ -1,4 +1,4 @@
-"""What layers print or call back happens as often as they run: once in F, once in the gradient."""
+"""Prints and callbacks of a layer run as often as the layer: once in F, once in the gradient."""
 
 from collections import Counter
 from functools import partial
@@ -19,15 +19,15 @@ LAYERS, MICROBATCHES = 4, 4
 
 
 def seen_in(functions, schedule="1f1b", policy="none", trains=True):
-    """How often a step calls `note`, by what it is given first."""
+    """Return how often a step calls `note`, by the first argument of `note`."""
     shared, layers = toy_params(jax.random.key(0), LAYERS)
     built = build(schedule, pp=2, microbatches=MICROBATCHES)
     layout = StageLayout((LAYERS // built.stages,) * built.stages, built.placement)
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     batch = toy_batch(jax.random.key(1), MICROBATCHES, 2)
     mesh = make_mesh(2, devices=jax.devices()[:2])
     how = Execution(remat=policy)
-    pipeline = Pipeline(functions, built, mesh, layout.counts, how)
+    pipeline = Pipeline(functions, built, mesh, layout.layers_per_stage, how)
     SEEN.clear()
     step = pipeline.losses_and_gradients if trains else pipeline.losses
     jax.block_until_ready(jax.jit(step)(params, batch))
@@ -92,7 +92,7 @@ def test_effects_of_embedding_and_head(schedule):
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_what_a_callback_returns_is_stored(policy):
-    """It is not asked again in the gradient, whatever is rematerialised."""
+    """A callback is not repeated in the gradient, whatever is rematerialized."""
 
     def factor(index):
         SEEN.append(int(index))
@@ -107,7 +107,7 @@ def test_what_a_callback_returns_is_stored(policy):
 
 
 def test_effects_in_a_loop():
-    """Of an opaque equation the body's effects are its own."""
+    """The effects of an opaque equation are those of its body."""
 
     def layer(params, x, context):
         def turn(x, _):

@@ -1,8 +1,8 @@
 """The pipelined step against the reference: every program that tables lead to, in float64.
 
-`test_lower.py` proves that tables of any size bring every value where it is read. Here each program
-that the executor traces for them is run: one case for each `signature`, with NaN in every idle
-message and free slot.
+`test_lower.py` proves that tables of any size deliver every value to where it is read. Here every
+program that the executor traces for them is run: one case for each `signature`, with NaN in every
+idle message and free slot.
 """
 
 from functools import cache
@@ -22,13 +22,13 @@ from jaxpipe.schedule import BUILDERS, FAMILIES, Lockstep, build, lower
 
 
 def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
-    """The pipeline's and the reference's `(losses, gradients)`, both in stage form."""
+    """Return `(losses, gradients)` of the pipeline and of the reference, stage-stacked."""
     pp, layout = schedule.pp, StageLayout(tuple(counts), schedule.placement)
     shared, layers = toy_params(jax.random.key(key), layout.layers, dtype)
     batch = toy_batch(jax.random.key(key + 1), schedule.microbatches, 2 * dp, ignore)
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.losses_and_gradients)(params, batch)
     losses, gradients = losses_and_gradients_ref(TOY, shared, layers, batch)
     want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
@@ -36,7 +36,7 @@ def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **ex
 
 
 def check(schedule, counts, dp=1, **how):
-    """In double precision and with poison both are the same; returns the losses."""
+    """Check that both agree in float64 with NaN in free slots; return the losses."""
     with jax.enable_x64(True):
         got, want = run(schedule, counts, dp, dtype=jnp.float64, poison_bubbles=True, **how)
         assert got[1]["layers"][0]["up"].dtype == jnp.float64
@@ -46,7 +46,7 @@ def check(schedule, counts, dp=1, **how):
 
 @cache
 def schedule_of(name, pp, more=True):
-    """A schedule at its least microbatches, or at the next number above pp that it takes."""
+    """Return a schedule with its fewest microbatches, or with the next number above pp."""
     family = FAMILIES[name]
     above = 2 * pp if family.in_rounds else max(pp + 3, family.least(pp) + 2)
     return near(name, pp, above if more else family.least(pp), virtual_stages=2)
@@ -56,8 +56,8 @@ def uneven(stages):
     return [1 + (stage % 3 == 1) for stage in range(stages)]
 
 
-# All schedules on 4 ranks have 16 signatures, and on 1 and 2 ranks 14 more: 28 + 14 cases, where
-# all names on all meshes were 112.
+# All schedules on 4 ranks have 16 signatures, and on 1 and 2 ranks 14 more: 28 + 14 cases, instead
+# of 112 for all names on all meshes.
 CASES = [(name, 4, True, ticks) for name in BUILDERS for ticks in (1, 2)] + [
     *(
         (name, 2, False, ticks)
@@ -73,7 +73,7 @@ CASES = [(name, 4, True, ticks) for name in BUILDERS for ticks in (1, 2)] + [
 @pytest.mark.slow(unless=["*-4-True-1", "1f1b-4-True-2", "zbv-2-False-2", "interleaved_zb-1-*"])
 @pytest.mark.parametrize(("name", "pp", "more", "transfer_ticks"), CASES)
 def test_every_program_equals_the_reference(name, pp, more, transfer_ticks):
-    """With transfers of one tick stages differ in length."""
+    """With transfers of one tick, stages differ in length."""
     schedule = schedule_of(name, pp, more)
     counts = uneven(schedule.stages) if transfer_ticks == 1 else [1] * schedule.stages
     check(schedule, counts, 2, lockstep=Lockstep(transfer_ticks))
@@ -96,7 +96,7 @@ def test_the_cases_have_every_signature():
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
 def test_groups_of_other_sizes(name):
-    """Megatron's groups: three microbatches through a stage before the rank's next, then two."""
+    """Megatron's groups: three microbatches in one stage before the rank's next stage, then two."""
     check(build(name, pp=2, microbatches=5, breadth=3), [1, 2, 1, 1], 2)
 
 
@@ -111,7 +111,7 @@ def test_poison_changes_no_bit(name):
 
 
 @pytest.mark.slow(unless=["selective-dualpipe", "full-1f1b"])
-@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])  # BW; and B, W and pairs
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])  # one with BW; one with B, W and pairs
 @pytest.mark.parametrize(
     "remat",
     ["selective", "full", jax.checkpoint_policies.dots_saveable],
@@ -148,7 +148,7 @@ def test_no_valid_token_at_all():
     shared, layers = toy_params(jax.random.key(0), 2)
     batch = toy_batch(jax.random.key(1), 2, 2)
     batch["targets"] = jnp.full_like(batch["targets"], -100)
-    params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     mesh = make_mesh(2, devices=jax.devices()[:2])
     pipeline = Pipeline(TOY, build("1f1b", pp=2, microbatches=2), mesh)
     losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
@@ -158,14 +158,14 @@ def test_no_valid_token_at_all():
 
 @pytest.mark.parametrize(("name", "in_flight"), [("dualpipe", 5), ("dualpipev", 8)])
 def test_forwards_from_both_ends_run_ahead(name, in_flight):
-    """F and BW of two chunks, which in their own order share cells."""
+    """F and BW of two chunks, which share cells in the schedule's own order."""
     schedule = build(name, pp=4, microbatches=10)
     check(schedule, uneven(schedule.stages), 2, lockstep=Lockstep(2, in_flight=in_flight))
 
 
 @pytest.mark.parametrize("in_flight", [2, 7])
 def test_running_ahead_changes_nothing(in_flight):
-    """An F beside a gradient of the same stage; two-tick transfers lead to no other program."""
+    """An F in a cell with a gradient of its stage; two-tick transfers trace the same program."""
     lockstep = Lockstep(in_flight=in_flight)
     check(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, lockstep=lockstep)
 
@@ -182,7 +182,7 @@ def test_ticks_in_which_nothing_enters_change_no_bit(name):
 
 @pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("zb_h1", 2)])
 def test_exchanges_by_turns_change_no_bit(name, pp):
-    """Of two ranks the second turn joins none."""
+    """On two ranks the second phase has no pair."""
     schedule = schedule_of(name, pp)
     counts = uneven(schedule.stages)
     plain, _ = run(schedule, counts)
@@ -209,19 +209,19 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     mesh = make_mesh(4, 2, devices=jax.devices())
     execution = Execution(Lockstep(transfer_ticks))
     pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     losses = jax.jit(pipeline.losses)(params, batch)
     want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
 
 
 def test_forward_only_holds_nothing_and_so_has_no_limit():
-    """A limit below the number of microbatches is for what waits for gradients."""
+    """A limit below the number of microbatches concerns only values that wait for gradients."""
     schedule = build("1f1b", pp=2, microbatches=4)
     mesh = make_mesh(2, devices=jax.devices()[:2])
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(Lockstep(in_flight=3)))
     shared, layers = toy_params(jax.random.key(0), 2)
-    params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     batch = toy_batch(jax.random.key(1), 4, 2)
     losses = jax.jit(pipeline.losses)(params, batch)
     want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)

@@ -1,4 +1,4 @@
-"""Layers of several kinds, side outputs, kept values and experts, against one device."""
+"""Layers of several kinds, auxiliary outputs, stored values and experts, against one device."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from kinds import CHOICES, layer_params, mixed
 from legal import near
 from toy import toy_batch, toy_params
 
-from jaxpipe.parallel import Factors, StageLayout, make_mesh
+from jaxpipe.parallel import ReplicaFactors, StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import BUILDERS, Lockstep, build
 
@@ -22,7 +22,7 @@ ORDERS = {
 
 
 def problem(order, microbatches, examples, dtype=jnp.float64):
-    """Shared parameters, layers in order, a batch and variables."""
+    """Return shared parameters, layers in order, a batch and variables."""
     shared, toys = toy_params(jax.random.key(0), len(order), dtype)
     layers = [
         toys[i] if kind == "toy" else layer_params(jax.random.key(100 + i), kind, dtype)
@@ -33,24 +33,24 @@ def problem(order, microbatches, examples, dtype=jnp.float64):
 
 
 def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **execution):
-    """`(got, want)` of a step on a mesh and on one device, gradients in stage form."""
+    """Return `(got, want)` of a step on a mesh and on one device, gradients stage-stacked."""
     examples = 2 * dp
     shared, layers, batch, variables = problem(order, schedule.microbatches, examples)
     counts = [len(order) // schedule.stages] * schedule.stages
     mesh = make_mesh(
-        schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], factors=Factors(ep=ep)
+        schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp], factors=ReplicaFactors(ep=ep)
     )
     execution = Execution(**execution)
     pipeline = Pipeline(change(mixed(order, ep)), schedule, mesh, counts, execution)
     layout = StageLayout(tuple(counts), schedule.placement, order)
-    params = {"shared": shared, "layers": layout.stack(layers)}
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.step)(params, batch, variables)
     want = step_ref(change(mixed(order)), shared, layers, batch, variables=variables)
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=staged)
 
 
-OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule of each
+OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule of each placement
 
 
 @pytest.mark.slow(unless=["1f1b-mixed", "dualpipe-mixed", "zbv-first_other"])
@@ -63,7 +63,7 @@ def test_kinds_under_every_schedule(name, order):
     with jax.enable_x64(True):
         got, want = run(schedule, ORDERS[order], dp=4, zero_stage=2, poison_bubbles=True)
         assert_same(got, want)
-        counts = np.asarray(got.side.sums["counts"])
+        counts = np.asarray(got.aux.sums["counts"])
         tokens = schedule.microbatches * 8 * 6
         routed = [kind == "routed" for kind in ORDERS[order]]
         np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))

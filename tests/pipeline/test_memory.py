@@ -1,4 +1,4 @@
-"""The compiled step's memory against what the tables promise."""
+"""The compiled step's memory against the memory that the tables imply."""
 
 from functools import cache
 from itertools import cycle
@@ -10,7 +10,7 @@ from programs import LAYERS_EACH, traced
 from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 
 from jaxpipe.pipeline import POLICIES, Context, split_layer
-from jaxpipe.pipeline.rings import sharing
+from jaxpipe.pipeline.rings import values_by_use
 from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, family_of, lower
 
@@ -25,12 +25,12 @@ def size(tree):
 
 
 def ring_bytes(schedule, remat):
-    """Messages and the three classes of activations, by the tables."""
+    """Return the bytes of messages and the three classes of activations, from the tables."""
     _, (layer,) = toy_params(jax.random.key(0), 1)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, EXAMPLES))
     split = split_layer(KIND.layer, layer, X, Context(microbatch), POLICIES[remat])
     tables = lower(schedule)
-    uses, _ = sharing(split.residuals, split.stash, apart=False)
+    uses, _ = values_by_use(split.residuals, split.stash, separate=False)
     lengths = ring_lengths(uses, tables.slots_of)
     held = sum(length * size(value) for value, length in lengths.items())
     return (tables.slots.inbox + 1) * size(X) + LAYERS_EACH * held
@@ -38,7 +38,7 @@ def ring_bytes(schedule, remat):
 
 @cache
 def measured(name, pp, microbatches, remat):
-    """Bytes of temporaries of the compiled step, and the part of them that the rings should be."""
+    """Return bytes of the compiled step's temporaries, and of the ring buffers among them."""
     trace, schedule = traced(name, pp, microbatches, examples=EXAMPLES, remat=remat)
     memory = trace.lower().compile().memory_analysis()
     return memory.temp_size_in_bytes, ring_bytes(schedule, remat)
@@ -47,10 +47,10 @@ def measured(name, pp, microbatches, remat):
 @pytest.mark.slow(unless=["1f1b-none", "v_half-full"])
 @pytest.mark.parametrize(("name", "remat"), [*zip(FLAT, cycle(("none", "full")))])
 def test_memory_is_the_rings_and_one_tick(name, remat):
-    """No more than the rings and the working set of one tick, but for 15 %.
+    """The step uses no more than the ring buffers and the working set of one tick, plus 15 %.
 
-    The working set is measured: what one rank with one microbatch needs besides its rings. A tick
-    that runs an F beside a gradient needs it twice.
+    The working set is measured: the memory of one rank with one microbatch without its ring
+    buffers. A tick that runs an F together with a gradient needs it twice.
     """
     alone, own_rings = measured("gpipe", 1, 1, remat)
     total, rings = measured(name, 4, 8, remat)
@@ -61,7 +61,7 @@ def test_memory_is_the_rings_and_one_tick(name, remat):
 @pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("name", FLAT)
 def test_memory_is_flat_in_microbatches(name):
-    """But for rings, which a search may make shorter where there are few microbatches."""
+    """Except for ring buffers, which a search may make shorter where there are few microbatches."""
     (small, fewer), (large, rings) = (measured(name, 4, m, "full") for m in (8, 40))
     assert ((large - rings) - (small - fewer)) / 32 <= 0.02 * size(X)
     assert fewer == rings or family_of(name).searched

@@ -1,4 +1,4 @@
-"""What the step of a mixture of experts executes, stores and needs, against closed forms."""
+"""FLOPs, stored bytes and memory of the step of a mixture of experts, against closed forms."""
 
 from math import prod
 
@@ -20,10 +20,10 @@ SPARSE = ["model.n_experts=8", "model.experts_per_token=2", "model.d_expert=32",
 
 
 def shapes_of(pipeline, model, examples=EXAMPLES, length=LENGTH):
-    """What a step is given, in float32 and without values."""
+    """Return the shapes of a step's inputs, in float32."""
     _, shared, layers, _, variables = problem(model)
     layout = pipeline.layout(len(layers))
-    params = jax.eval_shape(lambda: {"shared": shared, "layers": layout.stack(layers)})
+    params = jax.eval_shape(lambda: {"embed_head": shared, "layers": layout.stack(layers)})
     params, variables = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), (params, variables)
     )
@@ -43,7 +43,7 @@ def shapes_of(pipeline, model, examples=EXAMPLES, length=LENGTH):
     ],
 )
 def test_a_step_executes_active_experts_alone(model, name, mesh, remat):
-    """With the slots of a capacity, full or not; as many in B and W as in both at once."""
+    """Slots of a capacity count, full or not; B and W together count as much as BW."""
     pipeline, config = pipeline_of(model, name, *mesh, remat=remat), MODELS[model]
     trace = jax.jit(pipeline.step).trace(*shapes_of(pipeline, model))
     ranks, replicas, _, ep = mesh
@@ -59,7 +59,7 @@ def test_a_step_executes_active_experts_alone(model, name, mesh, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "remat"), [("qwen", "selective"), ("narrow", "full")])
 def test_memory_is_flat_in_microbatches(model, remat):
-    """Of dropless experts and of slots, both in parts on two replicas; rows as long as to count."""
+    """Dropless experts and capacity slots, both sharded over two replicas; long rows dominate."""
     length, config = 16 * LENGTH, MODELS[model]
     stream = 4 * EXAMPLES // 2 * length * config.d_model  # bytes on a device
 
@@ -84,7 +84,7 @@ def test_memory_is_flat_in_microbatches(model, remat):
     ids=str,
 )  # fmt: skip
 def test_what_ticks_hand_on_is_what_a_plan_counts(overrides):
-    """Rings, messages and sums, by what the scan carries; beside them losses and counts."""
+    """The scan's carry has ring buffers, messages and gradient sums, plus losses and counts."""
     config = configs.load(SMALL, [*SPARSE, "parallel.pp=2", *overrides])
     parallel = config.parallel
     trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]))

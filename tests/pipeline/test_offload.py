@@ -1,6 +1,6 @@
-"""Residuals that wait in the host's memory: the same bits, and nothing of them on the device.
+"""Residuals offloaded to host memory: results are bitwise equal, and none stay on the device.
 
-On CPUs both memories are one, so what is looked at here is where the program asks for them.
+On CPUs both memories are the same, so the tests check the memory space that the program requests.
 """
 
 from math import prod
@@ -28,7 +28,7 @@ def test_the_same_bits(name, layers):
     schedule = near(name, 2, 6)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, of_layers = toy_params(jax.random.key(0), layout.layers)
-    params = {"shared": shared, "layers": layout.stack(of_layers)}
+    params = {"embed_head": shared, "layers": layout.stack(of_layers)}
     batch = toy_batch(jax.random.key(1), schedule.microbatches, 2)
     mesh = make_mesh(2, devices=jax.devices()[:2])
 
@@ -41,7 +41,7 @@ def test_the_same_bits(name, layers):
 
 
 def carried(name, offload_layers):
-    """Bytes of what the scan carries on a device and on its host."""
+    """Return the bytes of the scan's carry on a device and on its host."""
     trace, _ = traced(name, 4, 8, offload_layers=offload_layers)
     held = {True: 0, False: 0}
     for var in find_scan(trace.jaxpr.jaxpr).outvars:

@@ -1,4 +1,4 @@
-"""`LayerKind.pair`: the order in which an F and a gradient of one cell run, and nothing else."""
+"""`LayerKind.pair` changes the order in which an F and a gradient of one cell run, nothing else."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,11 @@ from legal import near
 from programs import find_scan
 from toy import TOY, toy_batch, toy_params
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, point
+from jaxpipe.contract import Context, LayerKind, LayerOutput, pairing_point
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import POLICIES, Execution, Pipeline, losses_and_gradients_ref, split_layer
 from jaxpipe.pipeline.jaxpr import dependents
-from jaxpipe.pipeline.pairing import in_rounds
+from jaxpipe.pipeline.pairing import run_in_rounds
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Lockstep
 
@@ -24,7 +24,7 @@ PAIRED = Lockstep(transfer_ticks=1, pairs=True)
 
 
 def layer(params, x, context, *, named=True):
-    mark = point if named else lambda value, name: value
+    mark = pairing_point if named else lambda value, name: value
     positions = context.rows["positions"]
     scaled = x * params["gain"][None, None] / jnp.sqrt(1 + jnp.mean(x * x, axis=-1, keepdims=True))
     mixed = mark(jnp.cumsum(scaled, axis=1) / (1 + positions[..., None].astype(x.dtype)), "mixed")
@@ -33,7 +33,7 @@ def layer(params, x, context, *, named=True):
 
 
 class Recorded:
-    """A hook that notes what it is given."""
+    """A hook that records its arguments."""
 
     def __init__(self, *rounds):
         self.rounds, self.given = rounds, []
@@ -48,7 +48,7 @@ def abreast():
 
 
 def pipeline_of(name, counts, hook, pp=2, **execution):
-    """The pipeline, and what its step is given."""
+    """Return the pipeline and the inputs of its step."""
     schedule = near(name, pp, 2 * pp, virtual_stages=2)
     model = replace(TOY, kinds=LayerKind(layer, pair=hook))
     layout = StageLayout(tuple(counts(schedule.stages)), schedule.placement)
@@ -56,9 +56,9 @@ def pipeline_of(name, counts, hook, pp=2, **execution):
     batch = toy_batch(jax.random.key(1), schedule.microbatches, 2)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     how = Execution(PAIRED, **execution)
-    pipeline = Pipeline(model, schedule, mesh, layout.counts, how)
+    pipeline = Pipeline(model, schedule, mesh, layout.layers_per_stage, how)
     want = partial(losses_and_gradients_ref, model, shared, layers, batch)
-    return pipeline, ({"shared": shared, "layers": layout.stack(layers)}, batch), layout, want
+    return pipeline, ({"embed_head": shared, "layers": layout.stack(layers)}, batch), layout, want
 
 
 def two(stages):
@@ -66,7 +66,7 @@ def two(stages):
 
 
 def uneven(stages):
-    """One layer on the way down the V, two on the way up."""
+    """Return one layer per stage in the first half of the V, two in the second."""
     return [1 + (stage >= stages // 2) for stage in range(stages)]
 
 
@@ -76,7 +76,7 @@ def uneven(stages):
     [("dualpipe", two, "none"), ("dualpipev", two, "full"), ("dualpipev", uneven, "selective")],
 )
 def test_a_step_in_rounds_equals_the_reference(name, counts, remat):
-    """Not the bits of one without: XLA fuses and rounds otherwise beside a barrier."""
+    """Results differ in rounding from those without rounds: XLA fuses differently at a barrier."""
     with jax.enable_x64(True):
         hook = abreast()
         pipeline, given, layout, want = pipeline_of(
@@ -90,7 +90,7 @@ def test_a_step_in_rounds_equals_the_reference(name, counts, remat):
 
 
 def branches(name, counts, hook):
-    """The equations of each branch of the loop that has both an F and a gradient."""
+    """Return the equations of each branch of the loop that has both an F and a gradient."""
     with jax.enable_x64(True):
         pipeline, given, *_ = pipeline_of(name, counts, hook)
         trace = jax.jit(pipeline.losses_and_gradients).trace(*given)
@@ -107,7 +107,7 @@ def barriers(jaxpr):
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 def test_every_pair_of_layers_runs_in_rounds(name):
-    """Two layers of F beside two of the gradient: three rounds each, and what follows both."""
+    """Two layers of F with two of the gradient: three rounds each, then the rest of both."""
     plain, hooked = (branches(name, two, hook) for hook in (None, abreast()))
     assert plain
     for before, after in zip(plain, hooked, strict=True):
@@ -115,7 +115,7 @@ def test_every_pair_of_layers_runs_in_rounds(name):
 
 
 def test_layers_of_the_longer_one_follow_alone():
-    """Stages of one and of two layers are neighbours on the V: where they meet one is alone."""
+    """Stages of one and two layers meet in the middle of the V; the second layer runs alone."""
     hook = abreast()
     plain, hooked = (branches("dualpipev", uneven, how) for how in (None, hook))
     assert len(hook.given) < 2 * len(plain)
@@ -123,10 +123,10 @@ def test_layers_of_the_longer_one_follow_alone():
 
 
 def halves(a, b):
-    """F of one and the gradient of another function, each with a point."""
+    """Return F of one function and the gradient of another, each with one pairing point."""
 
     def function(x):
-        return jnp.cos(point(jnp.sin(x), "one"))
+        return jnp.cos(pairing_point(jnp.sin(x), "one"))
 
     return (function, a), (lambda dy: jax.vjp(function, 3.0)[1](dy)[0], b)
 
@@ -136,20 +136,22 @@ def halves(a, b):
     [((), False), ([("one", "one")], True), ([("one", None)], True), ([(None, "one")], True)],
 )
 def test_what_waits_for_what(rounds, waits):
-    """The end of either waits for what both have run in the rounds before."""
-    made = jax.make_jaxpr(lambda a, b: in_rounds(*halves(a, b), Recorded(*rounds)))(1.0, 2.0).jaxpr
+    """The end of either function waits for what both have run in earlier rounds."""
+    made = jax.make_jaxpr(lambda a, b: run_in_rounds(*halves(a, b), Recorded(*rounds)))(
+        1.0, 2.0
+    ).jaxpr
     of_a, of_b = (dependents(made, {given}) for given in made.invars)
     ahead, back = made.outvars
     assert (ahead in of_b, back in of_a) == (waits, waits)
 
 
 def test_what_runs_in_one_round_does_not_wait():
-    run = lambda a, b: in_rounds(*halves(a, b), Recorded(("one", "one")))  # noqa: E731
+    run = lambda a, b: run_in_rounds(*halves(a, b), Recorded(("one", "one")))  # noqa: E731
     made = jax.make_jaxpr(run)(1.0, 2.0).jaxpr
     of_a, of_b = (dependents(made, {given}) for given in made.invars)
     named = [eqn.outvars[0] for eqn in made.eqns if eqn.primitive.name == "name"]
     assert {(var in of_a, var in of_b) for var in named} == {
-        (True, False), (False, True), (False, False),  # the last is what the gradient makes again
+        (True, False), (False, True), (False, False),  # the last is what the gradient recomputes
     }  # fmt: skip
 
 
@@ -161,18 +163,18 @@ def test_what_runs_in_one_round_does_not_wait():
 )  # fmt: skip
 def test_points_that_are_not_ahead(rounds, left):
     with pytest.raises(ValueError, match=left):
-        in_rounds(*halves(1.0, 2.0), Recorded(*rounds))
+        run_in_rounds(*halves(1.0, 2.0), Recorded(*rounds))
 
 
 def test_a_half_without_points_is_not_divided():
     forward, _ = halves(1.0, 2.0)
     hook = Recorded(("one", "one"))
-    assert in_rounds(forward, (jnp.sin, 2.0), hook)[1] == jnp.sin(2.0)
+    assert run_in_rounds(forward, (jnp.sin, 2.0), hook)[1] == jnp.sin(2.0)
     assert not hook.given
 
 
 def one_layer(remat, *, named=True):
-    """The layer cut, and its parameters, x and context."""
+    """Return the split layer, and its parameters, x and context."""
     shared, (params,) = toy_params(jax.random.key(0), 1)
     rows = jax.tree.map(lambda leaf: leaf[0], toy_batch(jax.random.key(1), 1, 2))
     given = params, TOY.embed(shared, rows), Context(rows)
@@ -181,7 +183,7 @@ def one_layer(remat, *, named=True):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_rounds_change_no_bit(remat):
-    """Of operations that run one by one, which nothing fuses."""
+    """With operations that run one by one, which nothing fuses."""
     split, (params, x, context) = one_layer(remat)
     _, kept = split.forward(params, x, context)
 
@@ -192,7 +194,7 @@ def test_rounds_change_no_bit(remat):
         return split.backward(params, context, kept, Cotangent(dy))
 
     hook = abreast()
-    got = in_rounds((forward, x), (gradient, x), hook)
+    got = run_in_rounds((forward, x), (gradient, x), hook)
     assert hook.given == [(("mixed", "hidden"), ("hidden", "mixed"))]
     jax.tree.map(np.testing.assert_array_equal, got, [forward(x), gradient(x)])
 

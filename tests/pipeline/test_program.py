@@ -1,4 +1,4 @@
-"""What XLA is given and makes of it: permutes, copies, size and FLOPs of the step."""
+"""The compiled program of the step: permutes, copies, size and FLOPs."""
 
 import re
 
@@ -10,7 +10,7 @@ from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import KIND, TOY, toy_batch, toy_params
 
 from jaxpipe.pipeline import Context
-from jaxpipe.pipeline.rings import sharing
+from jaxpipe.pipeline.rings import values_by_use
 from jaxpipe.pipeline.split import split_layer
 from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, Lockstep, lower
@@ -19,7 +19,7 @@ WIDE = 4  # examples per microbatch
 
 
 def while_body(text):
-    """The text of the computation that is the tick loop's body."""
+    """Return the text of the computation that is the body of the tick loop."""
     (name,) = set(re.findall(r"while\(.*?body=%?([\w.\-]+)", text))
     start = re.search(rf"^%?{re.escape(name)} .*{{$", text, re.M)
     return text[start.start() : text.index("\n}", start.start())]
@@ -32,13 +32,13 @@ def while_body(text):
     + [(name, 4, 8, 2) for name in ("interleaved_zb", "zb_h1", "zbv", "dualpipe", "dualpipev")],
 )
 def test_two_permutes_a_tick(name, pp, microbatches, transfer_ticks):
-    """One each way round the ring, however many messages they carry."""
+    """One in each direction of the ring, however many messages they carry."""
     text = compiled(name, pp, microbatches, lockstep=Lockstep(transfer_ticks)).as_text()
     assert len(re.findall(r"= .*collective-permute(?:-start)?\(", while_body(text))) == 2
 
 
 def copies_in_the_loop(compiled_step, sizes, shape):
-    """Copies, outside the entry, of rings of any of these sizes whose slots have this shape."""
+    """Return copies, outside the entry, of ring buffers with these slot counts and slot shape."""
     text = compiled_step.as_text()
     loop = text.replace(text[text.index("ENTRY") :], "")
     sizes = "|".join(map(str, sizes))
@@ -51,18 +51,18 @@ def copies_in_the_loop(compiled_step, sizes, shape):
 def test_no_ring_is_copied_in_the_loop(name):
     trace, schedule = traced(name, 4, 8)
     tables = lower(schedule)
-    # Every message, residual and stash of the toy layer is [examples, length, ...].
+    # Every message, residual and W stash of the toy layer is [examples, length, ...].
     _, (layer, *_) = toy_params(jax.random.key(0), 1)
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, WIDE))
     split = split_layer(KIND.layer, layer, jnp.zeros((WIDE, 6, 8)), Context(microbatch))
-    uses, _ = sharing(split.residuals, split.stash, apart=False)
+    uses, _ = values_by_use(split.residuals, split.stash, separate=False)
     lengths = ring_lengths(uses, tables.slots_of)
     sizes = {tables.slots.inbox + 1, *lengths.values()} - {0}
     assert not copies_in_the_loop(trace.lower().compile(), sizes, (WIDE, 6))
 
 
 def test_a_ring_that_is_copied_is_seen():
-    """Two rings that change places in every tick cannot be written in place."""
+    """Two buffers that swap places in every tick cannot be written in place."""
     ring = jnp.zeros((3, WIDE, 6, 8))
 
     def tick(carry, i):
@@ -76,7 +76,7 @@ def test_a_ring_that_is_copied_is_seen():
 @pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
-    """Keys and values, and the gradient at them, are written into their slots in place."""
+    """Keys and values, and their gradients, are written into their slots in place."""
     pipeline, _, params, batch = pipeline_of("normed", schedule, 2, 1, 1, slices=4)
     slots = pipeline.tables.slots
     step = jax.jit(pipeline.losses_and_gradients).lower(params, batch)
@@ -117,16 +117,16 @@ def test_no_wasted_flops(name, remat, extra, defer_ends):
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
 
     def loss(params):
-        x = TOY.embed(params["shared"], microbatch)
+        x = TOY.embed(params["embed_head"], microbatch)
         for layer in params["layers"]:
             x = KIND.layer(layer, x, Context(microbatch)).y
-        return TOY.head(params["shared"], x, microbatch)
+        return TOY.head(params["embed_head"], x, microbatch)
 
-    params = {"shared": shared, "layers": layers}
+    params = {"embed_head": shared, "layers": layers}
     reference = dot_flops(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, None) * microbatches
     x = jnp.zeros((WIDE, 6, 8))
     forward = jax.make_jaxpr(lambda p, x: KIND.layer(p, x, Context(microbatch)).y)(layers[0], x)
-    # A recomputed layer repeats its products once, less the last one, which no gradient reads.
+    # A recomputed layer repeats its products once, without the last one, which no gradient reads.
     down = 2 * WIDE * 6 * 16 * 8
     repeated = dot_flops(forward.jaxpr, None) - down
     want = reference + extra * repeated * len(layers) * microbatches

@@ -1,7 +1,7 @@
-"""What the comparisons see: NaN, small errors, and tables that point to the wrong place.
+"""What the comparisons detect: NaN, small errors, and tables that point to the wrong slot.
 
-Of every schedule one program is compiled whose tables are an argument; each fault is planted in
-them by itself.
+For every schedule one program is compiled whose tables are an argument; each fault is planted in
+the tables separately.
 """
 
 import jax
@@ -26,12 +26,12 @@ def test_equal_trees_are_the_same():
 
 @pytest.mark.parametrize("leaf", TREE)
 def test_nan_in_any_leaf_is_seen_and_named(leaf):
-    spoilt = {name: value.copy() for name, value in TREE.items()}
-    spoilt[leaf][7] = np.nan
+    poisoned = {name: value.copy() for name, value in TREE.items()}
+    poisoned[leaf][7] = np.nan
     with pytest.raises(AssertionError, match=leaf):
-        assert_same(spoilt, TREE)
+        assert_same(poisoned, TREE)
     with pytest.raises(AssertionError, match=leaf):
-        assert_close((0.0, spoilt), (0.0, TREE))
+        assert_close((0.0, poisoned), (0.0, TREE))
 
 
 def test_an_error_that_cal_diff_lets_pass_is_seen():
@@ -46,7 +46,7 @@ def test_another_shape_is_seen():
 
 
 class Planted:
-    """One schedule's step with its tables as an argument, and what it should make."""
+    """One schedule's step with its tables as an argument, and its expected result."""
 
     def __init__(self, name):
         schedule = near(name, PP, 6)
@@ -57,7 +57,7 @@ class Planted:
         mesh = make_mesh(PP, devices=jax.devices()[:PP])
         execution = Execution(poison_bubbles=True)
         pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
-        params = {"shared": shared, "layers": layout.stack(layers)}
+        params = {"embed_head": shared, "layers": layout.stack(layers)}
         losses, gradients = losses_and_gradients_ref(TOY, shared, layers, batch)
         self.want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
         self.tables = pipeline.tables
@@ -66,7 +66,7 @@ class Planted:
         self.step = lambda columns: program(params, batch, (None, None), columns)[:2]
 
     def seen(self, fault, ranks):
-        """Whether the comparison fails."""
+        """Return whether the comparison fails."""
         try:
             self.check(fault, ranks)
         except AssertionError:
@@ -97,8 +97,8 @@ def gradient_microbatches(tables, columns):
     _rolled(columns.gradient_mb, used, columns.gradient_mb.max() + 1)
 
 
-def weights_of_a_spoilt_slot(tables, columns):
-    """W reads where nothing is; where no op is only W, BW does."""
+def weights_of_a_poisoned_slot(tables, columns):
+    """W reads an empty slot; in schedules without a separate W, BW does."""
     if tables.slots.stash:
         columns.stash_read[columns.W > 0] = tables.slots.stash
     else:
@@ -106,23 +106,23 @@ def weights_of_a_spoilt_slot(tables, columns):
 
 
 def inputs_of_another_slot(tables, columns):
-    """B reads what another microbatch left, or what is spoilt."""
+    """B reads the slot of another microbatch, or an empty one."""
     used = (columns.B > 0) | (columns.BW > 0)
     _rolled(columns.for_b_read, used, tables.slots.for_b + 1)
 
 
 def messages_stored_late(tables, columns):
-    """What comes last in the row of lanes is stored a tick after it has arrived."""
+    """The last permute direction's messages are stored one tick after they arrive."""
     columns.arrive[-1][1:] = columns.arrive[-1][:-1].copy()
 
 
 def weights_left_out(tables, columns):
-    """One rank makes the gradients of its weights once less."""
+    """One rank computes one gradient of its weights less."""
     _leave_out(columns.W if columns.W.any() else columns.BW)
 
 
 def inputs_left_out(tables, columns):
-    """One rank makes the gradient of its input once less."""
+    """One rank computes one gradient of its input less."""
     _leave_out(columns.B if columns.B.any() else columns.BW)
 
 
@@ -133,9 +133,9 @@ def _leave_out(column):
 FAULTS = [
     (forward_microbatches, slice(None)),
     (gradient_microbatches, slice(None)),
-    (forward_microbatches, slice(1, PP - 1)),  # no rank that has an end
+    (forward_microbatches, slice(1, PP - 1)),  # no rank with embedding or head
     (gradient_microbatches, slice(1, PP - 1)),
-    (weights_of_a_spoilt_slot, slice(None)),
+    (weights_of_a_poisoned_slot, slice(None)),
     (inputs_of_another_slot, slice(None)),
     (messages_stored_late, slice(None)),
     (weights_left_out, slice(1, 2)),
@@ -154,7 +154,7 @@ def test_planted_faults_are_seen(name):
 
 
 def test_what_comes_from_nobody_is_poison():
-    """XLA gives the first rank zeros from the one before it; in place of a dx they are seen."""
+    """XLA sends the first rank zeros from its missing neighbour; using them as a dx is detected."""
 
     def from_nobody(tables, columns):
         up, down = columns.arrive

@@ -10,7 +10,7 @@ from commands import SMALL
 from compare import relative
 
 from jaxpipe import config as configs
-from jaxpipe.parallel import REPLICAS
+from jaxpipe.parallel import REPLICA_AXES
 from jaxpipe.training.feed import random_batch
 from jaxpipe.training.trainer import Trainer
 
@@ -43,14 +43,16 @@ def gradients(trainer):
 
 
 def reductions(trainer):
-    """The dtypes of what is summed over replicas alone, of arrays that are larger than a loss."""
+    """Return the dtypes of sums over replicas alone, of arrays larger than a loss."""
     found = []
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
             axes = (axes,) if isinstance(axes, str) else axes
-            several = {*axes} <= {*REPLICAS} and any(trainer.mesh.shape[axis] > 1 for axis in axes)
+            several = {*axes} <= {*REPLICA_AXES} and any(
+                trainer.mesh.shape[axis] > 1 for axis in axes
+            )
             if eqn.primitive.name in REDUCTIONS and several:
                 found.extend(v.aval.dtype.name for v in eqn.invars if v.aval.size > 8)
             for value in jax.tree.leaves(tuple(eqn.params.values())):
@@ -66,7 +68,7 @@ def reductions(trainer):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for(layout):
-    """As far from float32 as bfloat16 is: 2^-8 of each replica's sum, and of their total."""
+    """The error is that of bfloat16: 2^-8 of each replica's sum, and of their total."""
     plain, narrow = trainer_of(*LAYOUTS[layout]), trainer_of(*LAYOUTS[layout], BFLOAT16)
     wide, half = reductions(plain), reductions(narrow)
     assert len(wide) == len(half) > 4

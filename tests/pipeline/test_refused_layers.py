@@ -1,4 +1,4 @@
-"""What the pipeline cannot run is refused in a sentence, before anything is compiled."""
+"""Layers that the pipeline cannot run are refused with one sentence, before anything compiles."""
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,20 @@ from toy import TOY, toy_batch, toy_params
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import POLICIES, Pipeline
-from jaxpipe.pipeline.kind import RunKind
+from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.schedule import build
 from jaxpipe.train import main as train
 
 
 def step(layer=None, losses=("loss",), **more):
-    """One step of two ranks, of the toy or with another layer, and more leaves in the batch."""
+    """Run one step on two ranks, with the toy's or another layer, and `more` keys in the batch."""
     kind = TOY.kinds if layer is None else LayerKind(layer)
     reads = ("inputs", "targets", "positions")
-    functions = StageFunctions(TOY.embed, kind, TOY.head, TOY.count, reads=reads, losses=losses)
+    functions = StageFunctions(
+        TOY.embed, kind, TOY.head, TOY.count, batch_keys=reads, losses=losses
+    )
     shared, layers = toy_params(jax.random.key(0), 2)
-    params = {"shared": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     batch = toy_batch(jax.random.key(1), 2, 2)
     batch |= {name: batch[of] for name, of in more.items()}
     mesh = make_mesh(2, devices=jax.devices()[:2])
@@ -74,7 +76,7 @@ def test_a_state_that_is_unlike_the_one_that_was_given():
         r"the state that it returns as float32\[2, 3\] where the one it is given is float32\[2"
     )
     with pytest.raises(ValueError, match=message):
-        RunKind.trace("layer", kind, x, x, context, POLICIES["none"])
+        TracedKind.trace("layer", kind, x, x, context, POLICIES["none"])
 
 
 def test_fused_attention_without_a_gpu_is_one_sentence(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The cut of a layer into F, B and W against `jax.vjp`, and what it stores and computes."""
+"""The split of a layer into F, B and W against `jax.vjp`, and what it stores and computes."""
 
 import itertools
 from math import prod
@@ -62,7 +62,7 @@ def test_equals_vjp_bitwise(layer_case, policy):
     want = jax.jit(whole)(params, x, dy)
     for got in (jax.jit(pieces)(params, x, dy), jax.jit(finer)(params, x, dy)):
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), got, want)
-    # The same equations run one by one give the same bits: nothing is approximated by the cut.
+    # The same equations run one by one give the same bits: the split approximates nothing.
     with jax.disable_jit():
         want = whole(params, x, dy)
         for got in (pieces(params, x, dy), finer(params, x, dy)):
@@ -98,7 +98,7 @@ def test_full_remat_keeps_only_the_input(layer_case):
 
 
 def test_values_are_stored_by_name(layer_case):
-    """`save_only_these_names`: F stores the input and what bears the name; B repeats the rest."""
+    """`save_only_these_names`: F stores the input and the named value; B recomputes the rest."""
     params, x, context, dy = layer_case
 
     def layer(params, x, context):
@@ -121,7 +121,7 @@ def test_values_are_stored_by_name(layer_case):
 
 
 def test_residuals_depend_on_x(layer_case):
-    """Parameters, their casts, tables and masks are never stored per context."""
+    """Parameters, their casts, tables and masks are never stored per microbatch."""
     params, x, context, _ = layer_case
 
     def layer(params, x, context):
@@ -141,7 +141,7 @@ def shapes(leaves):
 
 
 def test_w_reads_one_gradient_and_one_input_a_matrix(layer_case):
-    """Of the inputs only the sum over positions is a residual; B makes the others again."""
+    """Of W's inputs only the sum over positions is a residual; B recomputes the others."""
     params, x, context, _ = layer_case
     split = split_layer(KIND.layer, params, x, context)
     wide, narrow = (3, 6, 16), (3, 6, 8)
@@ -150,7 +150,7 @@ def test_w_reads_one_gradient_and_one_input_a_matrix(layer_case):
 
 
 def test_what_elementwise_equations_make_of_residuals_is_not_stored(layer_case):
-    """Of a gated layer its input, one number a row of its norm and the products; no activation."""
+    """A gated layer stores its input, one number a row of its norm, and products; no activation."""
     params, x, context, _ = layer_case
     split = split_layer(KIND.layer, params, x, context)
     wide, narrow, row = (3, 6, 16), (3, 6, 8), (3, 6, 1)
@@ -160,7 +160,7 @@ def test_what_elementwise_equations_make_of_residuals_is_not_stored(layer_case):
 
 
 def test_what_is_made_of_a_value_that_is_not_stored_is(layer_case):
-    """The gradient of tanh needs its output alone, and to repeat it a product would be needed."""
+    """The gradient of tanh needs only its output, and to recompute it would need a product."""
     params, x, context, _ = layer_case
 
     def layer(params, x, context):
@@ -198,7 +198,7 @@ def test_a_loop_inside_a_layer_is_one_equation(layer_case):
 
 
 def test_an_offloading_policy_stores_nothing_silently(layer_case):
-    """A policy that answers with anything but True does not store: the value is made again."""
+    """A policy that answers anything but True does not store: the value is recomputed."""
     params, x, context, _ = layer_case
     split = split_layer(KIND.layer, params, x, context, lambda *_, **__: "offload")
     assert len(split.residuals.for_b) == 1
@@ -206,7 +206,7 @@ def test_an_offloading_policy_stores_nothing_silently(layer_case):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_weight_gradients_are_products_of_rows(layer_case, policy):
-    """W multiplies what it has, rows by rows, and transposes nothing afterwards."""
+    """W multiplies its operands, rows by rows, and transposes nothing afterwards."""
     params, x, context, dy = layer_case
     split = split_layer(KIND.layer, params, x, context, POLICIES[policy])
     _, kept = split.forward(params, x, context)
@@ -245,7 +245,7 @@ def test_transposed_products_keep_precision_and_order():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_must_be_kept_is_never_made_again(layer_case, policy):
-    """Indices of largest values are stored by their name where all else is repeated."""
+    """Named indices of largest values are stored although everything else is recomputed."""
     params, x, context, dy = layer_case
 
     def layer(params, x, context):

@@ -1,4 +1,4 @@
-"""The last tick behind the scan: the same numbers, with sums over replicas beside its gradients."""
+"""The last tick, outside the scan: the same numbers; sums over replicas overlap its gradients."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ SHARED = Lockstep(transfer_ticks=2, vocab_parallel=True)
     ids=str,
 )
 def test_a_step_is_that_of_one_device(schedule, mesh, how):
-    """With NaN in free slots: ranks that compute a gradient which counts nothing read them."""
+    """With NaN in free slots, which ranks read when they compute a gradient that does not count."""
     how = how | {"dtype": jnp.float64, "poison_bubbles": True, "overlap_sums": True}
     with jax.enable_x64(True):
         assert_same(*run("one_kv", schedule, *mesh, sequence=mesh[2] > 1, **how))
@@ -35,7 +35,7 @@ def test_a_step_is_that_of_one_device(schedule, mesh, how):
 
 @pytest.mark.parametrize(("lockstep", "branches"), [(Lockstep(), 1), (SHARED, 1)], ids=str)
 def test_a_tick_alone_has_only_the_branches_that_it_takes(lockstep, branches):
-    """Behind the scan the embedding's gradient; a head there would have logits of its own."""
+    """After the scan comes the embedding's gradient; a head there would compute logits."""
     trace, _ = traced("1f1b", 2, 4, lockstep=lockstep, overlap_sums=True)
     body = step_of(trace.jaxpr.jaxpr)
     conds = sum(eqn.primitive.name == "cond" for eqn in body.eqns)

@@ -38,7 +38,7 @@ TOY = StageFunctions(_embed, KIND, _head, _count)
 
 
 def toy_params(key, layers, dtype=jnp.float32):
-    """`(shared, [layer, ...])` of random parameters."""
+    """Return `(shared, [layer, ...])` of random parameters."""
 
     def normal(index, *shape):
         return jax.random.normal(jax.random.fold_in(key, index), shape, dtype) / shape[0] ** 0.5
@@ -60,7 +60,7 @@ def toy_params(key, layers, dtype=jnp.float32):
 
 
 def toy_batch(key, microbatches, examples, ignore="some"):
-    """Rows `[M, B, L]`, no two examples alike, of which some targets are ignored.
+    """Return rows `[M, B, L]`, no two examples alike, with some targets ignored.
 
     `ignore`: none, some (unevenly), or whole (one microbatch entirely).
     """

@@ -1,4 +1,4 @@
-"""Which rows a plan has, which of them is the run's own, and what their messages take."""
+"""The rows of a plan, which of them is the run's own schedule, and the cost of messages."""
 
 import gc
 import json
@@ -66,8 +66,8 @@ def test_one_candidate_is_the_runs_own(label):
 
 
 def test_processes_estimate_what_one_does(monkeypatch):
-    """Refusals too; where schedules are short no process is begun."""
-    monkeypatch.undo()  # others search as long as they are told
+    """Refusals too; for short schedules no process is started."""
+    monkeypatch.undo()  # search with the default effort
     how = ["parallel.schedule=zb_auto", "parallel.memory_limit=0.5",
            "parallel.vocab_parallel_pp=auto"]  # fmt: skip
     config = configs.load(SMALL, [*SIZES, *how])
@@ -85,7 +85,7 @@ def test_processes_estimate_what_one_does(monkeypatch):
 
 
 def test_a_process_begins_without_a_search_for_cycles():
-    """And with jax, while the one that asks still traces."""
+    """And with jax imported, while the parent process still traces."""
     try:
         begin()
         assert not gc.isenabled()
@@ -97,7 +97,7 @@ def test_a_process_begins_without_a_search_for_cycles():
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("label", OWN)
 def test_its_tables_are_those_that_run(label, on_cpu):
-    """On virtual CPU devices of the configuration, and compiled for GPUs that are not there."""
+    """On virtual CPU devices of the configuration, and compiled for GPUs that are not present."""
     config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
     own = candidates(config)[0].choice.tables
     if on_cpu:
@@ -146,7 +146,7 @@ WRITTEN = ("1f1b in_flight=5", "interleaved_zb v=4", "zb_auto 3.0", "dualpipe")
 
 @pytest.mark.parametrize("label", [*WRITTEN, "1f1b"])
 def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
-    """In place of what was configured, with the settings that the command prints."""
+    """With the settings that the command prints, instead of the configured schedule."""
     file = tmp_path / "orders.csv"
     how = [*SIZES, *(OWN[label] or ["parallel.slices=2"])]
     assert main([str(SMALL), *how, "--show", label, "--write", str(file)]) == 0
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_written(file, message, tmp_path, capsys):
 
 
 def test_what_a_sequence_parallel_run_sends():
-    """Messages are cut over tp, their seconds with them; the second copy of a stage is not."""
+    """Messages are sharded over tp, which divides their time; a second copy of a stage is not."""
     plans = {}
     for sequence in ("false", "true"):
         config = configs.load(

@@ -1,4 +1,4 @@
-"""The price of residuals that wait on the host: their bytes, and the seconds of their copies."""
+"""The cost of residuals offloaded to the host: their bytes, and the time of their copies."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SIZES = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=8", "train.grad_accum
 
 
 def priced(layers, *overrides, host=50e9):
-    """A configuration whose stages have four layers, the seconds of its ops, and its estimate."""
+    """Return a configuration with four layers per stage, its op seconds, and its estimate."""
     config = configs.load(SMALL, [*SIZES, f"train.offload_layers={layers}", *overrides])
     seconds = analytic(config, Hardware(host=host))
     return config, seconds, estimate(config, configured(config), seconds)
@@ -46,7 +46,7 @@ def test_the_stash_is_counted_on_the_device():
 
 
 def in_turn(copies, copy, compute, count):
-    """F of layers one after the other, and one copy after the other: when both have ended."""
+    """Return when F of consecutive layers and their consecutive copies have both ended."""
     now = copied = 0.0
     for layer in range(count):
         now += compute
@@ -78,7 +78,7 @@ def test_compute_waits_for_a_slow_host_alone(schedule):
 def test_advice_names_the_most_layers_whose_copies_hide():
     config, seconds, _ = priced(4)
     layer = costs_of(config).kinds["layer"]
-    # In F a copy takes as long as compute: all but that of the last layer are hidden.
+    # In F a copy takes as long as compute: all but that of the last layer overlap.
     equal = (layer.for_b + layer.for_w) / seconds.layer.F
     config, seconds, one = priced(4, host=equal)
     (sentence,) = advise(config, [one], seconds, memory=80e9, bubble=None).sentences

@@ -53,7 +53,7 @@ def traced(
 
 
 def check(model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, **how):
-    """Everything that a closed form says of one layer, the head and a message."""
+    """Check all that closed forms give for one layer, the head and a message."""
     costs = traced(model, dtype, remat, batch=batch, length=length, **how)
     layer, itemsize = costs.kinds["layer"], ITEMSIZE[dtype]
     stream = {"sequence_parallel": how.pop("sequence_parallel", False)}
@@ -86,11 +86,11 @@ def test_bytes_and_flops(remat, dtype, qk_norm, heads):
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize(("length", "share"), [(256, 3 / 4), (258, 3 / 4), (257, 1)])
 def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
-    """Long sequences: a block of queries makes and stores no scores of later keys."""
+    """Long sequences: a block of queries computes and stores no scores of later keys."""
     check(model_of(), "float32", remat, length=length)
     layer = traced(model_of(), length=length).kinds["layer"]
     attention = share * 4 * BATCH * length**2 * 4 * 8
-    assert layer.W + attention == layer.F  # W makes as many products as F with matrices
+    assert layer.W + attention == layer.F  # F has as many matmul FLOPs with weights as W
 
 
 @pytest.mark.slow(unless=["selective-*"])
@@ -99,7 +99,7 @@ def test_bytes_and_flops_of_blocks_of_queries(remat, length, share):
 )
 @pytest.mark.parametrize("remat", POLICIES)
 def test_bytes_and_flops_of_a_window(remat, window, keys):
-    """A block of 128 queries makes scores of its own keys, and of those in its first's window."""
+    """A block of 128 queries computes scores of its own keys and of its first query's window."""
     check(model_of(sliding_window=window), "float32", remat, length=256)
     layer = traced(model_of(sliding_window=window), length=256).kinds["layer"]
     assert layer.W + 4 * BATCH * 256 * keys * 4 * 8 == layer.F
@@ -115,7 +115,7 @@ def test_bytes_and_flops_of_a_window(remat, window, keys):
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_borders_of_documents_cost_nothing(attention, remat, how):
-    """Neither products nor bytes that wait: what tells them apart is made again of the rows."""
+    """Neither FLOPs nor stored bytes: the mask is recomputed from the rows."""
     whole, packed = (
         traced(model_of(attention=attention), "bfloat16", remat, packing=packing, **how)
         for packing in ("none", "best_fit")
@@ -146,7 +146,7 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
     ids=str,
 )  # fmt: skip
 def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
-    """Keys and values of slices are in the state, which B is given instead of residuals."""
+    """Keys and values of slices are in the state, which B receives instead of residuals."""
     check(model_of(qk_norm=qk_norm), dtype, remat, **how)
 
 
@@ -166,9 +166,9 @@ def test_bytes_and_flops_of_parts_of_sequences(remat, dtype, qk_norm, how):
 )  # fmt: skip
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_attention_costs_the_causal_half(how, attention):
-    """Of long sequences 3 % more, and in B the scores once more; none of them is stored.
+    """For long sequences 3 % more, and B recomputes the scores once; none of them is stored.
 
-    cuDNN's kernel leaves out tiles where plain products leave out blocks of as many tokens.
+    cuDNN's kernel skips tiles where plain products skip blocks of equally many tokens.
     """
     length, parts, model = 4096, how.get("cp", 1) * how.get("slices", 1), model_of()
     model = msgspec.structs.replace(model, attention=attention)
@@ -185,9 +185,9 @@ def test_attention_costs_the_causal_half(how, attention):
 @pytest.mark.parametrize(("cp", "heads"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 def test_what_is_sent_to_those_that_share_sequences(attention, cp, heads, slices):
-    """Of a layer's keys and values; in a ring beside their places, in B with wide gradients.
+    """Keys and values of a layer; a ring also sends their positions, and in B wide gradients.
 
-    Of two slices a layer has half of the other's keys before it on the average.
+    With two slices a layer sees half of the other slice's keys on average.
     """
     length, model = 64, model_of(attention=attention)
     how = {"batch": 1, "length": length, "cp": cp, "heads": heads, "slices": slices}
@@ -238,7 +238,7 @@ def test_head_in_chunks_makes_the_same_products(chunks):
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkeypatch):
-    """Only tracing: the checks for a GPU and its library are the one thing put aside."""
+    """Only tracing: the checks for a GPU and its library are disabled."""
     fused = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
@@ -259,7 +259,7 @@ def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkey
 
 
 def test_flops_of_fused_attention():
-    """B of the fused attention has five products, and nothing of it is computed again outside."""
+    """B of fused attention has five products; nothing of it is recomputed outside the kernel."""
     plain, fused = model_of(), model_of(attention="cudnn")
     score = 2 * BATCH * LENGTH**2 * 4 * 8
     for remat, other in (("none", "none"), ("selective", "none"), ("full", "full")):
@@ -288,7 +288,7 @@ def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
     costs = traced(model, tp=tp)
 
     def plain(shape, leaf):
-        return shape, tuple(cut for cut in leaf.cuts if cut[0] == "tp" and tp > 1), leaf.matrix
+        return shape, tuple(cut for cut in leaf.sharded if cut[0] == "tp" and tp > 1), leaf.matrix
 
     for parameters, leaves in (
         (costs.kinds["layer"].parameters, layer_leaves(model, tp)),
@@ -302,7 +302,7 @@ def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
 
 
 def test_planning_touches_no_device():
-    """In a process of its own: here devices have long been asked for."""
+    """In a separate process: in this one devices are already initialized."""
     code = """
 from pathlib import Path
 import jax

@@ -1,4 +1,4 @@
-"""The lengths that rows may have must fit what cuts them; rules of packing."""
+"""Row lengths must be divisible by all that shards or slices them; rules of packing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`parallel.vocab_parallel_pp = "auto"`: who decides it, by what, and where it stays out."""
+"""`parallel.vocab_parallel_pp = "auto"`: how it is resolved, and where it does not apply."""
 
 import json
 from dataclasses import make_dataclass
@@ -45,7 +45,7 @@ def shares(config, platform=None):
 
 
 def estimated(config):
-    """Every schedule's estimate, by its name."""
+    """Return every schedule's estimate, by its name."""
     seconds = analytic(config, Hardware())
     found, _ = estimates(config, seconds)
     return {one.candidate.label: one for one in found}
@@ -58,14 +58,14 @@ def test_who_asks_is_told_alike():
     assert chosen(config).lockstep.vocab_parallel
     trainer = Trainer(config, gpus)
     assert trainer.config.parallel.ends_shared_by == 2
-    assert trainer.model.functions.leaves["embed"].parted >= {"pp"}
+    assert trainer.model.functions.embed_head_specs["embed"].sharded_axes >= {"pp"}
     for given in (True, False):
         parallel = replace(config.parallel, vocab_parallel_pp=given)
         assert shares(replace(config, parallel=parallel), "cpu") is given
 
 
 def test_every_schedule_has_the_better_ends():
-    """In time, of which a hundredth may be lost for memory; never slower than without "auto"."""
+    """In time, of which 1 % may be traded for memory; never slower than without "auto"."""
     either = {word: estimated(large(f"parallel.vocab_parallel_pp={word}", "parallel.pp=4",
                                     "model.n_layers=8"))
               for word in ("auto", "true", "false")}  # fmt: skip
@@ -85,7 +85,7 @@ def test_every_schedule_has_the_better_ends():
 
 
 def test_a_vocabulary_that_is_small_is_not_shared():
-    """What the sums send is then more than what the first and last rank are spared."""
+    """The sums would then cost more than the first and last rank save."""
     assert shares(configs.load(SMALL, ["parallel.pp=2", "parallel.dp=1"])) is False
     slow = large("parallel.costs=" + str(SMALL.parent / "missing.json"))
     with pytest.raises(ConfigError, match="cannot read op seconds"):
@@ -98,13 +98,13 @@ def test_a_vocabulary_that_is_small_is_not_shared():
         ["parallel.pp=1"],
         ["parallel.defer_ends=true"],
         ["runtime.cpu_devices=2"],
-        ["parallel.schedule=dualpipe", "train.grad_accum_steps=3"],  # there is no such schedule
+        ["parallel.schedule=dualpipe", "train.grad_accum_steps=3"],  # this schedule does not exist
         ["parallel.schedule=zb_h1", "parallel.memory_limit=0.5"],
         ["parallel.layer_split=[1,2]"],
     ],
 )
 def test_where_it_cannot_be_it_is_as_without(how):
-    """No error that it would not make when it is false, and the same one otherwise."""
+    """It causes no error that false would not cause, and otherwise the same one."""
     assert shares(large(*how)) is False
     said = []
     for word in ("auto", "false"):
@@ -125,19 +125,19 @@ def test_cpus_compute_their_own_ends():
 
 @pytest.mark.slow
 def test_the_memory_of_the_device_decides_nothing():
-    """Nor whether it is known: a run that goes on elsewhere decides alike."""
+    """Nor does knowing it: a run that resumes on other devices resolves alike."""
     config = large("parallel.schedule=zb_auto", "parallel.memory_limit=auto")
     for memory in (2.0**31, 2.0**36):
         assert chosen(config, memory=memory).lockstep.vocab_parallel is shares(config)
 
 
 def test_what_a_run_has_measured_decides_nothing(tmp_path):
-    """Its first start has measured nothing, and a later one goes on with its parameters."""
+    """Its first start has no measurement yet, and a later one resumes with its parameters."""
     config = large("parallel.costs=measure", f"run.dir={tmp_path}")
     seconds = analytic(config, Hardware())
     before = shares(config)
     for one in (config, decided(config)):
-        write_own(one, replace(seconds, transfer=1.0))  # would make sums dear
+        write_own(one, replace(seconds, transfer=1.0))  # would make sums expensive
         assert op_seconds(one).transfer == 1.0
         import_module("jaxpipe.planning.chosen")._gains_by_sharing.cache_clear()
         assert shares(config) is before is True

@@ -1,4 +1,4 @@
-"""What a configuration leaves to the devices that there are: replicas, microbatches of a step."""
+"""Settings that follow from the number of devices: replicas, microbatches of a step."""
 
 import pytest
 from commands import SMALL
@@ -9,7 +9,7 @@ from jaxpipe.training.start import on_one_device
 
 
 def load_small(overrides):
-    """Two ranks, one replica, microbatches of one sequence of 32 tokens."""
+    """Return a configuration of two ranks, one replica and microbatches of one 32-token row."""
     return load(SMALL, ["parallel.pp=2", "parallel.dp=1", *overrides])
 
 

@@ -1,4 +1,4 @@
-"""What `parallel.memory_limit` means: bytes of the configuration's own microbatches."""
+"""The meaning of `parallel.memory_limit`: bytes of the configuration's own microbatches."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ def seventy(*overrides):
 
 
 def of_a_stage(config, choice):
-    """Bytes of a microbatch in the largest stage from F to B, and from B to W."""
+    """Return the bytes of a microbatch in the largest stage from F to B, and from B to W."""
     layer = costs_of(config).kinds["layer"]
     most = max(choice.layers)
     return most * (layer.for_b + layer.for_w), most * (layer.for_w + layer.stash)
 
 
 def most_held(choice, until_b, until_w):
-    """Most bytes on any rank, counted in the order in which cells run."""
+    """Return the peak bytes of any rank, in the order in which cells run."""
     change = {Op.F: until_b, Op.B: until_w - until_b, Op.W: -until_w, Op.BW: -until_b}
     most = 0
     for order in choice.schedule.ranks:
@@ -50,7 +50,7 @@ def most_held(choice, until_b, until_w):
 @pytest.mark.parametrize("name", SEARCHED)
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
-    """With its own layers, W's residuals take more than B's, by 77 % and 460 %."""
+    """With these layers, W's residuals take more bytes than B's, by 77 % and 460 %."""
     config = seventy(
         f"parallel.schedule={name}", f"parallel.memory_limit={limit}", f"train.remat={remat}"
     )
@@ -72,11 +72,11 @@ def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
     }
     held = most_held(choice, until_b, until_w)
     assert held <= allowed[limit] * (1 + 1e-9)
-    assert held > allowed[limit] / 2  # it is made use of
+    assert held > allowed[limit] / 2  # the limit is used
 
 
 def test_others_are_refused_where_w_keeps_too_much():
-    """ZB-H1 holds P microbatches, and on the last rank those that wait for W."""
+    """On ZB-H1 P microbatches are live, on the last rank partly those that wait for W."""
     for limit, fits in (("1p", False), ("59GiB", True), ("58GiB", False)):
         config = seventy("parallel.schedule=zb_h1", f"parallel.memory_limit={limit}")
         if fits:
@@ -95,7 +95,7 @@ def test_running_ahead_is_counted():
 
 
 def test_slices_keep_keys_values_and_their_gradients():
-    """Held from a sequence's first F to its last B, the gradient from its first B."""
+    """Live from a sequence's first F to its last B; the gradient from its first B."""
     sequences, slices = 3, 4
     schedule = build("1f1b", pp=2, microbatches=sequences, slices=slices)
     peaks = []
@@ -104,9 +104,9 @@ def test_slices_keep_keys_values_and_their_gradients():
         most = 0
         for op, _, m in (action for cell in order for action in cell.actions):
             (forward if op is Op.F else back).add(m)
-            begun = lambda seen: {i // slices for i in seen}  # noqa: E731
+            started = lambda seen: {i // slices for i in seen}  # noqa: E731
             ended = {i for i in range(sequences) if {*range(4 * i, 4 * i + 4)} <= back - {m}}
-            states = len(begun(forward) - ended) + len(begun(back) - ended)
+            states = len(started(forward) - ended) + len(started(back) - ended)
             most = max(most, len(forward) - len(back) + 0.5 * states)
         peaks.append(most)
     assert peak_memory(schedule, Memory(state=0.5)) == peaks

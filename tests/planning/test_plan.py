@@ -12,7 +12,7 @@ from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 from jaxpipe import config as configs
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
-from jaxpipe.pipeline.stage import SharedPart
+from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, analytic, chosen, configured, estimate, estimates
 from jaxpipe.planning.costs import costs_of
@@ -32,7 +32,7 @@ def estimates_of(*overrides, ticks=1):
 
 
 def estimate_of(*overrides):
-    """The configuration, and the estimate of the schedule that it names."""
+    """Return the configuration, and the estimate of the schedule that it names."""
     config = configs.load(SMALL, [*overrides, "parallel.transfer_ticks=1"])
     return config, estimate(config, configured(config), analytic(config, Hardware()))
 
@@ -68,7 +68,7 @@ def test_bytes_are_the_trainers(pp, remat):
     )
     slots = lower(trainer.schedule, estimated.candidate.choice.lockstep).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
-    rings = len(trainer.layout.ring_kinds) * sum(
+    rings = len(trainer.layout.ring_slot_kinds) * sum(
         n * sum(r.size * r.dtype.itemsize for r in values) for n, values in zip(slots[1:], kept)
     )
     messages = predicted.activations - rings
@@ -77,7 +77,7 @@ def test_bytes_are_the_trainers(pp, remat):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b"])
 def test_rings_are_what_the_fullest_rank_holds(schedule):
-    """By the orders alone: the bytes that F takes, that B takes and frees, and that W frees."""
+    """From the orders alone: the bytes that F allocates, B allocates and frees, and W frees."""
     path = CONFIGS / "llama3_70b_plan.toml"
     config = configs.load(path, [f"parallel.schedule={schedule}"])
     choice = chosen(config)
@@ -90,7 +90,7 @@ def test_rings_are_what_the_fullest_rank_holds(schedule):
 
 
 def test_slices_are_planned_as_they_are_run():
-    """What a schedule of slices holds: slices of activations, and whole keys and values."""
+    """Slices of activations, and keys and values of full sequences."""
     overrides = ("parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "model.n_layers=4")
     config, refused, estimates = estimates_of(*overrides)
     one = estimates["1f1b"]
@@ -137,7 +137,7 @@ def test_layers_that_every_action_gathers_are_whole_two_at_a_time():
 
 
 def test_a_second_copy_of_the_stages_costs_its_messages():
-    """DualPipe: each rank's layers go out, and their gradients come home, once a step."""
+    """DualPipe: each rank sends its layers, and receives their gradients, once a step."""
     sizes = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=4", "train.grad_accum_steps=8",
              "train.compute_dtype=bfloat16")  # fmt: skip
     _, _, found = estimates_of(*sizes)
@@ -149,14 +149,14 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
 
 
 def test_a_shared_vocabulary_makes_stages_equal():
-    """No stage costs more than another, the step is shorter, and no device holds more."""
+    """All stages cost the same, the step is shorter, and no device needs more memory."""
     sizes = ("model.vocab_size=4096", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",
              "train.grad_accum_steps=16", "parallel.layer_split=even")  # fmt: skip
     _, _, apart = estimates_of(*sizes, ticks=2)
     config, _, together = estimates_of(*sizes, "parallel.vocab_parallel_pp=true", ticks=2)
     seconds = analytic(config, Hardware())
     alone = analytic(configs.load(SMALL, [*sizes, "parallel.transfer_ticks=2"]), Hardware())
-    assert seconds.head == pytest.approx(alone.head)  # in four parts
+    assert seconds.head == pytest.approx(alone.head)  # in four shards
     costs = seconds.costs((4,) * 4, shared_by=4)
     assert len(set(costs.F)) == 1
     whole = sum(seconds.costs((4,) * 4).F) + 4 * 2 * 3 * seconds.transfer  # four sums on a ring
@@ -187,11 +187,11 @@ def test_deferred_ends_take_what_the_head_leaves():
     config, _, at_once = estimates_of(*sizes)
     _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
     trainer = Trainer(config, tuple(jax.devices()[:2]))
-    decoder, shared = trainer.model, trainer.state_shapes.params["shared"]
+    decoder, shared = trainer.model, trainer.state_shapes.params["embed_head"]
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
     microbatch = {"inputs": ids, "targets": ids}
     x = jax.eval_shape(decoder.embed, shared, microbatch)
-    head = SharedPart.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
+    head = EmbedHeadFunction.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
         slots = lower(at_once[label].candidate.choice.schedule, Lockstep(defer_ends=True)).slots
@@ -232,7 +232,7 @@ def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
         )
     # tokens/s cannot exceed what the devices' FLOPs allow: 6 N FLOPs a token, half the peak.
     assert fastest < 1024 * 0.5 * 989e12 / (6 * 70e9)
-    assert seconds < 20  # of a processor, however busy it is; 8 s by the clock of one at rest
+    assert seconds < 20  # CPU time, however busy the machine is; 8 s on an idle one
 
 
 def test_the_command_prints_draws_and_advises(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""A plan that knows the documents it is for, from the manifest of a prepared folder."""
+"""A plan that knows the lengths of its documents from the manifest of a prepared folder."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def lengths():
 
 @pytest.fixture
 def folder(tmp_path):
-    """With nothing but its manifest: a plan reads no tokens."""
+    """Write a folder with only its manifest: a plan reads no tokens."""
     documents = lengths()
     tokens = int(documents.sum())
     manifest = Manifest(

@@ -1,4 +1,4 @@
-"""Tables of recipes, of the room of configurations and of mixtures, say what `plan` says."""
+"""Tables of recipes, of the configurations and of mixtures, match the output of `plan`."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ WORDS = {row: row.split("`")[1].split() for row in ROWS + MIXTURES}
 
 
 def planned(row, capsys):
-    """The configuration that a row names, and what the plan of it says of its own schedule."""
+    """Return the configuration of a row, and the plan's entry of its own schedule."""
     path, *overrides = WORDS[row]
     path = str(ROOT / "configs" / path)
     assert main([path, *overrides, "--json"]) == 0
@@ -28,7 +28,7 @@ def planned(row, capsys):
 
 
 def cells_of(row, own):
-    """What both tables have in common."""
+    """Return the cells that both tables share."""
     return (
         f"`{' '.join(WORDS[row])}`",
         f"`{own['schedule']}`",

@@ -1,4 +1,4 @@
-"""What a plan says of replicas that share sequences: bytes, and seconds for which compute waits."""
+"""Planned cost of replicas that share sequences: bytes, and time for which compute waits."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_compute_waits_for_all_that_nothing_hides(heads, slices):
     config = load(SMALL, [*SHARED, "parallel.dp=4", "parallel.cp=4", *how])
     layer, slow = costs_of(config).kinds["layer"], Hardware(network=1e6)
     found, behind = sharing_of(config, slow), 0.0
-    if ring := 4 // heads if heads else 0:  # of causal attention, two products, not of own keys
+    if ring := 4 // heads if heads else 0:  # causal attention, two products, not of own keys
         model, tokens = config.model, config.train.microbatch_size * 256 / (4 * slices)
         behind = 2 * model.n_heads * model.head_size * 256 * tokens / slow.flops * (1 - 1 / ring)
     assert pytest.approx(layer.shared["F"] / 1e6 - behind) == found.F

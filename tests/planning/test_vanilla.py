@@ -66,7 +66,7 @@ def test_variants(sizes):
     assert total == ActivationBytes((34 * sbh + 5 * square) // t, 32 * sbh // t)
     flash = vanilla_bytes(sizes, sequence_parallel=True, flash=True)
     assert until_b(flash) == 34 * sbh // t
-    # Without dropout: 2 sbh of masks, and of the squares all but the softmax output.
+    # Without dropout there are no masks (2 sbh), and of the squares only the softmax output.
     bare = vanilla_bytes(sizes, sequence_parallel=True, dropout=False)
     assert until_b(bare) == (32 * sbh + 2 * square) // t
     barest = sum(

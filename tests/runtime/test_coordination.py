@@ -1,4 +1,4 @@
-"""What processes agree on: where to stop, and that another is gone, with a service of the test."""
+"""Agreement of processes on where to stop, and on one that is gone, with an in-process service."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from jaxpipe.runtime.coordination import Service, Watch
 
 
 class Store:
-    """A coordination service within this process: what its client does, for `count` processes."""
+    """An in-process coordination service with the client's interface, for `count` processes."""
 
     def __init__(self, count):
         self.count, self.values, self.changed = count, {}, threading.Condition()
@@ -64,7 +64,7 @@ def services(count):
 
 @pytest.fixture
 def left(monkeypatch):
-    """Codes with which processes ended: here their thread does."""
+    """Return the exit codes of processes; here leaving ends their thread."""
     codes = []
 
     def leave(code):
@@ -91,7 +91,7 @@ def in_threads(functions):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_stop_after_the_same_step(left, seed):
-    """However far apart they are, and whoever is asked, and when: also twice, or too late."""
+    """However far apart they are, whoever gets the signal, and when: also twice, or too late."""
     chance = random.Random(seed)
     count, last = chance.choice([2, 3, 5]), 12
     asked = {chance.randrange(count): chance.randint(1, last) for _ in range(chance.randint(1, 2))}

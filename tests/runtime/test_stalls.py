@@ -1,4 +1,4 @@
-"""Hosts that stall change no number: what crosses processes does so in one order on all of them.
+"""Hosts that stall change no number: all devices run collectives across processes in one order.
 
 `STALLED_RUNS=100` repeats the runs, each with stalls at other times.
 """
@@ -20,7 +20,7 @@ NAMES = ("loss", "loss_max", "grad_norm", "eval_loss")
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    """What one process logs."""
+    """Return the log of a run by one process."""
     directory = tmp_path_factory.mktemp("calm")
     assert train.main([str(SMALL), f"run.dir={directory}", *SIZES]) == 0
     return metrics(directory)
@@ -28,7 +28,7 @@ def calm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def _load():
-    """Fewer cores than there are."""
+    """Occupy a core."""
     others = busy(1)
     yield
     for process in others:
@@ -36,6 +36,7 @@ def _load():
         process.wait()
 
 
+@pytest.mark.slow(unless=["2-0"])
 @pytest.mark.parametrize("seed", range(RUNS))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.usefixtures("_load")

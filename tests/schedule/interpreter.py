@@ -1,4 +1,4 @@
-"""Run tables with symbols for values; fail where a slot holds anything but what is due."""
+"""Run tables with symbols for values; fail if a slot holds a value other than the expected one."""
 
 import numpy as np
 
@@ -6,14 +6,14 @@ from jaxpipe.schedule import Action, Op
 
 
 class Rank:
-    """One rank's buffers and what it made last."""
+    """One rank's buffers and its latest outputs."""
 
     def __init__(self, schedule, tables, rank):
         self.schedule, self.tables, self.rank = schedule, tables, rank
         self.inbox, self.for_b, self.for_w, self.stash = {}, {}, {}, {}
         self.for_head, self.for_embed = {}, {}
-        self.states, self.dstates = {}, {}  # slot -> (stage, sequence, slices that have passed)
-        self.ends = []  # (end, microbatch) whose matrices have their gradients
+        self.states, self.dstates = {}, {}  # slot -> (stage, sequence, number of slices done)
+        self.ends = []  # (end, microbatch) whose parameter gradients are done
         self.y = self.dx = None
 
     def stage(self, chunk, m):
@@ -26,7 +26,7 @@ class Rank:
         return stage
 
     def shared_ends(self, ends):
-        """What all ranks do together at the start of a tick."""
+        """Run embedding and head that all ranks share, at the start of a tick."""
         for rank, which in zip(self.tables.last_ranks, ends.head):
             if which and self.rank == rank:
                 m = which - 1
@@ -100,7 +100,7 @@ class Rank:
         return Action(op, stage, m)
 
     def work(self, row):
-        """The actions of one tick, in the executor's order."""
+        """Run the actions of one tick, in the executor's order."""
         tables = self.tables
         forward = row.chunk_of(Op.F) - 1
         gradients = [(op, row.chunk_of(op) - 1) for op in (Op.B, Op.BW, Op.W) if row.chunk_of(op)]
@@ -130,7 +130,7 @@ class Rank:
 
 
 def at(columns, tick, rank):
-    """One row of columns, which may lie in tuples within them."""
+    """Return one row of columns, which may be nested tuples."""
     if isinstance(columns, np.ndarray):
         return int(columns[tick, rank])
     values = [None if column is None else at(column, tick, rank) for column in columns]
@@ -138,14 +138,14 @@ def at(columns, tick, rank):
 
 
 def brought_by(tables, turn, sent, rank, lane):
-    """What a lane brings to a rank: nothing where there is no route."""
+    """Return the message that a direction delivers to a rank, or None without a permute pair."""
     hop = tables.lanes[lane].hop
     sender = (rank - hop) % len(sent)
     return sent[sender][lane] if (sender, rank) in tables.routes[turn][hop] else None
 
 
 def interpret(schedule, tables):
-    """All actions that the tables run, each checked."""
+    """Run the tables with checks; return all actions."""
     rows = [
         [at(tables.columns, tick, rank) for rank in range(schedule.pp)]
         for tick in range(tables.ticks)

@@ -1,12 +1,12 @@
-"""A schedule of any family near any sizes, built quickly: what is tested is not the search."""
+"""A schedule of any family near any sizes, built quickly: the search itself is not tested."""
 
 from jaxpipe.schedule import FAMILIES, build
 
-QUICK = 20_000  # steps that a search simulates: by default many times as many
+QUICK = 20_000  # steps that a search simulates; the default is many times as many
 
 
 def near(name, pp, microbatches, virtual_stages=None, **options):
-    """The schedule of the legal sizes nearest to these."""
+    """Return the schedule of the legal sizes nearest to the given ones."""
     family = FAMILIES[name]
     pp, microbatches = family.nearest(pp, microbatches)
     if family.searched:

@@ -14,7 +14,7 @@ CASES = json.loads((Path(__file__).parents[1] / "data" / "zb_auto.json").read_te
 
 
 def found(row, **options):
-    """`(schedule, span, limit on the span)` of one row of the data."""
+    """Return `(schedule, span, limit on the span)` of one row of the data."""
     pp, m, f, b, w, transfer, *memory, limit, bound = row
     costs, memory = Costs(f, b, w, transfer), Memory(*memory)
     schedule = build(
@@ -65,7 +65,7 @@ TABLE_5 = [
 def test_no_worse_than_the_paper(row):
     pp, m, f, b, w, transfer, hidden, heads, one, two = row
     costs = Costs(f, b, w, transfer)
-    both = 34 * hidden + 5 * heads * 1024  # bytes a token and layer, sequence 1024
+    both = 34 * hidden + 5 * heads * 1024  # bytes per token and layer, sequence 1024
     memory = Memory(F=both, B=32 * hidden - both, W=-32 * hidden)
     for limit, bubble in (("1p", one), ("2p", two)):
         effort = None if pp == 32 and limit == "2p" else 50_000  # the default where it needs it

@@ -13,7 +13,7 @@ TIME = st.integers(1, 6)
 
 
 def idle(name, pp, microbatches, times, *, span=False, **sizes):
-    """Time that the rank that idles most spends idle, in the whole step or in its own span."""
+    """Return the idle time of the rank that idles most, in the whole step or in its own span."""
     costs = Costs(times.F, times.B, times.W, pair=times.overlapped)
     schedule = build(name, pp=pp, microbatches=microbatches, **sizes)
     lines = clock(schedule, costs)
@@ -35,7 +35,7 @@ def test_unsplit_backward(name, pp, rounds, f, b, w):
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
 def test_larger_groups_keep_the_bubble_and_hold_more(name):
-    """Megatron's groups of more microbatches than ranks: (v - 1) more are held for each of them."""
+    """Megatron's groups larger than P keep (v - 1) more live for each additional microbatch."""
     pp, times = 4, OpTimes(3, 2, 1)
     for breadth, microbatches in ((4, 16), (5, 15), (6, 16), (8, 16), (16, 16)):
         sizes = {"virtual_stages": 2, "breadth": breadth}
@@ -48,7 +48,7 @@ def test_larger_groups_keep_the_bubble_and_hold_more(name):
 @pytest.mark.parametrize("v", [1, 2, 3])
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "bfs", "interleaved_zb"])
 def test_several_stages_a_rank_divide_the_bubble(name, v):
-    """Times are those of a stage, so the bubble does not see how many stages a rank has."""
+    """Times are those of a stage, so the bubble is independent of the stages per rank."""
     for pp in (2, 4):
         times = OpTimes(3, 2, 1)
         assert idle(name, pp, 2 * pp, times, virtual_stages=v) == bubble(name, pp, times)
@@ -89,7 +89,7 @@ def test_dualpipe(name, ranks, data):
 @pytest.mark.parametrize("pp", [4, 8, 16])
 @pytest.mark.parametrize("t", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.9), (18.522, 18.086, 9.337)])
 def test_the_two_meanings_of_b_agree(pp, t):
-    """DeepSeek's table writes B for the whole backward, the zero-bubble paper's for half of it."""
+    """DeepSeek's table calls the whole backward B, the zero-bubble paper the input gradient."""
     f, b, w = t
     whole = b + w
     times = OpTimes.of_backward(F=f, backward=whole, W=w)
@@ -118,7 +118,7 @@ def test_printed_numbers():
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("m_w", [0.0, 0.5, 1.0])
 def test_held_activations(name, pp, m_w):
-    """What a rank's order of F, B and W holds, M_B from F to B and M_W from B to W."""
+    """Peaks of a rank's order of F, B and W, with M_B from F to B and M_W from B to W."""
     change = {Op.F: 1.0, Op.B: m_w - 1.0, Op.W: -m_w, Op.BW: -1.0}
     peaks = []
     for order in build(name, pp=pp, microbatches=2 * pp).ranks:

@@ -1,4 +1,4 @@
-"""Schedules through files: the same back, and every fault named by file and cell."""
+"""Schedules through files: read back equal, and every fault named by file and cell."""
 
 import pytest
 from legal import near

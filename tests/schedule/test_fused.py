@@ -1,4 +1,4 @@
-"""Steps that overlap: what stands in them, how long they take, and what is refused."""
+"""Steps that overlap: their actions, how long they take, and the cases that are refused."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def _busy(line):
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("steps", [2, 4])
 def test_what_a_parallelogram_gains(pp, steps):
-    """In ZB-H2 the last rank begins and ends P - 1 forwards after the first."""
+    """In ZB-H2 the last rank starts and ends P - 1 forwards after the first."""
     m, update = 4 * pp, 0.5
     one, costs = build("zb_h2", pp=pp, microbatches=m), replace(ALIKE, U=update)
     wait, work = pp - 1, 3 * m
@@ -140,12 +140,12 @@ def test_validate_names_what_breaks_the_steps(edit, message):
 
 
 def _never(order):
-    """With no update at its end."""
+    """Remove the update at the end."""
     return (*order[:-1], order[-1]._replace(update=None))
 
 
 def _swapped(order):
-    """With the first forward after an update before it."""
+    """Move the first forward after an update in front of it."""
     at = next(at for at, cell in enumerate(order) if cell.update)
     return (*order[:at], order[at + 1], order[at], *order[at + 2 :])
 
@@ -163,9 +163,9 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["zb_h2", "zbv", "interleaved_1f1b"])
 @pytest.mark.parametrize("lockstep", [Lockstep(), Lockstep(2), Lockstep(in_flight=24)])
 def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
-    """A rank ends a step in the tick of its last gradient, and begins another in the next tick.
+    """A rank ends a step in the tick of its last gradient, and starts the next in the next tick.
 
-    Also which gradient of the embedding is a step's first.
+    The tables also mark the first gradient of the embedding in a step.
     """
     one, steps, m = near(name, 2, 6), 3, 6
     columns = lower(fused(one, steps), lockstep).columns

@@ -27,19 +27,19 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.lifetimes import colour
 
-PAIRED = ("dualpipe", "dualpipev")  # an F beside a gradient of another chunk
+PAIRED = ("dualpipe", "dualpipev")  # an F together with a gradient of another chunk
 
 
 @cache
 def from_least(name, pp, more, chunks):
-    """Near the fewest microbatches on so many ranks, and so many more; few where it searches."""
+    """Near the family's fewest microbatches on `pp` ranks plus `more`; fewer if it searches."""
     family = FAMILIES[name]
     more = more % 6 if family.searched else more - 1
     return near(name, pp, family.least(pp) + more, chunks)
 
 
 def writable(tables):
-    """The same tables, to plant a fault in."""
+    """Return a copy of the tables, to plant a fault in."""
     return deepcopy(tables)
 
 
@@ -80,7 +80,7 @@ def test_by_turns_every_value_travels_in_the_turn_of_its_ranks(name, pp, microba
     assert len(joined) == len(set(joined)) == 2 * (pp - 1)
     for routes in tables.routes:
         senders = [sender for ways in routes.values() for sender, _ in ways]
-        assert len(senders) == len(set(senders))  # nobody has two to exchange with
+        assert len(senders) == len(set(senders))  # no rank has two partners
 
 
 def test_turns_are_for_ranks_of_one_stage():
@@ -109,7 +109,7 @@ def test_a_cap_on_microbatches_is_kept(
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in PAIRED])
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
-    """A buffer is no larger than the order of the actions makes it, whatever ticks they fall in."""
+    """A buffer has as many slots as the order of actions needs, whatever their ticks."""
     schedule = near(name, 4, 12, 2)
     slots, report = lower(schedule, Lockstep(transfer_ticks)).slots, simulate(schedule)
     assert slots.for_b == max(report.peak_until_b)
@@ -119,7 +119,7 @@ def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_a_pair_of_cells_holds_both_at_once(name):
-    """F takes a slot before the gradient beside it frees its own: at most one more."""
+    """F takes a slot before the paired gradient frees its own: at most one more."""
     schedule = near(name, 4, 12, 2)
     slots, report = lower(schedule).slots, simulate(schedule)
     assert max(report.peak_until_w) <= slots.for_w <= max(report.peak_until_w) + 1
@@ -188,7 +188,7 @@ def test_slices_pass_in_order_and_return_in_reverse(name, pp, rounds, slices, tr
 
 
 def test_slices_of_few_sequences_are_held():
-    """Seq1F1B: P - 1 + S slices are in flight, of as many sequences as those touch."""
+    """Seq1F1B: P - 1 + S slices are live, and the state of the sequences that they belong to."""
     slots = lower(build("1f1b", pp=4, microbatches=8, slices=4)).slots
     assert (slots.for_w, slots.state, slots.dstate) == (7, 3, 1)
     whole = lower(build("1f1b", pp=4, microbatches=8)).slots
@@ -256,7 +256,7 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
 @pytest.mark.parametrize(
     ("name", "pp", "up"),
     [
-        ("1f1b", 4, [(0, 1), (1, 2), (2, 3)]),  # nobody sends from the last rank to the first
+        ("1f1b", 4, [(0, 1), (1, 2), (2, 3)]),  # the last rank sends nothing to the first
         ("zbv", 4, [(0, 1), (1, 2), (2, 3)]),
         ("dualpipe", 2, [(0, 1), (1, 0)]),
         ("interleaved_1f1b", 3, [(0, 1), (1, 2), (2, 0)]),

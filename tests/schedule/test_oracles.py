@@ -29,7 +29,7 @@ def test_orders_equal_pytorch_and_deepseek(case):
 
 @pytest.mark.parametrize("case", TIMES, ids=lambda case: f"{name_of(case)}-{case['cost']}")
 def test_dualpipe_times(case):
-    cost = case["cost"]  # B there is the whole backward
+    cost = case["cost"]  # its B is the whole backward
     costs = Costs(F=cost["F"], B=cost["B"] - cost["W"], W=cost["W"], pair=cost["FB"])
     schedule = build(case["name"], pp=case["pp"], microbatches=case["microbatches"])
     report = simulate(schedule, costs)

@@ -1,4 +1,4 @@
-"""Timelines as pictures: boxes against the clocks, memory against the peaks, and the files."""
+"""Pictures of timelines: boxes against the clocks, memory against the peaks, and the files."""
 
 import re
 import subprocess
@@ -161,7 +161,7 @@ def test_title_has_the_bubble_of_the_clock(tmp_path, name, options, bubble):
 
 
 def test_numbers_are_drawn_where_they_fit(tmp_path):
-    """The picture has a text for every action while they fit, and few when they do not."""
+    """Every action is labelled while the labels fit; few are when they do not."""
 
     def texts(microbatches):
         return svg_of(small("1f1b", microbatches=microbatches), tmp_path).count('<g id="text_')
@@ -195,7 +195,7 @@ def test_large_schedules_stay_small(tmp_path):
     schedule = build("zb_h1", pp=32, microbatches=256)
     begin = time.process_time()
     picture(schedule, tmp_path / "a.pdf")
-    assert time.process_time() - begin < 20  # of a processor, however busy it is
+    assert time.process_time() - begin < 20  # of CPU time, however busy the machine is
     assert (tmp_path / "a.pdf").stat().st_size < 2e6
 
 

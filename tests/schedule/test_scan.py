@@ -1,4 +1,4 @@
-"""The scan's clock against an event-driven twin, by hand, and as what searches make least."""
+"""The scan's clock against event simulation, by hand, and as the objective of searches."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_by_turns_the_clock_is_what_a_program_per_rank_does(
 
 
 def test_a_rank_waits_for_its_neighbours_alone():
-    """A slow F of the first rank: the second waits for it, the others a tick later each."""
+    """A slow F of the first rank: the second waits for it, each later rank one tick later."""
     schedule = build("gpipe", pp=4, microbatches=1)
     costs = Costs(F=(5.0, 1.0, 1.0, 1.0), B=1.0, W=1.0, transfer=0.5)
     _, starts = scan_starts(schedule, costs)
@@ -87,7 +87,7 @@ def test_a_rank_waits_for_its_neighbours_alone():
     ]
 
 
-# Costs and two-tick transfers on 8 ranks with 32 microbatches: useful share of the time.
+# Given costs and two-tick transfers on 8 ranks with 32 microbatches: useful share of the time.
 SHARES = {"1f1b": 0.651, "zb_h1": 0.883, "zb_h2": 0.912, "dualpipe": 0.904, "dualpipev": 0.878}
 
 
@@ -97,7 +97,7 @@ def test_without_a_wrap_ranks_wait_less(name):
     assert 1 - report.bubble_scan == pytest.approx(SHARES[name], abs=0.001)
 
 
-# The same with cells kept in ticks in which neighbours do not wait for each other.
+# The same with cells moved to ticks in which neighbours do not wait for each other.
 PACED = {"1f1b": 0.694, "interleaved_1f1b": 0.895, "zb_h2": 0.921, "dualpipev": 0.886}
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_paced_where_it_gains_nothing():
 )
 @settings(max_examples=12, deadline=None)
 def test_zb_auto_is_no_worse_than_what_fits_the_same_memory(pp, more, limit, lockstep, times):
-    """Than zb_h1, zb_h2 and 1f1b, in its own order or running ahead."""
+    """Compared with zb_h1, zb_h2 and 1f1b, in their own order or running ahead."""
     microbatches, costs = pp + more, Costs(*times)
     how = {"costs": costs, "memory_limit": limit, "effort": QUICK}
     found = build("zb_auto", pp=pp, microbatches=microbatches, lockstep=lockstep, **how)
@@ -169,7 +169,7 @@ def test_zb_auto_is_no_worse_than_what_fits_the_same_memory(pp, more, limit, loc
         try:
             check_memory(schedule, Memory(), limit, way)
             others.append(scan_time(schedule, costs, way))
-        except ScheduleError:  # it holds more
+        except ScheduleError:  # it needs more memory
             continue
     assert len(others) > 1
     assert scan_time(found, costs, lockstep) <= min(others) * (1 + 1e-9)

@@ -110,7 +110,7 @@ def test_the_1f1b_figure_of_four_stages_and_eight_microbatches():
 
 
 def test_transfer_cost_of_1f1b():
-    """(P-1)(F+B+W) + c[2(P-1)M/P + 2(P-2)] where P divides M: fitted to Megatron-style orders."""
+    """(P-1)(F+B+W) + c[2(P-1)M/P + 2(P-2)] if P divides M: fitted to Megatron-style orders."""
     for pp, microbatches in [(2, 4), (4, 8), (4, 16), (8, 24)]:
         report = simulate(build("1f1b", pp=pp, microbatches=microbatches), Costs(transfer=0.25))
         extra = 0.25 * (2 * (pp - 1) * microbatches / pp + 2 * (pp - 2))
@@ -128,7 +128,7 @@ def test_costs_per_stage():
     ("pp", "microbatches", "efficiency"), [(2, 8, 0.79), (4, 16, 0.79), (8, 16, 0.82)]
 )
 def test_lockstep_of_one_op_a_tick(pp, microbatches, efficiency):
-    """F beside BW in a tick costs the longer one: design measurements say 0.76-0.80 of ideal."""
+    """F and BW in one tick cost the longer one: design measurements give 0.76-0.80 of ideal."""
     costs = Costs(F=1, B=1, W=1)
     report = simulate(build("1f1b", pp=pp, microbatches=microbatches), costs)
     ideal = 3 * (microbatches + pp - 1)
@@ -143,7 +143,7 @@ def test_pairing_f_with_bw_restores_the_ideal_lockstep(pp, microbatches):
 
 
 def test_transfers_in_the_scan():
-    """One-tick transfers add one message a tick; with two ticks part of it can hide."""
+    """One-tick transfers add one message a tick; with two ticks part of it can overlap."""
     schedule = build("1f1b", pp=4, microbatches=8)
     messages = len(place(schedule)) - 1
     for ticks, added in ((1, 1.0), (2, 0.8)):
@@ -249,9 +249,9 @@ def test_groups_that_do_not_fill_the_ranks_are_refused(breadth, microbatches):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_builder_takes_costs_and_a_memory_limit(name):
-    """The limit of the schedule's own peak is kept; below it a search finds another schedule.
+    """A limit at the schedule's own peak is accepted; below it a search finds another schedule.
 
-    Of the others it is refused, with the least.
+    Families without a search refuse it, and name the least limit.
     """
     costs = Costs(1.0, 1.2, 0.8, transfer=0.1)
     sizes = {"pp": 4, "microbatches": 8, "costs": costs}
@@ -270,7 +270,7 @@ def test_every_builder_takes_costs_and_a_memory_limit(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
-    """Its nearest sizes are built, others are refused; placement, stages and slices as said."""
+    """Its nearest sizes are built, others are refused; placement, stages and slices match."""
     family, options = FAMILIES[name], {}
     assert family.name == name
     assert "\n" not in family.summary
@@ -324,7 +324,7 @@ def test_variants_to_plan_can_be_built(name):
 
 
 def test_packed_1f1b_is_as_tight_as_it_can_be():
-    """One in flight less, and the scan waits; slices and a shared vocabulary need more."""
+    """With one fewer in flight the scan waits; slices and a shared vocabulary need more."""
     for slices, shared in ((1, False), (1, True), (2, False), (2, True)):
         schedule = build("1f1b", pp=4, microbatches=16, slices=slices)
         packed = Sizes(4, 8, slices, shared).packed

@@ -1,4 +1,4 @@
-"""zbv, v_half and v_min against PyTorch's orders, the published generators and their own limits."""
+"""zbv, v_half and v_min against PyTorch's orders, published generators and their own limits."""
 
 import json
 from pathlib import Path
@@ -68,8 +68,8 @@ def test_zbv_with_as_many_microbatches_as_ranks_beats_its_own_order():
 def test_no_worse_than_the_published_generators(row):
     """Makespan and span within the same memory, with no more than the default effort.
 
-    The makespan is what counts. In a few rows a shorter one than published comes with a span that
-    is up to 0.8 % longer.
+    The makespan decides. In a few rows a makespan shorter than the published one comes with a span
+    that is up to 0.8 % longer.
     """
     name, pp, m, f, b, w, transfer, *memory, peak, span, makespan = row
     costs, memory = Costs(f, b, w, transfer), Memory(*memory)
@@ -88,7 +88,7 @@ def test_no_worse_than_the_published_generators(row):
 
 @pytest.mark.parametrize("pp", range(1, 15))
 def test_1f1b_on_the_v_holds_two_thirds_for_a_shorter_bubble(pp):
-    """Every rank as much; the bubble is 5/6 of 1F1B's where the block has no gap, else less."""
+    """All ranks have one peak; the bubble is 5/6 of 1F1B's if the block has no gap, else less."""
     for microbatches in (2 * pp, 3 * pp + 1):
         one = simulate(build("1f1b", pp=pp, microbatches=microbatches), Costs(2, 2, 2))
         schedule = build("1f1b_v", pp=pp, microbatches=microbatches)

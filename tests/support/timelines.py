@@ -1,4 +1,4 @@
-"""Timelines in pages: `python tests/support/timelines.py` draws all of them anew.
+"""Timelines in pages: `python tests/support/timelines.py` redraws all of them.
 
 Every `<!-- timeline NAME option=value ... -->` line of a page is followed by the timeline of that
 schedule, up to `<!-- end -->`; the word `ticks` adds a line that numbers the ticks.
@@ -15,19 +15,19 @@ _MARKED = re.compile(r"(<!-- timeline ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def pages():
-    """Every page of the project."""
+    """Return every page of the project."""
     return [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted(ROOT.glob("jaxpipe/**/*.md"))]
 
 
 def redrawn(text):
-    """The text with every marked timeline drawn anew."""
+    """Return the text with every marked timeline redrawn."""
     return _MARKED.sub(
         lambda found: f"{found[1]}\n```\n{marked_timeline(found[2])}\n```\n\n{found[3]}", text
     )
 
 
 def marked_timeline(words):
-    """The timeline of a marker.
+    """Return the timeline of a marker.
 
     >>> print(marked_timeline("gpipe pp=2 microbatches=2 ticks"))
     tick     0  1  2  3   4   5
@@ -45,7 +45,7 @@ def marked_timeline(words):
 
 
 def _numbers(drawn):
-    """A line with the number of every tick above its column."""
+    """Return a line with the number of every tick above its column."""
     lines = drawn.splitlines()
     start = lines[0].index("|") + 2
     words = (match.start() for line in lines for match in re.finditer(r"\S+", line))

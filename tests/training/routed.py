@@ -1,4 +1,4 @@
-"""A run with routed layers and experts: a loss, counts, maxima, a variable that they change."""
+"""A run with routed layers and experts: a loss, counts, maxima, and variables they change."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from toy import LENGTH, toy_batch, toy_params
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import LogConfig, RunConfig
-from jaxpipe.parallel import Factors, make_mesh
+from jaxpipe.parallel import ReplicaFactors, make_mesh
 from jaxpipe.pipeline import StageFunctions
 from jaxpipe.training.boards import boards
 from jaxpipe.training.loop import Run
@@ -31,21 +31,21 @@ SIZES = [f"model.n_layers={LAYERS}", f"train.seq_len={LENGTH}", "train.eval_ever
 
 
 def next_variables(variables, side):
-    """Choices that few take have a larger bias after the step."""
+    """Increase the bias of choices that few tokens take."""
     counts = side.sums["counts"]
     few = jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
     return {"bias": variables["bias"] + 0.05 * few}
 
 
 def functions(ep=1):
-    """Routed layers and experts by turns, the experts on so many devices."""
+    """Return alternating routed layers and experts, with experts sharded over `ep` devices."""
     bias = 0.1 * np.random.default_rng(5).normal(size=(LAYERS, CHOICES))
     return replace(mixed(KINDS, ep), variables={"bias": bias}, next_variables=next_variables)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What a trainer asks its model for."""
+    """The model interface that a trainer uses."""
 
     functions: StageFunctions
 
@@ -58,7 +58,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class RoutedTrainer(Trainer):
-    """A trainer of the toy, in the widest float that there is; of its replicas `ep` are on ep."""
+    """A trainer of the toy in float64; `ep` of its replicas form the ep axis."""
 
     ep: int = 1
 
@@ -74,12 +74,12 @@ class RoutedTrainer(Trainer):
     def mesh(self):
         parallel = self.config.parallel
         return make_mesh(
-            parallel.pp, parallel.dp, parallel.tp, self.devices, factors=Factors(ep=self.ep)
+            parallel.pp, parallel.dp, parallel.tp, self.devices, factors=ReplicaFactors(ep=self.ep)
         )
 
 
 def trainer_of(*overrides, ep=1):
-    """On as many devices as the mesh takes; every mesh has the same batch."""
+    """Return a trainer on as many devices as the mesh needs; every mesh has the same batch."""
     config = configs.load(SMALL, [*SIZES, *overrides])
     size = config.parallel.pp * config.parallel.dp * config.parallel.tp
     examples = EXAMPLES // config.parallel.dp
@@ -88,20 +88,20 @@ def trainer_of(*overrides, ep=1):
 
 
 def batch_at(position, microbatches, batch_size):
-    """The toy's batch of the step that begins there."""
+    """Return the toy's batch of the step that starts at `position`."""
     batch = toy_batch(jax.random.key(position), microbatches, batch_size)
     return jax.tree.map(np.asarray, batch)
 
 
 def batches(position, microbatches, batch_size, rows=None):
-    """Those from a position on, whole."""
+    """Yield the full batches from a position on."""
     while True:
         yield batch_at(position, microbatches, batch_size)
         position += microbatches * batch_size
 
 
 def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
-    """Train, or go on, as the command does; the exit code."""
+    """Train or resume as the command does; return the exit code."""
     train = SimpleNamespace(batches=data, fingerprint="toy", has="toy".__eq__)
     data = SimpleNamespace(train=train)
     keying = Keying(trainer.layout, trainer.sharding)
@@ -118,7 +118,7 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
 
 
 def restored(trainer, directory):
-    """`(state keyed by layer as numpy, meta)` of the newest checkpoint."""
+    """Return `(state keyed by layer as numpy, meta)` of the newest checkpoint."""
     keying = Keying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
     with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:

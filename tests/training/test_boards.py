@@ -1,4 +1,4 @@
-"""Weights & Biases, by a module that stands in for it and, where it is installed, by itself."""
+"""Weights & Biases, by a stand-in module and, where it is installed, by the real one."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ RUN = ["train.steps=2", "train.eval_every=0", "parallel.pp=1", "parallel.dp=8"]
 
 
 def without_wandb(monkeypatch):
-    """As if nobody had imported it."""
+    """Remove wandb from the imported modules."""
     for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -65,7 +65,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def stood_in(directory):
-    """What the stand-in was told: the arguments, the lines of the log, its end."""
+    """Return the stand-in's calls: its arguments, the lines of the log, its end."""
     return map(json.loads, (directory / "stand_in.jsonl").read_text().splitlines())
 
 
@@ -111,7 +111,7 @@ def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch, capsys, folder):
-    """Also where there is a folder of that name, as wandb leaves them."""
+    """Also if there is a folder named wandb, which wandb itself creates."""
     without_wandb(monkeypatch)
     if folder:
         (tmp_path / "wandb").mkdir()
@@ -127,7 +127,7 @@ def test_wandb_itself(tmp_path):
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
     with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
         log.write(1, {"loss": 0.5, "many": list(range(100))})
-    wandb.teardown()  # else its own process may still be writing
+    wandb.teardown()  # otherwise its process may still be writing
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert b"loss" in content

@@ -1,4 +1,4 @@
-"""A bubble measured while a run goes on, beside the one that is predicted."""
+"""The bubble measured during a run, against the predicted one."""
 
 import pytest
 from commands import SMALL, metrics
@@ -10,7 +10,7 @@ from jaxpipe.schedule.recorded import ProfileError
 from jaxpipe.training import bubble
 
 HOW = ["parallel.schedule=zb_h1", "parallel.pp=2", "parallel.dp=4", "train.eval_every=0"]
-SHARED = "parallel.vocab_parallel_pp=true"  # then the loop has a tick that the schedule has not
+SHARED = "parallel.vocab_parallel_pp=true"  # adds a tick to the loop, not to the schedule
 
 
 def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):

@@ -41,7 +41,7 @@ def shard(tmp_path_factory):
 
 
 def run(directory, shard):
-    """Twelve steps on one device, or what is left of them; what is said."""
+    """Run twelve steps on one device, or the rest of them; return the log."""
     config = load(SMALL, [
         *VARIABLE, "parallel.pp=1", "parallel.dp=1", "model.n_layers=1", "train.grad_accum_steps=2",
         "train.seq_len=80", "train.steps=12", "train.eval_every=12", "checkpoint.every=6",
@@ -91,7 +91,7 @@ def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
 @pytest.mark.slow(unless=["best_fit"])
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_padding_changes_neither_loss_nor_gradient(packing):
-    """And microbatches of nothing else are zeros."""
+    """And microbatches that are all padding contribute zeros."""
     trainer = Trainer(load(SMALL, [*TINY, f"data.packing={packing}"]), jax.devices()[:2])
     names, params = trainer.feed.leaves, trainer.init().params
     tokens = np.random.default_rng(0).integers(0, 256, (2, 1, 17), np.int32)
@@ -126,7 +126,7 @@ def test_padding_changes_neither_loss_nor_gradient(packing):
 
 
 class Steps:
-    """A trainer that notes what it compiles; a program returns the length it was compiled for."""
+    """A trainer that records compilations; its program returns the length it is compiled for."""
 
     samples_per_step = 4
 
@@ -144,7 +144,7 @@ class Steps:
 
 
 def batch_of(length):
-    """Of four microbatches, in two slices each."""
+    """Return a batch of four microbatches, in two slices each."""
     return {"inputs": np.zeros((8, 1, length // 2))}
 
 
@@ -160,11 +160,11 @@ def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypat
         steps.look_ahead(data, 4, left=3)
         assert steps.train_step(None, batch_of(48)) == 48
         assert trainer.compiled == [16, 32, 48]
-        steps.look_ahead(data, 8, left=4)  # 70 and 90: the run goes on further than was thought
+        steps.look_ahead(data, 8, left=4)  # 70 and 90: the run goes on further than planned
         assert steps.train_step(None, batch_of(96)) == 96
         assert trainer.compiled == [16, 32, 48, 80, 96]
         assert steps.eval_step(None, batch_of(96)) == 96
-        assert steps.train_step(None, batch_of(32)) == 32  # of the five no more than three are kept
+        assert steps.train_step(None, batch_of(32)) == 32  # only three of the five are kept
     assert trainer.compiled == [16, 32, 48, 80, 96, 96, 32]
     assert threading.current_thread() not in trainer.threads
     assert len(trainer.threads) == 1

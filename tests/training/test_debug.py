@@ -29,14 +29,14 @@ LINE = re.compile(
 
 
 def printed(capfd, **how):
-    """The lines of a step of the toy: tick, rank, replica, verb, kind, other rank, norm."""
+    """Return the printed lines of a toy step: tick, rank, replica, verb, kind, other rank, norm."""
     lockstep = how.pop("lockstep", Lockstep())
     mesh = make_mesh(PP, 2, devices=jax.devices()[: 2 * PP])
     schedule = build("1f1b", pp=PP, microbatches=MICROBATCHES)
     execution = Execution(lockstep, printer=MessagePrinter(**how))
     pipeline = Pipeline(TOY, schedule, mesh, (1, 1), execution)
     shared, layers = toy_params(jax.random.key(0), 2, jnp.float32)
-    params = {"shared": shared, "layers": pipeline.layout(1).stack(layers)}
+    params = {"embed_head": shared, "layers": pipeline.layout(1).stack(layers)}
     batch = toy_batch(jax.random.key(1), MICROBATCHES, 4)
     jax.block_until_ready(jax.jit(pipeline.step)(params, batch))
     jax.effects_barrier()
@@ -47,14 +47,14 @@ def printed(capfd, **how):
 
 
 def norms(shared, layer, of_replicas):
-    """By replica: of what the first rank makes of every microbatch, by the functions alone."""
+    """Return by replica the first rank's output norms of every microbatch, without the pipeline."""
     found = []
     for batch in of_replicas:
         rows = [jax.tree.map(lambda leaf, m=m: leaf[m], batch) for m in range(MICROBATCHES)]
         found.append([])
         for row in rows:
             x = TOY.embed(shared, row)
-            [kind] = TOY.by_name.values()
+            [kind] = TOY.kinds_by_name.values()
             y = kind.layer(layer, x, Context(row, jnp.int32(0))).y
             found[-1].append(float(jnp.linalg.norm(y)))
     return found
@@ -108,7 +108,7 @@ def one_step(trainer, pipeline=None):
 
 
 def reading_a_dummy(pipeline):
-    """The same, but one F reads the slot to which idle messages go."""
+    """Return the pipeline with one F that reads the dummy slot."""
     tables = pipeline.tables
     columns = jax.tree.map(np.array, tables.columns)
     tick, rank = np.argwhere((columns.F > 0) & (columns.embed == 0))[0]

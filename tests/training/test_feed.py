@@ -1,4 +1,4 @@
-"""Which rows of a batch a process reads, and that devices get the same from them as from all."""
+"""The rows of a batch that a process reads, and the devices' shards of them."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from jaxpipe.training.feed import Feed, random_batch
 
 
 def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
-    """Of virtual devices of which each process has equally many, in order."""
+    """Return the feed of a process; each process has equally many virtual devices, in order."""
     sizes = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}"]
     config = configs.load(SMALL, [*sizes, "train.microbatch_size=2", *overrides])
     mesh = make_mesh(
@@ -31,7 +31,7 @@ def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
     ("processes", "overrides", "want"),
     [
         (1, [], [(0, 8)]),
-        (2, [], [(0, 8), (0, 8)]),  # a rank each, with all replicas
+        (2, [], [(0, 8), (0, 8)]),  # one pipeline rank each, with all replicas
         (4, [], [(0, 4), (4, 8), (0, 4), (4, 8)]),
         (4, ["parallel.pipeline_first=true"], [(0, 2), (2, 4), (4, 6), (6, 8)]),
         (4, ["parallel.pipeline_first=true", "parallel.cp=2"], [(0, 2), (0, 2), (2, 4), (2, 4)]),
@@ -47,7 +47,7 @@ def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
     "overrides", [[], ["parallel.cp=2", "train.seq_len=16"], ["parallel.slices=4"]], ids=str
 )
 def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
-    """Of the last two replicas, as a process would that has only their devices."""
+    """For the last two replicas, as in a process that has only their devices."""
     whole_feed, _ = feed(*overrides)
     shape = (4, whole_feed.config.batch_shape["batch_size"], 16)
     ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
@@ -59,7 +59,7 @@ def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
     own = {}
 
     def only_own(shape, sharding, callback):
-        """Asks for the parts of the devices of these replicas alone."""
+        """Request only the shards of these replicas' devices."""
         places = sharding.devices_indices_map(shape)
         of_replicas = whole_feed.mesh.devices[:, 0, 2:].flat
         own.update({device: callback(places[device]) for device in of_replicas})
@@ -104,7 +104,7 @@ def packed_feed(*overrides):
 
 
 def packed_rows(segments, positions):
-    """A batch `[4, 8, 8]` whose last row is this one; the others are one document each."""
+    """Return a batch `[4, 8, 8]` with this last row; the other rows are one document each."""
     batch = random_batch(packed_feed().config)
     for name, row in (("segments", segments), ("positions", positions)):
         batch[name] = np.array(batch[name])
@@ -112,7 +112,7 @@ def packed_rows(segments, positions):
     return batch
 
 
-def test_documents_are_dealt_like_tokens():
+def test_documents_are_sharded_like_tokens():
     whole = packed_feed("parallel.cp=2", "parallel.slices=2")
     batch = random_batch(whole.config)
     batch["inputs"] = batch["positions"] + 100 * batch["segments"]

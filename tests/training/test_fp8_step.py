@@ -1,4 +1,4 @@
-"""A step in 8-bit floats is the same on every mesh; a run goes on with it, or without."""
+"""A step in 8-bit floats is the same on every mesh; a run can resume with fp8, or without."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.decoder import GPT2
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import Decoder
-from jaxpipe.parallel import ExpertParallel, Factors, TensorParallel, make_mesh
+from jaxpipe.parallel import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import build
 from jaxpipe.training.trainer import Trainer
@@ -42,7 +42,7 @@ def batch(microbatches, sequences):
 
 @cache
 def wanted(model, history, microbatches):
-    """The twin's parameters, state and step, on one device and without a schedule."""
+    """Return the reference's parameters, state and step, on one device without a schedule."""
     make, config = MODELS[model]
     one, key = make(config, precision=Fp8(history)), jax.random.key(0)
     wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tree)  # noqa: E731
@@ -80,36 +80,36 @@ def wanted(model, history, microbatches):
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):
     pp, dp, tp, ep = (*mesh, 1)[:4]
     with jax.enable_x64(True):
-        # Of current scales a device's part of a microbatch has its own, as if it were one.
-        twin = MICROBATCHES * dp if not history else MICROBATCHES
-        shared, layers, variables, want = wanted(model, history, twin)
+        # With current scales each replica's share of a microbatch has its own scales.
+        reference = MICROBATCHES * dp if not history else MICROBATCHES
+        shared, layers, variables, want = wanted(model, history, reference)
         make, config = MODELS[model]
         more = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
         more |= {"replicas": ExpertParallel(ep)} if ep > 1 else {}
         functions = make(config, precision=Fp8(history), **more).functions
         schedule = build(name, pp=pp, microbatches=MICROBATCHES)
         devices = jax.devices()[: pp * dp * tp]
-        mesh = make_mesh(pp, dp, tp, devices=devices, factors=Factors(ep=ep))
+        mesh = make_mesh(pp, dp, tp, devices=devices, factors=ReplicaFactors(ep=ep))
         counts = (LAYERS // schedule.stages,) * schedule.stages
         pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**execution))
         layout = pipeline.layout(LAYERS // pp)
-        params = {"shared": shared, "layers": layout.stack(layers)}
+        params = {"embed_head": shared, "layers": layout.stack(layers)}
         given = batch(MICROBATCHES, 4)
         got = jax.jit(pipeline.step)(params, given, variables)
         gradients = {**got.gradients, "layers": layout.unstack(got.gradients["layers"])}
         for layer in (*gradients["layers"], *want.gradients["layers"]):
-            layer["attn"].pop("bk", None)  # is zero: a softmax does not see it
+            layer["attn"].pop("bk", None)  # is zero: softmax is invariant to it
         assert_same((got.losses.sum(), gradients), (want.losses.sum(), want.gradients))
         if history:
             np.testing.assert_allclose(
-                got.side.maxima["fp8_scale"], want.side.maxima["fp8_scale"], 1e-6
+                got.aux.maxima["fp8_scale"], want.aux.maxima["fp8_scale"], 1e-6
             )
-            assert (want.side.maxima["fp8_scale"] > 0).any(axis=(0, 1)).all()
+            assert (want.aux.maxima["fp8_scale"] > 0).any(axis=(0, 1)).all()
 
 
 @pytest.mark.slow
 def test_slices_are_seen_too():
-    """A sequence in two slices makes the step of whole ones, up to what its scales are made of."""
+    """A sequence in two slices gives the step of the full one, up to the statistics for scales."""
     with jax.enable_x64(True):
         shared, layers, variables, want = wanted("llama", 4, MICROBATCHES)
         functions = Decoder(LLAMA[1], precision=Fp8(4), slices=2).functions
@@ -120,12 +120,12 @@ def test_slices_are_seen_too():
         cut = lambda a: a.reshape(4, 4, 2, 8).swapaxes(1, 2).reshape(8, 4, 8)  # noqa: E731
         given = {name: cut(leaf) for name, leaf in batch(MICROBATCHES, 4).items()}
         given["slice"] = jnp.tile(jnp.arange(2)[:, None], (4, 4)).reshape(8, 4)
-        params = {"shared": shared, "layers": layout.stack(layers)}
+        params = {"embed_head": shared, "layers": layout.stack(layers)}
         got = jax.jit(pipeline.step)(params, given, variables)
-        twin = step_ref(functions, shared, layers, given, 2, variables)
+        reference = step_ref(functions, shared, layers, given, 2, variables)
         gradients = {**got.gradients, "layers": layout.unstack(got.gradients["layers"])}
-        assert_same((got.losses, gradients), (twin.losses, twin.gradients))
-        maxima = got.side.maxima["fp8_scale"], twin.side.maxima["fp8_scale"]
+        assert_same((got.losses, gradients), (reference.losses, reference.gradients))
+        maxima = got.aux.maxima["fp8_scale"], reference.aux.maxima["fp8_scale"]
         np.testing.assert_allclose(*maxima, 1e-6)
         np.testing.assert_allclose(got.losses.sum(), want.losses.sum(), 1e-12)
 
@@ -154,7 +154,10 @@ def test_a_run_goes_on_in_8_bits_elsewhere_and_back(tmp_path):
     assert run(trainer_of("train.steps=1"), tmp_path, data=batches) == 0
     fp8 = trainer_of("train.fp8=delayed", "train.steps=3")
     assert run(fp8, tmp_path, said.append, data=batches) == 0
-    assert any("no fp8_history, fp8_scale of this model: begun anew" in line for line in said)
+    assert any(
+        "no fp8_history, fp8_scale of this model: started from initial values" in line
+        for line in said
+    )
     elsewhere = trainer_of(
         "train.fp8=delayed", "parallel.dp=2", "parallel.tp=2", "parallel.zero_stage=2"
     )
@@ -163,10 +166,10 @@ def test_a_run_goes_on_in_8_bits_elsewhere_and_back(tmp_path):
     variables = state["variables"]
     history = variables["fp8_history"]
     assert history.shape == (4, 7, 3, 3)
-    assert (history[..., :2] > 0).all()  # of two steps, every operand of every product
+    assert (history[..., :2] > 0).all()  # after two steps, for every operand of every product
     assert (history[..., 2] == 0).all()
     power = 2.0 ** (np.floor(np.log2(history.max(-1))) + 1 - np.array([8, 8, 15]))
     np.testing.assert_array_equal(variables["fp8_scale"], power)
     (longer, _) = restored(trainer_of("train.fp8=delayed", "train.fp8_history=5"), tmp_path)
-    assert longer["variables"].keys() == {"fp8_scale"}  # another history begins anew
+    assert longer["variables"].keys() == {"fp8_scale"}  # a history of another length starts empty
     assert run(trainer_of("train.steps=4"), tmp_path, said.append, data=batches) == 0

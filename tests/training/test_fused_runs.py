@@ -1,4 +1,4 @@
-"""Runs whose programs make several steps: what they log, save and go on from, and how they stop."""
+"""Runs whose programs run several steps: what they log, save and resume from, how they stop."""
 
 import os
 import shutil
@@ -17,11 +17,11 @@ from jaxpipe.training.loop import _programs
 
 STEPS = ["train.steps=7", "optimizer.clip_norm=0.6", "train.grad_accum_steps=4"]
 HOW = ["parallel.schedule=zb_h2", "parallel.dp=1", *STEPS]
-SAMPLES = 16  # of a step
+SAMPLES = 16  # in a step
 
 
 def so_many(fused, pp=2):
-    """A trainer of seven steps, so many in a program, saved after every third."""
+    """Return a trainer of seven steps, `fused` in a program, saved after every third."""
     every = [f"train.fused_steps={fused}", f"checkpoint.every={3 * (fused != 2)}"]
     return trainer_of(*HOW, *every, f"parallel.pp={pp}")
 
@@ -54,12 +54,12 @@ def test_a_run_logs_and_saves_as_one_of_single_steps(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_programs_on_another_mesh(tmp_path):
-    """From step 3: as single steps, and with one to the next multiple of two."""
-    assert run(so_many(3), tmp_path / "begun") == 0
+    """From step 3: as single steps, and with one step up to the next multiple of two."""
+    assert run(so_many(3), tmp_path / "started") == 0
     for step in (6, 7):
-        shutil.rmtree(tmp_path / "begun" / "checkpoints" / str(step))
+        shutil.rmtree(tmp_path / "started" / "checkpoints" / str(step))
     for fused in (1, 2):
-        shutil.copytree(tmp_path / "begun", tmp_path / str(fused))
+        shutil.copytree(tmp_path / "started", tmp_path / str(fused))
         assert run(so_many(fused, pp=4), tmp_path / str(fused)) == 0
     same_runs(tmp_path / "2", tmp_path / "1", so_many(1))
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_not_finite_stops_a_run_within_a_program(tmp_path):
 
 
 def without_step_five(position, **sizes):
-    """The batches, of which that of step 5 has a loss that is no number."""
+    """Yield the batches; that of step 5 has a NaN loss."""
     for number, batch in enumerate(batches(position, **sizes), start=position // SAMPLES + 1):
         bad = {"positions": np.full_like(batch["positions"], -1)} if number == 5 else {}
         yield batch | bad

@@ -1,4 +1,4 @@
-"""Steps that overlap in one program leave, to the bit, what the same steps leave one by one."""
+"""Steps that overlap in one program leave, bit for bit, the state of the same steps one by one."""
 
 import re
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ BROKEN = BATCHES[0] | {"positions": np.full_like(BATCHES[0]["positions"], -1)}
 
 @dataclass(frozen=True)
 class Toy:
-    """What a trainer asks its model for."""
+    """The model interface that a trainer uses."""
 
     functions: StageFunctions
 
@@ -47,7 +47,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class ToyTrainer(Trainer):
-    """A trainer of the toy; with `poison` where nobody may read."""
+    """A trainer of the toy; `poison` puts NaN into slots that must not be read."""
 
     functions: StageFunctions = TOY
     poison: bool = False
@@ -62,7 +62,7 @@ class ToyTrainer(Trainer):
 
 
 def trainer_of(*overrides, **more):
-    """On as many devices as the mesh takes; every mesh has the same batch."""
+    """Return a trainer on as many devices as the mesh needs; every mesh has the same batch."""
     parallel = configs.load(SMALL, overrides).parallel
     examples = f"train.microbatch_size={EXAMPLES // parallel.dp}"
     config = configs.load(SMALL, [*SIZES, *overrides, examples])
@@ -70,7 +70,7 @@ def trainer_of(*overrides, **more):
 
 
 def one_by_one(trainer, batches, state=None):
-    """State and metrics of so many steps."""
+    """Run one program per step; return the last state and the metrics."""
     state, found = state or trainer.init(), []
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.put(batch))
@@ -79,14 +79,14 @@ def one_by_one(trainer, batches, state=None):
 
 
 def at_once(steps, batches, state=None):
-    """The same in one program."""
+    """Run the steps in one program."""
     trainer = steps.trainer
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
     return steps.train_steps(state or trainer.init(), trainer.put(together))
 
 
 def same(got, want):
-    """The state to the bit; losses to the bit, norms but for the order of their sums."""
+    """Check state and losses bitwise, and norms up to the order of their sums."""
     (state, metrics), (wanted, numbers) = got, want
     jax.tree.map(np.testing.assert_array_equal, state, wanted)
     assert metrics.keys() == numbers.keys()
@@ -95,7 +95,7 @@ def same(got, want):
 
 
 class Overlapping(FusedSteps):
-    """Steps that are never made in turn: what they then leave is nothing."""
+    """Fused steps without the fallback to sequential ones, which returns zeros here."""
 
     def _in_turn(self, state, batch):
         made = jax.eval_shape(super()._in_turn, state, batch)
@@ -129,7 +129,7 @@ def test_steps_that_overlap_are_steps_in_turn(overrides, poison):
 
 @pytest.mark.slow
 def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
-    """While the steps last they are in other parts, and so may be the order of a sum of four."""
+    """They are sharded otherwise during fused steps, which may reorder a sum of four replicas."""
     trainer = trainer_of(CLIPS_NONE, "parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2")
     (got, _), (want, _) = at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
@@ -137,7 +137,7 @@ def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
 
 @cache
 def steps_of(schedule):
-    """Of which up to one in a row may be left out, compiled once."""
+    """Return compiled steps that may skip one non-finite step in a row."""
     how = TWICE if schedule == "zb_auto" else [f"parallel.schedule={schedule}"]
     return FusedSteps(trainer_of(*TWO, *how, CLIPS_THE_FIRST, "train.skip_non_finite=1"))
 
@@ -148,7 +148,7 @@ def steps_of(schedule):
 )
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_auto", "dualpipe"])
 def test_steps_that_are_clipped_or_not_finite(schedule, broken):
-    """And then four more, which after a stop change nothing."""
+    """And then four more, which change nothing after a stop."""
     steps = steps_of(schedule)
     batches = [BROKEN if number in broken else each for number, each in enumerate(BATCHES)]
     got, want = at_once(steps, batches), one_by_one(steps.trainer, batches)
@@ -178,20 +178,20 @@ def test_what_cannot_overlap(functions, execution, message):
     )
     pipeline = Pipeline(functions, schedule, mesh, execution=execution)
     shared, layers = toy_params(jax.random.key(0), 2)
-    params = {"shared": shared, "layers": pipeline.layout(1).stack(layers)}
+    params = {"embed_head": shared, "layers": pipeline.layout(1).stack(layers)}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(partial(pipeline.updated, update=None), params, (), batch_at(0, 4, 2))
+        jax.eval_shape(partial(pipeline.run_updates, update=None), params, (), batch_at(0, 4, 2))
 
 
 @pytest.mark.slow
 def test_ranks_that_hand_on_copy_no_matrix():
-    """Neither parameters, moments and sums of gradients nor rings; nor does the loop's body."""
+    """Neither parameters, moments and gradient sums nor ring buffers, nor in the loop's body."""
     trainer = trainer_of(*TWO, "parallel.schedule=zb_h2")
     steps = FusedSteps(trainer)
 
     def overlapping(state, batch):
         before = {"moments": state.optimizer, "norm": jnp.float32(0), "finite": state.step >= 0}
-        return steps.pipeline.updated(state.params, before, batch, steps._update)
+        return steps.pipeline.run_updates(state.params, before, batch, steps._update)
 
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
     lowered = jax.jit(overlapping, donate_argnums=0).lower(trainer.state_shapes, batch)
@@ -199,7 +199,7 @@ def test_ranks_that_hand_on_copy_no_matrix():
     computations = {part.split()[0]: part for part in text.split("\n\n") if part.startswith("%")}
     (loop,) = re.findall(r" while\(.*body=(%[\w.]+)", text)
     branches = re.findall(r"branch_computations={(%[\w.]+), (%[\w.]+)}", computations[loop])
-    assert len(branches) == 7  # F, head, B, W, embedding; sums that begin anew, and the update
+    assert len(branches) == 7  # F, head, B, W, embedding; restarted sums, and the update
     ring = rf"\d+,{EXAMPLES},{LENGTH},"
     copies = rf"= \w+\[(?:\d+,\d+\]|{ring})\S* copy\("
     for handing_on in (loop, *(idle for idle, _ in branches)):

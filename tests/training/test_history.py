@@ -1,4 +1,4 @@
-"""What a run writes down at every start: its configuration, its versions and the commit."""
+"""The record that a run writes at every start: its configuration, versions and commit."""
 
 import json
 import platform
@@ -28,7 +28,7 @@ def test_every_start_is_kept_with_its_configuration(tmp_path):
     starts = list(map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines()))
     assert [start["step"] for start in starts] == [0, 1]
     assert [start["config"]["train"]["steps"] for start in starts] == [1, 2]
-    # as JSON has it: lists for tuples
+    # in JSON's types: lists for tuples
     assert starts[1]["config"] == json.loads(msgspec.json.encode(resolved))
     for start in starts:
         assert start["python"] == platform.python_version()
@@ -45,7 +45,7 @@ def git(folder, *words):
 
 
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
-    """Of a folder that git keeps; not of a checkout in which it lies unknown to git."""
+    """Of a folder that git tracks; not of a checkout in which the folder is untracked."""
     assert commit(tmp_path) is None
     (tmp_path / "package").mkdir()
     module = tmp_path / "package" / "module.py"

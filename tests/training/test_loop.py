@@ -1,4 +1,4 @@
-"""The loop: what it dispatches before it reads, and what it does about a loss that is no number."""
+"""The loop: what it dispatches before it reads, and how it handles a non-finite loss."""
 
 import itertools
 import json
@@ -20,11 +20,11 @@ from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.start import Seen
 from jaxpipe.training.state import State
 
-SAMPLES = 8  # of a step of `SMALL`
+SAMPLES = 8  # in a step of `SMALL`
 
 
 class Number:
-    """A number on a device: it is written down when somebody waits for it."""
+    """A number on a device; it records an event when the loop waits for it."""
 
     def __init__(self, events, step, value):
         self.events, self.step, self.value = events, step, value
@@ -35,9 +35,9 @@ class Number:
 
 
 class Recorder:
-    """All that a run has, without devices; `events` are what the loop did, in order.
+    """Stand-ins for all parts of a run; `events` are the loop's actions, in order.
 
-    Losses are 1 but for those given by step; SIGTERM comes while a step is dispatched or read.
+    Losses are 1 except those given by step; SIGTERM comes while a step is dispatched or read.
     """
 
     fingerprint = "none"
@@ -104,7 +104,7 @@ class Recorder:
 
 
 class Events(list):
-    """Events, at one of which the process is sent a signal."""
+    """Events; one of them sends the process a signal."""
 
     def __init__(self, signal_at, number=signal.SIGTERM):
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_signal_dispatches_no_more(tmp_path, when):
     [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGHUP"), ("SIGINT", "SIGTERM")],
 )
 def test_a_signal_that_comes_again_loses_no_save(tmp_path, monkeypatch, first, again):
-    """Launchers send it to a process and to its group; the second comes while the step is saved."""
+    """Launchers signal a process and its group; the second signal comes during the save."""
     recorder, (first, again) = Recorder(tmp_path), (getattr(signal, n) for n in (first, again))
 
     def save(step, parts, meta):
@@ -216,7 +216,7 @@ def test_of_a_loss_that_is_no_number_the_state_before_it_is_saved(tmp_path, ever
 
 
 def timed(tmp_path, monkeypatch, **takes):
-    """The log of six steps, by a clock that goes on with what is done: so many seconds each."""
+    """Return the log of six steps with a clock that each event advances by the given seconds."""
     recorder = Recorder(
         tmp_path, "train.steps=6", "checkpoint.every=3", "train.eval_every=3", "train.eval_steps=1"
     )
@@ -227,16 +227,16 @@ def timed(tmp_path, monkeypatch, **takes):
 
 
 def test_seconds_are_of_steps_alone(tmp_path, monkeypatch):
-    """Not of a held-out loss or a save; a step is done when it is read."""
+    """Without held-out losses and saves; a step ends when its loss is read."""
     lines = timed(tmp_path, monkeypatch, read=1.0, evaluate=50.0, save=100.0)
     assert [line["step_seconds"] for line in lines] == [1.0] * 6
 
 
 def test_seconds_of_batches_held_out_losses_and_saves(tmp_path, monkeypatch):
-    """Those of the save after step 3 stand with step 4, which came after it."""
+    """Seconds of the save after step 3 are logged with step 4, which follows it."""
     lines = timed(tmp_path, monkeypatch, batch=2.0, evaluate=50.0, save=100.0)
     assert [line["data_seconds"] for line in lines] == [2.0] * 6
-    # the batch of a held-out loss takes its time too
+    # the batch of a held-out loss takes time too
     assert {line["step"]: line["eval_seconds"] for line in lines if "eval_seconds" in line} == {
         3: 52.0, 6: 52.0
     }  # fmt: skip
@@ -246,7 +246,7 @@ def test_seconds_of_batches_held_out_losses_and_saves(tmp_path, monkeypatch):
 
 
 def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):
-    """Two may be, here 3 and 4 and then 6; of 8, 9 and 10 the last stops the run."""
+    """Two may be skipped in a row, here 3 and 4, then 6; of 8, 9 and 10 the last stops the run."""
     losses = dict.fromkeys((3, 4, 6, 8, 9, 10), np.nan)
     settings = ["train.steps=12", "train.skip_non_finite=2", "checkpoint.every=0"]
     recorder = Recorder(tmp_path, *settings, losses=losses)

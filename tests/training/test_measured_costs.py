@@ -1,4 +1,4 @@
-"""A run that measures its own ops: on its mesh, once, and the schedule that follows from it."""
+"""A run that measures its own ops: on its mesh, once, and the schedule that follows from them."""
 
 import pytest
 from commands import SMALL, metrics
@@ -28,7 +28,7 @@ def load(directory, *more):
 
 
 def test_a_run_measures_before_its_first_step_and_goes_on_with_the_same(tmp_path, capsys):
-    """The second start finds the file; so it runs the schedule of the first."""
+    """The second start finds the file, so it runs the schedule of the first."""
     command = [str(SMALL), f"run.dir={tmp_path}", *HOW, "parallel.dp=4"]
     assert train.main([*command, "train.steps=2"]) == 0
     said = capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
 
 
 def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
-    """Ops that are nothing like a data sheet's lead to another order, with a shorter span."""
+    """Ops very different from a data sheet's lead to another order, with a shorter span."""
     config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
     monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
     first, second = measured_costs.measure(config).splitlines()

@@ -1,4 +1,4 @@
-"""A run with experts: the same step on every mesh, its logs, its biases, and where it goes on."""
+"""A run with experts: the same step on every mesh, its logs, its biases, and how it resumes."""
 
 import json
 
@@ -142,7 +142,7 @@ def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
 
 
 def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
-    """The command writes a batch that other meshes and schedules take; routers no longer choose."""
+    """The command writes a batch that other meshes and schedules can use, with its routes fixed."""
     path = tmp_path / "routes.npz"
     overrides = [*SIZES, *MESHES["ep"], f"run.dir={tmp_path}", "parallel.schedule=zb_h1"]
     config = configs.load(SMALL, overrides)

@@ -1,6 +1,6 @@
-"""Moments that wait in the host's memory: the same bits, there again after every step.
+"""Optimizer moments offloaded to host memory: bitwise equal, and on the host after every step.
 
-On CPUs both memories are one, so where they are is what jax says of them.
+On CPUs both memories are the same, so the tests check the memory kind that jax reports.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from commands import SMALL, losses
 from routed import restored, run, trainer_of
 
 from jaxpipe import config as configs
-from jaxpipe.parallel import is_stage_form
+from jaxpipe.parallel import is_stage_stacked
 from jaxpipe.planning import chosen
 from jaxpipe.planning.memory import rank_bytes
 from jaxpipe.training.trainer import Trainer
@@ -28,7 +28,7 @@ def memories(tree):
 @pytest.mark.slow(unless=["adamw"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
 def test_a_step_leaves_moments_where_they_were(name):
-    """And what is no moment on the device, with the bits of a state that is all there."""
+    """All other state stays on the device, and all bits equal those of a state entirely there."""
     how = [*SIZES, f"optimizer.name={name}", "optimizer.decay=constant"]
     batch = {key: np.ones((4, 1, 32), np.int32) for key in ("inputs", "targets")}
     made = {}
@@ -39,9 +39,9 @@ def test_a_step_leaves_moments_where_they_were(name):
         for _ in range(2):
             state, _ = trainer.train_step(state, trainer.put(batch))
             assert trainer.train_step._cache_size() == 1
-        nodes = jax.tree.leaves(state.optimizer, is_leaf=is_stage_form)
-        moments = [node for node in nodes if is_stage_form(node)]
-        rest = [node for node in nodes if not is_stage_form(node)]
+        nodes = jax.tree.leaves(state.optimizer, is_leaf=is_stage_stacked)
+        moments = [node for node in nodes if is_stage_stacked(node)]
+        rest = [node for node in nodes if not is_stage_stacked(node)]
         assert memories(moments) == {"pinned_host" if away else "device"}
         assert memories([rest, state.params, state.step]) == {"device"}
         made[away] = jax.tree.map(np.asarray, state), trainer.eval_step(state, trainer.put(batch))
@@ -50,7 +50,7 @@ def test_a_step_leaves_moments_where_they_were(name):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_moments_elsewhere(tmp_path):
-    """From the device to the host and back, each time to the bit."""
+    """From the device to the host and back, each time bit for bit."""
     how = ["parallel.pp=2", "train.steps=6", "checkpoint.every=3"]
     everything, away = trainer_of(*how), trainer_of(*how, AWAY)
     for name, trainer in (("all", everything), ("away", away)):

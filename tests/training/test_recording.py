@@ -1,4 +1,4 @@
-"""The window of a run that is recorded: its steps and no others, and that it costs no step more."""
+"""The window of a run that is profiled: only its steps, without an additional step."""
 
 import contextlib
 from collections import Counter
@@ -20,7 +20,7 @@ QUIET = ("train.eval_every=0", "checkpoint.every=0")
     [((1, 2), [1, 2]), ((3, 1), [3]), ((3, 9), [3, 4]), ((0, 2), [])],
 )
 def test_steps_in_the_window_are_recorded(tmp_path, monkeypatch, window, recorded):
-    """Each whole: what is dispatched in it is read in it."""
+    """Complete steps: those dispatched in the window are read in it."""
     start, steps = window
     recorder = Recorder(
         tmp_path, "train.steps=4", *QUIET,
@@ -54,7 +54,7 @@ def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
     assert len(list(where.rglob("*.xplane.pb"))) == 1
     (viewed,) = where.rglob("*.trace.json.gz")
     loops = Counter(event.device for event in events_of(viewed) if "while" in event.name)
-    assert set(loops.values()) == {2}  # of the step, each once
+    assert set(loops.values()) == {2}  # the loops of the step, each once
     assert list(metrics(tmp_path)) == [1, 2, 3, 4]
     assert complete(tmp_path) == [4]
 

@@ -1,4 +1,4 @@
-"""`data.restart`: a run goes on with its moments and its step on other data, from its beginning."""
+"""`data.restart`: a run keeps its moments and step, and starts other data from the beginning."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ PER_STEP = 4  # samples: four microbatches of one
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Trains up to a step in one directory: the batches that it took, and what it said."""
+    """Train up to a step in one directory; return the batches that it used, and its log."""
     put, taken = Trainer.put, []
 
     def note(self, batch, position=None):
@@ -84,7 +84,7 @@ def test_it_goes_on_from_the_beginning_of_the_new_data_once(run, monkeypatch):
     assert seen == [PER_STEP * 32 * n for n in range(1, 5)] + [
         PER_STEP * (4 * 32 + 16 * n) for n in range(1, 5)
     ]
-    back, said = run(10, "data.restart=true")  # the first data again: from its beginning too
+    back, said = run(10, "data.restart=true")  # the first data again, also from its beginning
     assert "data.restart: after dummy seed=7" in said
     first, _ = run(2, directory="first")
     assert_equal_batches(back, first)
@@ -93,7 +93,8 @@ def test_it_goes_on_from_the_beginning_of_the_new_data_once(run, monkeypatch):
 
 def test_moments_step_and_rate_go_on(run, monkeypatch):
     """Steps 5 and 6 are bitwise those of the state after step 4 with the new data's first batches,
-    put together here from `Trainer` alone."""
+    computed here from `Trainer` alone.
+    """
     monkeypatch.setattr(train, "_for_devices", lambda config: config)
     run(4, "train.seed=7")
     run(6, "train.seed=0", "data.restart=true")

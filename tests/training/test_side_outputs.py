@@ -1,4 +1,4 @@
-"""What layers make beside y, through a trainer: the loss, the logs, and variables on disk."""
+"""Auxiliary outputs of layers in a trainer: the loss, the logs, and variables on disk."""
 
 import io
 import shutil
@@ -17,7 +17,7 @@ from toy import LENGTH
 
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
-from jaxpipe.pipeline import Side, step_ref
+from jaxpipe.pipeline import Aux, step_ref
 from jaxpipe.training.trainer import Trainer
 
 ALONE = ("parallel.pp=1", "parallel.dp=1")
@@ -31,7 +31,7 @@ TOKENS = MICROBATCHES * EXAMPLES * LENGTH
 
 
 def keyed(trainer, state):
-    """A state as it would be on disk, as numpy."""
+    """Return a state in its form on disk, as numpy."""
     keying = Keying(trainer.layout, trainer.sharding)
     return jax.tree.map(np.asarray, keying.keyed(state.parts()))
 
@@ -39,7 +39,7 @@ def keyed(trainer, state):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_one_device(mesh):
-    """Loss and norm with the layers' loss, its counts and maxima, and the state after it."""
+    """Loss and norm with the auxiliary loss, its counts and maxima, and the state after it."""
     overrides, ep = MESHES[mesh]
     with jax.enable_x64(True):
         trainer, alone = trainer_of(*overrides, ep=ep), trainer_of(*ALONE)
@@ -51,7 +51,7 @@ def test_a_step_is_that_of_one_device(mesh):
             functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
         )
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
-        after, wanted = alone.update(state, want.losses.sum(), gradients, want.side)
+        after, wanted = alone.update(state, want.losses.sum(), gradients, want.aux)
         got, made = trainer.train_step(trainer.init(), trainer.put(batch))
         means = want.losses * want.counts.sum() / want.counts
         more = {"loss_max": means.max(), "target_tokens": want.counts}
@@ -65,11 +65,11 @@ def test_a_name_that_is_taken_is_refused():
     state = trainer.init()
     for name in ("loss", "step"):
         with pytest.raises(ValueError, match=f"a sum or maximum '{name}'"):
-            trainer.update(state, jnp.float32(1), state.params, Side(maxima={name: jnp.ones(2)}))
+            trainer.update(state, jnp.float32(1), state.params, Aux(maxima={name: jnp.ones(2)}))
 
 
 def events(directory):
-    """Of every tag the kinds of values and the last number that TensorBoard has."""
+    """Return for every TensorBoard tag the kinds of its values and its last number."""
     (path,) = (directory / "tensorboard").glob("events*")
     content, at, tags = path.read_bytes(), 0, {}
     while at < len(content):  # records: length, its checksum, content, its checksum
@@ -134,7 +134,7 @@ def test_variables_go_on_elsewhere(tmp_path, other):
 
 
 def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
-    """One that was saved before there were any goes on, and they begin anew."""
+    """A checkpoint without variables can be resumed; variables then have their initial values."""
     plain = Trainer(load(SMALL, ALONE), jax.devices()[:1])
     before = {"params", "optimizer", "step"}
     assert plain.state_shapes.parts().keys() == before
@@ -149,5 +149,5 @@ def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
         fresh = jax.tree.leaves(state.variables)
         for found in (parts, checkpoints.restore(state.parts(), say=pytest.fail)[0]):
             assert found.keys() == before
-            begun = jax.tree.leaves(routed.state_of(found).variables)
-            assert all(map(np.array_equal, begun, fresh))
+            restarted = jax.tree.leaves(routed.state_of(found).variables)
+            assert all(map(np.array_equal, restarted, fresh))

@@ -1,4 +1,4 @@
-"""Steps that are not finite, left out: the numbers of such a run, and the loss scale of float16."""
+"""Skipped non-finite steps: the numbers of such a run, and the loss scale of float16."""
 
 import chex
 import jax
@@ -22,7 +22,7 @@ FLOAT16 = ["train.compute_dtype=float16", "train.skip_non_finite=50", "train.seq
 
 
 def tokens(position, microbatches, batch_size, rows=None):
-    """Batches of the decoder that differ from step to step."""
+    """Yield batches of the decoder that differ from step to step."""
     while True:
         random = np.random.default_rng(position)
         ids = random.integers(256, size=(microbatches, batch_size, 17)).astype(np.int32)
@@ -32,7 +32,7 @@ def tokens(position, microbatches, batch_size, rows=None):
 
 
 def without(step):
-    """The toy's batches, that of a step with a loss that is no number."""
+    """Return the toy's batches; that of `step` has a NaN loss."""
 
     def broken(position, **sizes):
         first = position // 8 + 1
@@ -44,7 +44,7 @@ def without(step):
 
 
 def passing_over(step):
-    """The toy's batches without that of a step."""
+    """Return the toy's batches without that of `step`."""
 
     def others(position, **sizes):
         for number, batch in enumerate(batches(position, **sizes), start=1):
@@ -82,14 +82,14 @@ def test_a_resumed_run_knows_how_many_it_left_out(tmp_path):
 
 
 def half_precision(steps, *overrides):
-    """A run of the decoder in float16."""
+    """Return a trainer of the decoder in float16."""
     settings = [*FLOAT16, f"train.steps={steps}", "train.eval_every=0", "checkpoint.every=0"]
     return Trainer(configs.load(SMALL, [*settings, *overrides]))
 
 
 @pytest.mark.slow
 def test_the_loss_scale_falls_until_gradients_are_finite_and_is_saved(tmp_path, monkeypatch):
-    """It begins so large that they are not; a run in two parts goes on with it."""
+    """The first scale is so large that they are not; an interrupted run resumes with its scale."""
     monkeypatch.setattr(guard, "_FIRST_SCALE", 2.0**26)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(half_precision(24), whole, data=tokens) == 0
@@ -120,12 +120,12 @@ def test_the_loss_scale_doubles_after_finite_steps():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_gradients_do_not_depend_on_the_loss_scale(schedule):
-    """A power of two changes exponents alone, so they are the same bit by bit."""
+    """A power of two changes exponents alone, so they are bitwise equal."""
     params, layers = toy_params(jax.random.key(0), 4)
     pipeline = Pipeline(
         TOY, build(schedule, pp=2, microbatches=4), make_mesh(pp=2, devices=jax.devices()[:2])
     )
-    stacked = {"shared": params, "layers": pipeline.layout(2).stack(layers)}
+    stacked = {"embed_head": params, "layers": pipeline.layout(2).stack(layers)}
     batch = toy_batch(jax.random.key(1), 4, 2)
     plain = jax.jit(pipeline.step)(stacked, batch)
     scaled = jax.jit(pipeline.step)(stacked, batch, None, jnp.float32(2**20))

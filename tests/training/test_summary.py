@@ -1,4 +1,4 @@
-"""What is printed before the first step is about the tables that the step really reads."""
+"""The summary before the first step describes the tables that the step really reads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows of few targets or none: the held-out loss, steps without an update, what is logged."""
+"""Rows of few targets or none: the held-out loss, steps without an update, and the log."""
 
 import io
 import math
@@ -25,7 +25,7 @@ from jaxpipe.training.trainer import Trainer
 LENGTH, ROWS = 16, 7
 TARGETS = (0, 5, 16, 0, 1, 0, 9)  # of each held-out row
 ALONE = ["parallel.pp=1", "parallel.dp=1"]
-DEALT = {  # batches x microbatches x rows of the first six rows
+LAYOUTS = {  # batches x microbatches x rows of the first six rows
     "6 x 1 x 1": (6, 1, 1, ALONE),
     "3 x 1 x 2": (3, 1, 2, ["parallel.pp=1", "parallel.dp=2"]),
     "2 x 3 x 1": (2, 3, 1, ["parallel.pp=2", "parallel.dp=1"]),
@@ -48,7 +48,7 @@ def trainer_for(*overrides):
 
 
 def heldout_loss(trainer, count=ROWS):
-    """By the loop, of the first so many rows and the state of step 0."""
+    """Return the loop's held-out loss of the first `count` rows at step 0, and its log."""
     split = Split("held-out", "", list(samples())[:count], heldout_order([count], [1]))
     said = []
     data, progress = SimpleNamespace(heldout=split), SimpleNamespace(say=said.append)
@@ -64,22 +64,22 @@ def plain_loss(count=ROWS):
     total, targets = 0.0, 0
     for sample in list(samples())[:count]:
         rows = jax.tree.map(lambda leaf: leaf[None], sample)
-        x = model.embed(params["shared"], rows)
+        x = model.embed(params["embed_head"], rows)
         for index, layer in enumerate(params["layers"]):
             one = jax.tree.map(lambda leaf: leaf[0], layer)
             x = model.layer(one, x, Context(rows, jnp.int32(index))).y
-        # The head's own sum, of each target alone.
+        # the head's own sum, of one target at a time
         for at in np.flatnonzero(sample["targets"] != IGNORE):
             alone = np.full_like(rows["targets"], IGNORE)
             alone[0, at] = sample["targets"][at]
-            total += float(model.head(params["shared"], x, rows | {"targets": alone}))
+            total += float(model.head(params["embed_head"], x, rows | {"targets": alone}))
             targets += 1
     return total / targets
 
 
-@pytest.mark.parametrize("dealt", DEALT)
-def test_a_held_out_loss_is_the_same_however_its_rows_are_dealt(dealt):
-    number, microbatches, rows, mesh = DEALT[dealt]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_held_out_loss_is_the_same_however_its_rows_are_distributed(layout):
+    number, microbatches, rows, mesh = LAYOUTS[layout]
     sizes = [f"train.grad_accum_steps={microbatches}", f"train.eval_steps={number}"]
     found, said = heldout_loss(trainer_for(*mesh, *sizes), number * microbatches * rows)
     assert number * microbatches * rows == 6
@@ -87,7 +87,7 @@ def test_a_held_out_loss_is_the_same_however_its_rows_are_dealt(dealt):
     assert not said
 
 
-@pytest.mark.parametrize(("microbatches", "mesh"), [(2, ALONE), (3, DEALT["3 x 1 x 2"][3])])
+@pytest.mark.parametrize(("microbatches", "mesh"), [(2, ALONE), (3, LAYOUTS["3 x 1 x 2"][3])])
 def test_rows_that_do_not_fill_the_last_batch_count_too(microbatches, mesh):
     """Seven rows in batches of two and of six."""
     sizes = ["train.eval_steps=100", f"train.grad_accum_steps={microbatches}"]
@@ -101,7 +101,7 @@ def test_a_held_out_loss_without_targets_is_none():
 
 
 def tokens(masked=()):
-    """Batches of which those of some steps have no target."""
+    """Return batches; those of the steps in `masked` have no target."""
 
     def masked_batches(position, microbatches, batch_size, rows=None):
         while True:
@@ -134,7 +134,7 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_without_targets_changes_nothing_but_its_number(tmp_path, mesh):
-    """A run with two of them is the run that never saw them: parameters, moments, biases, rates."""
+    """A run with two such steps equals one without: parameters, moments, biases, rates."""
     with_them = trainer_for(*MESHES[mesh], *STEPS, "train.steps=6")
     out = io.StringIO()
     console = Console(file=out, width=300)
@@ -185,7 +185,7 @@ def test_the_largest_loss_is_of_the_microbatches_that_have_targets():
 
 @pytest.mark.parametrize("limit", [0, 20])
 def test_a_resumed_run_logs_the_rate_of_its_updates(tmp_path, monkeypatch, limit):
-    """A step that overflows in float16 is no update, with or without steps that may be left out."""
+    """A float16 step that overflows is no update, whether or not steps may be skipped."""
     monkeypatch.setattr(guard, "_FIRST_SCALE", 2.0**26)
     how = [*ALONE, "train.eval_every=0", "optimizer.warmup_steps=24", "train.compute_dtype=float16"]
     skips = "train.skip_non_finite=40"
@@ -209,7 +209,7 @@ def test_a_resumed_run_logs_the_rate_of_its_updates(tmp_path, monkeypatch, limit
 
 
 def test_counts_of_a_step_pass_the_largest_int32():
-    """Of a model that counts 2^30 terms in each microbatch: the mean is over all of them."""
+    """A model that counts 2^30 terms in each microbatch: the mean is over all of them."""
     toy = trainer_of(*ALONE)
     pipeline, state = toy.pipeline, toy.init()
     batch = toy.put(next(batches(0, **toy.config.batch_shape)))

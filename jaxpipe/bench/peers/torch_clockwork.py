@@ -1,4 +1,4 @@
-"""One rank of a pipeline of torch.distributed.pipelining over modules that sleep; see clockwork.py.
+"""The process of one rank of a torch.distributed.pipelining pipeline that sleeps (`clockwork.py`).
 
 Imports nothing that needs jax. `{"do": "build", "name": key, "schedule": class, "work": ...}`
 prepares a step and runs it once, `"step"` runs it.
@@ -13,23 +13,23 @@ from torch_pipeline import serve, stages_of
 
 
 class Slept(torch.autograd.Function):
-    """x; its gradient takes so many seconds."""
+    """The identity, whose backward pass sleeps for `seconds`."""
 
     @staticmethod
     def forward(ctx, x, seconds):
-        """Nothing."""
+        """Return a view of x."""
         ctx.seconds = seconds
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        """Sleep."""
+        """Return dy after the sleep."""
         time.sleep(ctx.seconds)
         return dy, None
 
 
 class Stage(nn.Module):
-    """A product whose F, and the gradients of its input and its weight, take a given time."""
+    """A product whose forward, input gradient and weight gradient sleep for given seconds."""
 
     def __init__(self, f, b, w):
         super().__init__()
@@ -74,7 +74,7 @@ class Worker:
         return self.step(name)
 
     def step(self, name):
-        """Run a step: begin and end."""
+        """Run a step; return its begin and end, in seconds."""
         begin = time.monotonic()
         self.steps[name]()
         return {"begin": begin, "end": time.monotonic()}

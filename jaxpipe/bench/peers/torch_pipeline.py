@@ -1,10 +1,10 @@
-"""The same decoder under torch.distributed.pipelining: one rank, one thread, gloo.
+"""jaxpipe's decoder under torch.distributed.pipelining: one rank, one thread, gloo.
 
-Imports nothing that needs jax and runs under any Python that has torch and numpy. Reads commands as
-JSON lines and answers in kind: `{"do": "build", "name": key, "schedule": class or null, "config":
-..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"rest"` gives back free
-memory, `"peak"` gives a step's memory. The file has the initial values by name, and the batch. A
-step ends with AdamW.
+Imports nothing that needs jax and runs under any Python that has torch and numpy. Reads commands
+and writes answers as JSON lines: `{"do": "build", "name": key, "schedule": class or null, "config":
+..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"rest"` returns freed
+memory to the system, `"peak"` measures the memory of a step. The file has the initial parameters by
+name, and the batch. A step ends with AdamW.
 """
 
 import json
@@ -25,7 +25,7 @@ import memory
 
 
 class Layer(nn.Module):
-    """Llama-style: grouped-query attention with rotary positions, SwiGLU, RMSNorm before each."""
+    """A Llama layer: grouped-query attention with rotary positions, SwiGLU, RMSNorm before each."""
 
     def __init__(self, m):
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         self.register_buffer("sin", angle.sin())
 
     def turn(self, x):
-        """Rotary positions on `[B, H, L, K]`, rotate-half layout."""
+        """Apply rotary positions to `[B, H, L, K]`, rotate-half layout."""
         first, second = x.chunk(2, -1)
         turned = first * self.cos - second * self.sin, second * self.cos + first * self.sin
         return torch.cat(turned, -1)
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some of the layers, with the embedding before the first and the head after the last."""
+    """A stage's layers; the first stage also has the embedding, the last final norm and head."""
 
     def __init__(self, m, stage, stages, values):
         super().__init__()
@@ -82,16 +82,16 @@ class Stage(nn.Module):
             self.fill(values, stage * each)
 
     def fill(self, values, first_layer):
-        """Take the initial values; matrices there map from the left, `x @ w`."""
+        """Copy the initial parameters; jaxpipe's matrices are transposed: it computes `x @ w`."""
 
         def put(parameter, value, matrix=False):
             parameter.copy_(torch.from_numpy(value.T.copy() if matrix else value.copy()))
 
         if self.first:
-            put(self.embed.weight, values["shared/embed"])
+            put(self.embed.weight, values["embed_head/embed"])
         if self.last:
-            put(self.head[0].weight, values["shared/final_norm/scale"])
-            put(self.head[1].weight, values["shared/head"], matrix=True)
+            put(self.head[0].weight, values["embed_head/final_norm/scale"])
+            put(self.head[1].weight, values["embed_head/head"], matrix=True)
         for number, layer in enumerate(self.layers, first_layer):
             of = lambda name, number=number: values[f"layers/{number}/{name}"][0]  # noqa: E731
             put(layer.attn_norm.weight, of("attn_norm/scale"))
@@ -102,7 +102,7 @@ class Stage(nn.Module):
                 put(getattr(layer, name).weight, of(f"mlp/w_{name}"), matrix=True)
 
     def forward(self, x):
-        """Tokens or activations to activations or logits."""
+        """Map tokens (first stage) or activations to activations or logits (last stage)."""
         return self.head(self.layers(self.embed(x)))
 
 
@@ -114,7 +114,7 @@ class Worker:
         self.steps = {}
 
     def build(self, name, schedule, config, values):
-        """Prepare a step and run it twice; the answer has both losses."""
+        """Prepare a step and run it twice; return both losses and the second's begin and end."""
         self.model = config["model"] | {"seq_len": config["train"]["seq_len"]}
         self.optimizer = config["optimizer"]
         with np.load(values) as file:
@@ -127,27 +127,27 @@ class Worker:
         return second | {"losses": [first["loss"], second["loss"]]}
 
     def step(self, name):
-        """Run a step: loss, begin and end."""
+        """Run a step; return its loss and its begin and end, in seconds."""
         begin = time.monotonic()
         loss = self.steps[name]()
         return {"begin": begin, "end": time.monotonic(), "loss": loss}
 
     def rest(self):
-        """Give back memory that the steps do not need between them."""
+        """Return freed memory to the system."""
         memory.give_back()
         return {}
 
     def peak(self, name):
-        """Most bytes that this process has during a step, and what of them between steps."""
+        """Return the process's resident bytes: peak during a step, and before the step."""
         return memory.peak(lambda: self.step(name))
 
     def drop(self, name):
-        """Forget a step."""
+        """Delete a step."""
         self.steps.pop(name, None)
         return {}
 
     def adamw(self, modules):
-        """PyTorch's fused AdamW; norm gains do not decay."""
+        """Return PyTorch's fused AdamW, without weight decay of norm gains."""
         o = self.optimizer
         all_of_them = [p for module in modules for p in module.parameters()]
         groups = [
@@ -158,7 +158,7 @@ class Worker:
         return torch.optim.AdamW(groups, o["lr"], betas, o["eps"], fused=True)
 
     def loss_of(self, count):
-        """Summed cross-entropy over the number of the step's targets."""
+        """Return a loss function: summed cross-entropy over `count`, the targets of a step."""
 
         def loss(logits, targets):
             flat = logits.flatten(0, 1), targets.flatten()
@@ -167,7 +167,7 @@ class Worker:
         return loss
 
     def single(self, inputs, targets, microbatches, _):
-        """Microbatch after microbatch on one process."""
+        """Return a step that runs one microbatch after another in one process."""
         model, loss_of = Stage(self.model, 0, 1, self.values), self.loss_of(targets.numel())
         optimizer = self.adamw([model])
         pairs = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches)))
@@ -185,7 +185,7 @@ class Worker:
         return step
 
     def pipelined(self, inputs, targets, microbatches, schedule):
-        """A stage or two of the pipeline under one of PyTorch's schedules."""
+        """Return a step of this rank's one or two stages under a schedule of PyTorch."""
         kind = getattr(pipelining, schedule)
         stages, own = stages_of(schedule, self.rank, self.size)
         modules = [Stage(self.model, stage, stages, self.values) for stage in own]
@@ -210,7 +210,7 @@ class Worker:
 
 
 def stages_of(schedule, rank, size):
-    """How many stages a schedule has on so many ranks, and which are a rank's."""
+    """Return a schedule's number of stages on `size` ranks, and the stages of `rank`."""
     if schedule in ("ScheduleGPipe", "Schedule1F1B"):
         return size, [rank]
     v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -218,7 +218,7 @@ def stages_of(schedule, rank, size):
 
 
 def serve(kind):
-    """Have such a worker do commands until the input ends; its methods are their names."""
+    """Construct a worker and execute commands from stdin until it ends; `do` names a method."""
     how = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,1 +1,1 @@
-"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, a head that is the embedding."""
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, a tied head."""

@@ -13,21 +13,21 @@ class GPT2Config(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only
     """`[model]`: a GPT-2, by preset or by size."""
 
     family: str = "gpt2"
-    max_seq_len: Positive = 1024  # of so many positions one has learned
+    max_seq_len: Positive = 1024  # number of learned positions [tokens]
 
     @property
     def key_heads(self) -> int:
-        """Number of key and value heads."""
+        """Number of key/value heads."""
         return self.n_heads
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding: always."""
+        """Whether the head is the transposed embedding: always."""
         return True
 
     @property
     def _matrices(self) -> int:
-        """Parameters that are multiplied with: of the layers, and of the head."""
+        """Number of parameters in matrix products, those of the layers and the head."""
         attention = 4 * self.d_model * self.n_heads * self.head_size
         layer = attention + 2 * self.d_model * self.d_ff
         return self.n_layers * layer + self.vocab_size * self.d_model
@@ -44,7 +44,7 @@ class GPT2Config(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only
         return self.flops_of(self._matrices, keys=seq_len)
 
     def part(self, tp: int) -> Self:
-        """A model that has whole what each of `tp` devices has of this one's layers."""
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
         return replace(
             self.resolved(),
             n_heads=self.n_heads // tp,
@@ -53,5 +53,5 @@ class GPT2Config(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def broken_rules(self, tp: int) -> Iterator[str]:
-        """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`."""
         return self.unequal_parts(tp)

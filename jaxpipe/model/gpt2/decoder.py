@@ -18,30 +18,30 @@ Tree = Any
 
 @dataclass(frozen=True)
 class GPT2(CausalDecoder):
-    """Positions are embedded with the tokens."""
+    """GPT-2, whose positions are embedded with the tokens."""
 
     config: GPT2Config
 
     @property
     def attend(self) -> Attend:
-        """Causal attention, within the document."""
+        """Causal attention, limited to the document."""
         return Attend(self.sequence, self.config.attention, documents=self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The weights of a layer by name."""
+        """Names of a layer's weights."""
         return "wq", "wk", "wv", "wo", "w_up", "w_down"
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
-        """A layer as a module; there is one kind."""
+        """Build a layer as a module; there is one kind."""
         return DecoderLayer(self.config, parts, init)
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
-        """Embedding, positions, final norm and head as a module."""
+        """Build embedding, positions, final norm and head as a module."""
         return Ends(self.config, parts, init)
 
     def embed(self, ends: Tree, rows: Tree) -> jax.Array:
-        """Tokens to `x [B, L, D]`."""
+        """Embed tokens: `[B, L]` to x `[B, L, D]`."""
         tokens = rows["inputs"]
         x = nnx.merge(self._ends, ends).enter(tokens, self._positions(rows, *tokens.shape))
         return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
@@ -49,5 +49,5 @@ class GPT2(CausalDecoder):
     def layer(
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
     ) -> LayerOutput:
-        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
         return with_past(*nnx.merge(self._layers[kind], params)(x, self._given(x, context)))

@@ -1,7 +1,7 @@
-"""GPT-2 as Hugging Face names and describes it: the fields of transformers' `GPT2Config`.
+"""Names and config.json of GPT-2 at Hugging Face: the fields of transformers' `GPT2Config`.
 
-Their matrices are those of a `Conv1D`, `[in, out]` like ours, and queries, keys and values are one.
-Dropout is no part of a model here: its rates are not read, and written as 0.
+Its matrices are those of a `Conv1D`, `[in, out]` like ours, and queries, keys and values are one
+tensor. Dropout rates are not read from a config.json, and are written as 0.
 """
 
 from collections.abc import Mapping
@@ -41,9 +41,9 @@ ENDS = {
     "final_norm/bias": Theirs("transformer.ln_f.bias"),
 }
 FUSED: dict[str, Theirs] = {}
-BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old versions kept
+BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, in checkpoints of old versions
 
-# Theirs, ours.
+# Hugging Face's names to ours.
 _SIZES = {
     "n_layer": "n_layers",
     "n_embd": "d_model",
@@ -51,7 +51,7 @@ _SIZES = {
     "n_positions": "max_seq_len",
     "vocab_size": "vocab_size",
 }
-# The only values under which theirs is our model, the first of which is transformers' default.
+# The only values that our model supports, of which the first is transformers' default.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -63,12 +63,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def tied(model: GPT2Config) -> bool:
-    """Whether the head is the embedding."""
+    """Whether the head is the transposed embedding: always."""
     return True
 
 
 def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with what its absent fields mean to transformers.
+    """A config.json with transformers' defaults for absent fields.
 
     Raises `ValueError` where it names another architecture.
     """
@@ -77,10 +77,10 @@ def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]` that a config.json asks for.
+    """The fields of `[model]` that a config.json implies.
 
-    Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
-    model that ours is not.
+    Raises `ValueError`, with the end of a sentence that begins with the file, where it describes a
+    model that this family does not support.
     """
     theirs = with_defaults(theirs)
     check_only(theirs, _ONLY)
@@ -93,7 +93,7 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained(theirs: Mapping[str, Any], model: GPT2Config) -> dict[str, Any]:
-    """Fields of `[model]` that only training reads, as a config.json has them: none."""
+    """The fields of `[model]` that only training reads, as a config.json has them: none."""
     return {}
 
 
@@ -123,7 +123,7 @@ def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
-        "bos_token_id": None,  # where none is known
+        "bos_token_id": None,  # unknown
         "eos_token_id": None,
         "torch_dtype": dtype,
     }

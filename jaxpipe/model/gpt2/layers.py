@@ -1,7 +1,7 @@
 """The layers of a GPT-2 in Flax NNX (Radford et al. 2019, in the form of its released code).
 
-Shapes: B examples, L tokens, D model, H heads, K head dim, F mlp hidden, V vocabulary. What L, H, F
-and V are where devices share a layer or a sequence, and in which dtype is computed, is as in
+Shapes: B examples, L tokens, D model, H heads, K head dim, F mlp hidden, V vocabulary. For L, H, F
+and V where devices share a layer or a sequence, and for the dtypes of the computation, see
 `jaxpipe.model.llama.layers`.
 """
 
@@ -14,7 +14,7 @@ from jaxpipe.model.parts import Dot, EndParts, Given, Init, LayerNorm, Parts, al
 
 
 class Attention(nnx.Module):
-    """Causal attention of heads with keys and values of their own; devices have whole heads."""
+    """Causal attention in which each head has its own keys and values; heads are sharded."""
 
     def __init__(self, config: GPT2Config, parts: Parts, init: Init):
         d, heads = config.d_model, config.n_heads * config.head_size
@@ -81,17 +81,17 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, parts, init)
 
     def __call__(self, x_BLD: jax.Array, given: Given) -> tuple[jax.Array, Past | None]:
-        """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
+        """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         mixed_BLD, past = self.attn(self.attn_norm(x_BLD), given)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
         return x_BLD + given.masks.stream(self.mlp(self.mlp_norm(x_BLD), given.dot), "mlp"), past
 
 
 class Ends(nnx.Module):
-    """What the model has once: embedding and positions before the layers, norm and head after them.
+    """Embedding and positions before the layers, final norm and head after them.
 
-    Devices that share it have equal parts of the vocabulary and all positions, which the first of
-    them adds. The head is the embedding.
+    The vocabulary is sharded over the devices that share them. All have all positions, which the
+    first device adds. The head is the embedding.
     """
 
     def __init__(self, config: GPT2Config, parts: EndParts, init: Init):
@@ -102,12 +102,12 @@ class Ends(nnx.Module):
         self.parts = parts
 
     def enter(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """Embed tokens where they stand: `[B, L] -> [B, L, D]`."""
+        """Embed tokens and their positions: `[B, L] -> [B, L, D]`."""
         token_BLD = self.parts.look_up(self.embed[...], tokens_BL)
         place_BLD = self.parts.by_first(self.positions[...][positions_BL])
         return self.parts.devices.leave(token_BLD + place_BLD)
 
     def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head multiplies, `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
+        """Return the head's operands: `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
         x_BLD = self.parts.devices.enter(self.final_norm(x_BLD))
         return x_BLD, self.embed[...].T.astype(x_BLD.dtype)

@@ -1,4 +1,4 @@
-"""The four GPT-2s by name: the sizes of their configurations."""
+"""The four GPT-2 models by name, with the sizes of their configurations."""
 
 
 def _sizes(layers: int, width: int, heads: int) -> dict[str, int]:

@@ -13,29 +13,29 @@ from jaxpipe.model.moe.config import MixtureConfig
 class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: a Llama-style decoder, with experts or without, by preset or by size."""
 
-    n_kv_heads: Positive  # key and value heads; divides n_heads
+    n_kv_heads: Positive  # number of key/value heads; divides n_heads
     rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
-    rope_factor: PositiveFloat = 1.0  # stretches the long ones (Llama 3.1); 1: none
-    rope_low_freq_factor: PositiveFloat = 1.0  # those turning less often than this in ...
-    rope_high_freq_factor: PositiveFloat = 4.0  # ... and none that turn more often than this in ...
-    rope_original_positions: Positive = 8192  # ... so many positions
-    sliding_window: Count = 0  # last tokens that one attends to, itself included; 0: all
+    rope_factor: PositiveFloat = 1.0  # multiplies long wavelengths (Llama 3.1); 1: no scaling
+    rope_low_freq_factor: PositiveFloat = 1.0  # turns below which a wavelength is fully scaled
+    rope_high_freq_factor: PositiveFloat = 4.0  # turns above which a wavelength is not scaled
+    rope_original_positions: Positive = 8192  # positions over which turns are counted [tokens]
+    sliding_window: Count = 0  # last tokens that a query attends to, itself included; 0: all
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
-    tie_embeddings: bool = False  # the head is the embedding, transposed
+    tie_embeddings: bool = False  # the head is the transposed embedding
 
     @property
     def key_heads(self) -> int:
-        """Number of key and value heads."""
+        """Number of key/value heads."""
         return self.n_kv_heads
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head is the transposed embedding."""
         return self.tie_embeddings
 
     @property
     def window(self) -> int:
-        """How many last tokens one attends to."""
+        """Number of last tokens that a query attends to, itself included; 0: all."""
         return self.sliding_window
 
     def parameter_count(self) -> int:
@@ -43,20 +43,20 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self._parameters(self.n_experts)
 
     def active_parameter_count(self) -> int:
-        """Number of parameters that one token goes through: of routed experts those it chooses."""
+        """Number of parameters per token: of routed experts only the chosen ones count."""
         return self._parameters(self.experts_per_token if self.n_experts else 0)
 
     def _parameters(self, experts: int) -> int:
-        """Number of parameters where so many of each layer's routed experts are counted."""
+        """Number of parameters, counting `experts` routed experts per sparse layer."""
         d, k = self.d_model, self.head_size
         attention = 2 * d * k * (self.n_heads + self.n_kv_heads) + 2 * k * self.qk_norm
         ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + d
         return self.n_layers * (attention + 2 * d) + self.mlp_parameters(experts) + ends
 
     def flops_per_token(self, seq_len: int) -> int:
-        """6 per matrix parameter and 12 L H K S of attention, S no longer than the window.
+        """6 per matrix parameter and 12 L H K S of attention, with S at most the window.
 
-        The embedding look-up is free, and of routed experts those that a token goes to count.
+        The embedding look-up is free, and of routed experts only those a token chooses count.
         """
         embedding = self.vocab_size * self.d_model
         vectors = (2 * self.n_layers + 1) * self.d_model
@@ -66,7 +66,7 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.flops_of(matrices, keys=min(seq_len, self.sliding_window or seq_len))
 
     def part(self, tp: int) -> Self:
-        """A model that has whole what each of `tp` devices has of this one's layers."""
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
         return replace(
             self.resolved(),
             n_heads=self.n_heads // tp,
@@ -77,7 +77,16 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         )
 
     def broken_rules(self, tp: int) -> Iterator[str]:
-        """A sentence for every rule that its sizes break, alone or with `parallel.tp`."""
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
+
+        `model.n_kv_heads` and `parallel.tp`: one must be a multiple of the other.
+
+        `model.n_heads` must be a multiple of `model.n_kv_heads`.
+
+        `model.head_dim`, or `model.d_model` / `model.n_heads`, must be even.
+
+        `model.rope_high_freq_factor` must be above `model.rope_low_freq_factor`.
+        """
         yield from self.unequal_parts(tp)
         yield from self.broken_mixture_rules(tp)
         if self.n_kv_heads % tp and tp % self.n_kv_heads:

@@ -24,32 +24,32 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Decoder(CausalDecoder):
-    """Llama 3, Qwen3 or Mistral, with experts or without: positions turn queries and keys."""
+    """Llama 3, Qwen3 or Mistral, with experts or without; positions rotate queries and keys."""
 
     config: LlamaConfig
 
     @property
     def attend(self) -> Attend:
-        """Causal attention, within the window if there is one, and the document."""
+        """Causal attention, limited to the window, if there is one, and to the document."""
         config = self.config
         return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The weights of a layer by name, but for the router's and those of groups of rows."""
+        """Names of a layer's weights, without the router's and those of grouped products."""
         own = "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"
         return (*own, *PRODUCTS) if self.config.capacity_factor else own
 
     def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
-        """A layer of a kind as a module."""
+        """Build a layer of a kind as a module."""
         return DecoderLayer(kind, self.config, parts, init)
 
     def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
-        """Embedding, final norm and head as a module."""
+        """Build embedding, final norm and head as a module."""
         return Ends(self.config, parts, init)
 
     def embed(self, ends: Tree, rows: Tree) -> jax.Array:
-        """Tokens to `x [B, L, D]`."""
+        """Embed tokens: `[B, L]` to x `[B, L, D]`."""
         tokens = rows["inputs"]
         x = nnx.merge(self._ends, ends).enter(tokens)
         return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
@@ -57,28 +57,28 @@ class Decoder(CausalDecoder):
     def layer(
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
     ) -> LayerOutput:
-        """One layer, `[B, L, D] -> [B, L, D]`; of slices the state has keys and values."""
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
         positions = self._positions(context.rows, x.shape[0], self._length(x))
         layer = nnx.merge(self._layers[kind], params)
         return layer(x, positions, context, self._given(x, context))
 
     def kept(self, kind: str) -> tuple[str, ...]:
-        """The choice of experts, which no rounding may change between F and B."""
+        """The choice of experts, which rounding must not change between F and B."""
         return KEEP if kind == SPARSE else ()
 
     def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
-        """Rows go to experts and back beside the other's products."""
+        """Rounds that exchange rows with the experts during the paired layer's products."""
         return in_rounds if kind == SPARSE and self.replicas.size > 1 else None
 
     @cached_property
     def functions(self) -> StageFunctions:
-        """The model as pipeline stages see it, with the state and the counts of its experts."""
+        """The model as pipeline stages see it, with the variables and counts of its experts."""
         functions = super().functions
         if not self.config.n_experts:
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
-        reads = (*functions.reads, ROUTES, *(() if self.documents else (REAL,)))
-        functions = replace(functions, report=balance.report, reads=reads, tokens=count_tokens)
+        reads = (*functions.batch_keys, ROUTES, *(() if self.documents else (REAL,)))
+        functions = replace(functions, report=balance.report, batch_keys=reads, tokens=count_tokens)
         if balance.variables is None:
             return functions
         return functions.with_variables(balance.variables, balance.next_variables)

@@ -1,8 +1,8 @@
-"""Llama 3, Qwen3, Qwen3-MoE and Mistral as Hugging Face names and describes them.
+"""Names and config.json of Llama 3, Qwen3, Qwen3-MoE and Mistral at Hugging Face.
 
-What is read are the fields of transformers' `LlamaConfig`, `Qwen3Config`, `Qwen3MoeConfig` and
+The fields are those of transformers' `LlamaConfig`, `Qwen3Config`, `Qwen3MoeConfig` and
 `MistralConfig`, as version 4 writes them (`rope_theta`, `rope_scaling`, `torch_dtype`) and as
-version 5 does (`rope_parameters`, `dtype`). A field that is absent has transformers' default.
+version 5 does (`rope_parameters`, `dtype`). An absent field has transformers' default.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ ENDS = {
     "final_norm/scale": Theirs("model.norm.weight"),
     "head": Theirs(HEAD, transposed=True),
 }
-BUFFERS = (".rotary_emb.inv_freq",)  # of old versions
+BUFFERS = (".rotary_emb.inv_freq",)  # in checkpoints of old versions
 
-# Theirs, ours.
+# Hugging Face's names to ours.
 _SIZES = {
     "num_hidden_layers": "n_layers",
     "hidden_size": "d_model",
@@ -54,7 +54,7 @@ _ROPE = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
 }
-# What a field means that is not there; of others a head's width follows from the stream's.
+# Defaults of absent fields. Where there is none for head_dim, it is hidden_size / heads.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     LLAMA: {"bos_token_id": 1, "eos_token_id": 2},
     QWEN3: {"num_key_value_heads": 32, "head_dim": 128},
@@ -64,7 +64,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ARCHITECTURES = tuple(_DEFAULTS)
-# What our decoder does not have, and the only values under which theirs has neither.
+# Features that our decoder lacks, and the values with which a checkpoint does not use them.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -76,12 +76,12 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
 
 
 def tied(model: LlamaConfig) -> bool:
-    """Whether the head is the embedding."""
+    """Whether the head is the transposed embedding."""
     return model.tie_embeddings
 
 
 def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with what its absent fields mean to transformers.
+    """A config.json with transformers' defaults for absent fields.
 
     Raises `ValueError` where it names another architecture.
     """
@@ -89,10 +89,10 @@ def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]` that a config.json asks for.
+    """The fields of `[model]` that a config.json implies.
 
-    Raises `ValueError` with the end of a sentence that begins with the file, where it describes a
-    model that ours is not.
+    Raises `ValueError`, with the end of a sentence that begins with the file, where it describes a
+    model that this family does not support.
     """
     name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
     window = theirs["sliding_window"] or 0 if name == MISTRAL else 0
@@ -103,19 +103,19 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained(theirs: Mapping[str, Any], model: LlamaConfig) -> dict[str, Any]:
-    """Fields of `[model]` that only training reads, as a config.json has them."""
+    """The fields of `[model]` that only training reads, as a config.json has them."""
     return experts.trained(theirs, model)
 
 
 def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    It is a Qwen3 if the model normalises queries and keys, with experts a Qwen3-MoE, a Mistral if
-    it has a window, else a Llama, which a Mistral without a window is. The number of positions
-    limits nothing in the model; those who serve it take it for the longest context.
+    With norms of queries and keys it is a Qwen3, or with experts a Qwen3-MoE; with a window a
+    Mistral; else a Llama, which is the same as a Mistral without a window. `max_positions` limits
+    nothing in the model; inference servers take it for the longest context.
 
-    Raises `ValueError` with a sentence where no architecture has both norms and a window, or such
-    experts.
+    Raises `ValueError` with a sentence where no architecture has both norms and a window, or
+    experts without norms.
     """
     if model.qk_norm and model.sliding_window:
         raise ValueError(
@@ -148,7 +148,7 @@ def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,  # where none is known: Llama's defaults are those of Llama 2
+        "bos_token_id": None,  # unknown; absent fields would mean the tokens of Llama 2
         "eos_token_id": None,
         "torch_dtype": dtype,
         **own,
@@ -163,7 +163,7 @@ def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
 
 
 def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
-    """Raise `ValueError` where it has what ours has not; all layers are of this attention."""
+    """Raise `ValueError` for features that our decoder lacks, or layers of other `attention`."""
     rope = _rope(theirs)
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
@@ -181,7 +181,7 @@ def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
 
 
 def _choices(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours, by our names: what has a default in transformers."""
+    """Fields with defaults in transformers, by our names."""
     heads = theirs["num_attention_heads"]
     theta = _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
     return {
@@ -195,7 +195,7 @@ def _choices(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_choices(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """How long wavelengths are stretched, by our names."""
+    """Scaling of the rotary wavelengths, by our names."""
     if _rope_type(rope) == "default":
         return {"rope_factor": 1.0}
     return {ours: rope.get(theirs) for theirs, ours in _ROPE.items()}

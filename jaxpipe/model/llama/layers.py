@@ -1,19 +1,19 @@
-"""The layers of a Llama-style decoder in Flax NNX: maths that knows of devices only what it must.
+"""The layers of a Llama-style decoder in Flax NNX.
 
 Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden, V
-vocabulary. Where devices share a layer, H, G, F and V are what this device has of them, and with
-sequence parallelism the stream `[B, L, D]` between sublayers has this device's part of L; weights
-come in the shapes that their `Leaf`s give them. Where replicas share a sequence, L is this device's
-stretch of it, or of a slice if it is cut in time, and S all of it. Parameters may be stored in any
-dtype; a layer computes in the dtype of its input, norms, rotary angles and the attention's softmax
-in float32 (or wider, if the input is).
+vocabulary. Where devices share a layer, H, G, F and V count this device's shard, and with sequence
+parallelism the stream `[B, L, D]` between sublayers has this device's shard of L; weights have the
+shapes that their `ParamSpec`s give them. With context parallelism L is this device's sequence
+shard, or its shard of a slice, and S the full sequence. Parameters may be stored in any dtype; a
+layer computes in the dtype of its input, norms, rotary angles and the attention's softmax in
+float32 (or wider, if the input is).
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerOutput, Side
+from jaxpipe.contract import Aux, Context, LayerOutput
 from jaxpipe.model.attention import Past, with_past
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
@@ -22,9 +22,9 @@ from jaxpipe.model.parts import Dot, EndParts, Given, Init, Parts, RMSNorm
 
 
 def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
-    """Radians that each pair turns per position, `[K / 2]`: theta^(-2i/K).
+    """Radians per position of each pair of dims, `[K / 2]`: theta^(-2i/K).
 
-    With `rope_factor` long wavelengths are stretched by it, short ones stay, and those between are
+    With `rope_factor` long wavelengths are multiplied by it, short ones stay, and those between are
     blended (Llama 3.1; Grattafiori et al. 2024, section 3.4.2, in the form of its released code).
     """
     half = config.head_size // 2
@@ -40,7 +40,7 @@ def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
 def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: LlamaConfig) -> jax.Array:
     """Rotate the halves of each head by position (Su et al. 2021; rotate-half layout).
 
-    Pair (i, i + K/2) turns by position times its frequency.
+    Pair (i, i + K/2) rotates by position times its frequency.
     """
     wide = jnp.promote_types(x_BLHK.dtype, jnp.float32)
     frequency_K = rotary_frequencies(config, wide)
@@ -54,9 +54,9 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: LlamaConfig) -> j
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
-    Devices that share it have whole heads. Where they are more than the key/value heads, each has
-    all weights of these and uses those of its own head. Replicas that share the sequence gather the
-    keys and values of all its tokens; a slice of it adds its own to those of earlier slices.
+    Devices that share it have complete heads. If there are more devices than key/value heads, each
+    has the weights of all key/value heads and uses those of one head. `Attend` reaches the keys and
+    values of other sequence shards and of earlier slices.
     """
 
     def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         return devices.leave(made_BLD), past
 
     def _own(self, weight: jax.Array) -> jax.Array:
-        """Of a key or value weight the heads that this device's query heads read."""
+        """The columns of a key or value weight for the heads that this device's queries use."""
         if self.own_kv:
             return weight
         devices = self.parts.devices
@@ -122,7 +122,7 @@ class MLP(nnx.Module):
         return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD), dot))
 
     def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
-        """The same of the whole stream, as a summand of what the devices make."""
+        """The same for x on which `enter` was called; returns a partial sum for `leave`."""
         gate_BLF, up_BLF = dot(x_BLD, w_gate=self.w_gate[...], w_up=self.w_up[...])
         (down_BLD,) = dot(jax.nn.silu(gate_BLF) * up_BLF, w_down=self.w_down[...])
         return down_BLD
@@ -148,11 +148,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: Given
     ) -> LayerOutput:
-        """`[B, L, D] -> [B, L, D]`, and of a slice the keys and values up to its end."""
+        """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         x_norm_BLD = self.attn_norm(x_BLD)
         mixed_BLD, past = self.attn(x_norm_BLD, positions_BL, given)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
-        normed_BLD, side = self.mlp_norm(x_BLD), Side()
+        normed_BLD, side = self.mlp_norm(x_BLD), Aux()
         if self.kind == SPARSE:
             made_BLD, side = self.moe(normed_BLD, context, given.dot)
         else:
@@ -161,9 +161,9 @@ class DecoderLayer(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What the model has once: the embedding before the layers, norm and head after them.
+    """Embedding before the layers, final norm and head after them.
 
-    Devices that share it have equal parts of the vocabulary. A tied head is the embedding.
+    The vocabulary is sharded over the devices that share them. A tied head is the embedding.
     """
 
     def __init__(self, config: LlamaConfig, parts: EndParts, init: Init):
@@ -179,7 +179,7 @@ class Ends(nnx.Module):
         return self.parts.devices.leave(self.parts.look_up(self.embed[...], tokens_BL))
 
     def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head multiplies, `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
+        """Return the head's operands: `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
         x_BLD = self.parts.devices.enter(self.final_norm(x_BLD))
         head_DV = self.embed[...].T if self.tied else self.head[...]
         return x_BLD, head_DV.astype(x_BLD.dtype)

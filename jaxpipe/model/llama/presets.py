@@ -1,4 +1,4 @@
-"""Published models by name: the numbers of their configurations."""
+"""Published models by name, with the numbers of their configurations."""
 
 _LLAMA3 = {
     "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5, "head_dim": 128,
@@ -52,7 +52,7 @@ LLAMA_PRESETS: dict[str, dict[str, int | float | bool]] = {
     "qwen3_8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288),
     "qwen3_14b": _QWEN3 | _sizes(40, 5120, 40, 8, 17408),
     "qwen3_32b": _QWEN3 | _sizes(64, 5120, 64, 8, 25600),
-    # Its config.json has a width of dense layers too, of which it has none.
+    # d_ff is in its config.json, although the model has no dense layers.
     "qwen3_30b_a3b": _QWEN3 | _sizes(48, 2048, 32, 4, 6144) | _QWEN3_MOE,
     "qwen3_debugmodel": _QWEN3
     | _sizes(8, 256, 16, 8, 3072)

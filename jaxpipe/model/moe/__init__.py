@@ -1,1 +1,1 @@
-"""Mixtures of experts: sizes, router, dispatch, the experts' products, and what keeps them even."""
+"""Mixture of experts: sizes, router, load balancing, dispatch and grouped products."""

@@ -1,7 +1,7 @@
-"""What keeps experts evenly used, and what is counted of them.
+"""Load balancing of experts: router losses, biases on the choice, and logged statistics.
 
-Shapes: B examples, L tokens, E routed experts, K experts a token, S sparse layers. Everything is a
-sum over tokens, so that no number depends on how a batch is divided.
+Shapes: B examples, L tokens, E routed experts, K experts per token, S sparse layers. Every
+statistic is a sum over tokens, so that it does not depend on how a batch is divided.
 """
 
 from collections.abc import Mapping
@@ -14,62 +14,70 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.router import Routes
 from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.sequence import WholeSequence
+from jaxpipe.partition.sequence import FullSequence
 
-ROUTES = "routes"  # the leaf of a batch that has a choice from outside
-REAL = "real"  # of one whose rows may end in padding, 1 at tokens, where no documents tell it
-LOADS = "loads"  # the name of what replicas that share a sequence tell each other, which F keeps
+ROUTES = "routes"  # batch key of a recorded choice of experts
+REAL = "real"  # batch key that is 1 at tokens and 0 at padding, for rows without `segments`
+LOADS = "loads"  # checkpoint name of the all-gathered loads of a sequence, which F always stores
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The losses, counts and biases of a model's sparse layers.
+    """Losses, statistics and biases that keep the experts of a model's sparse layers evenly loaded.
 
-    `devices` share a layer, and replicas a `sequence`. Routes may be `recorded`: given back as the
-    batch's leaf that replays them.
+    Attributes:
+      config: sizes, weights of the losses, and the rate of the biases.
+      devices: the devices along tp that share a layer.
+      sequence: the replicas that share each sequence (context parallelism).
+      recorded: whether `side` also returns the choices, as the batch key that replays them.
     """
 
     config: MixtureConfig
     devices: OneDevice
-    sequence: WholeSequence
+    sequence: FullSequence
     recorded: bool = False
 
     @property
     def variables(self) -> Any:
-        """The first values of the biases on the choice, `[S, E]`; None: there are none."""
+        """Initial biases on the choice, `[S, E]` float32; None without a bias rate."""
         if not self.config.router_bias_rate:
             return None
         layers = len(self.config.sparse_layers)
         return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
 
-    def next_variables(self, variables: Any, side: Side) -> Any:
-        """A bias rises where fewer tokens than the mean chose, and falls where more did.
+    def next_variables(self, variables: Any, side: Aux) -> Any:
+        """Raise the biases of experts with fewer tokens than the mean, and lower those with more.
 
-        Of all tokens of a step, by the same for each expert, or by how far it is from the mean, as
-        a share of that (Wang et al. 2024, "Auxiliary-loss-free load balancing", section 4.3).
+        Counts are those of a whole step. The rate multiplies the sign of the difference, or the
+        difference as a share of the mean (Wang et al. 2024, "Auxiliary-loss-free load balancing",
+        section 4.3).
         """
         counts, bias = side.sums["expert_counts"], variables["router_bias"]
         mean, rest = _mean(counts)
-        # The difference first: float32 does not tell counts above 2^24 from their neighbours.
+        # Subtract the integers first: float32 cannot represent every count above 2^24.
         few = (mean[:, None] - counts) + rest[:, None]
-        few /= jnp.maximum(mean + rest, 1)[:, None]  # a step may be of nothing but padding
+        few /= jnp.maximum(mean + rest, 1)[:, None]  # a step may be all padding
         few = jnp.sign(few) if self.config.router_bias_step == "sign" else few
         return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
 
     def bias(self, context: Context) -> jax.Array | None:
-        """That of the layer whose context this is, `[E]`; None: it has none."""
+        """Bias of the layer that the context belongs to, `[E]`; None without a bias rate."""
         if not self.config.router_bias_rate:
             return None
         here_S = jnp.asarray(self.config.sparse_layers) == context.index
         bias_SE = context.variables["router_bias"]
         return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
 
-    def side(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Side:
-        """Loss and counts of the sparse layer that is the `layer`-th of all layers; its routes."""
+    def side(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Aux:
+        """Auxiliary output of the sparse layer with index `layer` among all layers.
+
+        Sums `[S, ...]` and a recorded choice `[B, L, S, K]` are zero in the entries of other
+        layers, so that adding up the outputs of all layers collects them.
+        """
         here_S = jnp.asarray(self.config.sparse_layers) == layer
 
         def of_layer(value: jax.Array) -> jax.Array:
@@ -89,24 +97,24 @@ class Balance:
         if self.recorded:
             own_BLSK = routes.choice_BLK[:, :, None] * here_S[None, None, :, None]
             rows[ROUTES] = own_BLSK.astype(jnp.int32)
-        return Side(loss, {name: of_layer(value) for name, value in sums.items()}, rows=rows)
+        return Aux(loss, {name: of_layer(value) for name, value in sums.items()}, per_example=rows)
 
-    def report(self, side: Side) -> Mapping[str, jax.Array]:
-        """What is logged of a step: loads by layer, the share dropped, entropy and loss a token."""
+    def report(self, side: Aux) -> Mapping[str, jax.Array]:
+        """Logged values of a step: loads by layer, dropped share, entropy and loss per token."""
         counts, dropped = side.sums["expert_counts"], side.sums["expert_rows_dropped"]
         mean = sum(_mean(counts))
-        rows = jnp.maximum(mean * self.config.n_experts, 1)  # a step may be of nothing but padding
+        rows = jnp.maximum(mean * self.config.n_experts, 1)  # a step may be all padding
         tokens = rows / self.config.experts_per_token
         means = [name for name in ("router_entropy", "router_loss") if name in side.sums]
         return {
             "expert_load_max": counts.max(1),
             "expert_load_mean": mean,
-            # Every sparse layer routes the same tokens; their rows together may pass 2^31.
+            # Every sparse layer routes the same tokens; the rows of all layers may exceed int32.
             "expert_dropped_share": (dropped / rows).mean(),
         } | {name: side.sums[name] / tokens for name in means}
 
     def _counts(self, choice_BLK: jax.Array) -> jax.Array:
-        """Of every example, how many of its real tokens chose an expert: `[B, E]`."""
+        """Count the real tokens of each example that chose each expert: `[B, E]` int32."""
         experts = jnp.arange(self.config.n_experts)
         chosen = choice_BLK[..., None] == experts[None, None, None]
         return chosen.sum((1, 2), dtype=jnp.int32)
@@ -114,9 +122,10 @@ class Balance:
     def _loss(
         self, shares_BLE: jax.Array, counts_BE: jax.Array, routes: Routes
     ) -> jax.Array | None:
-        """A sum over tokens, which every device along tp has, and each its part of the gradient.
+        """Sum of the router losses over real tokens; None if both weights are 0.
 
-        Of the real ones: the shares of others are zeros.
+        Every device along tp has the full sum as its value, but only 1 / tp of its gradient, since
+        gradients are summed over tp. Scores of padding are zeros.
         """
         config, loss = self.config, 0.0
         if config.router_aux_loss:
@@ -130,12 +139,12 @@ class Balance:
         return part + lax.stop_gradient(loss - part)
 
     def _unevenness(self, shares_BLE: jax.Array, counts_BE: jax.Array) -> jax.Array:
-        """A sum over tokens: 1 of each where loads are even.
+        """Sum of the balancing loss over tokens, to which each token adds 1 where loads are even.
 
-        Of each sequence E times the sum over experts of f P: f is the share of its tokens' choices
-        that an expert has, P the mean share of its scores (DeepSeek-AI 2024, equations 17-20; Fedus
-        et al. 2021, equation 4). So it is the same however sequences are divided into microbatches
-        and among replicas, and padded.
+        For each sequence it is E times the sum over experts of f P: f is the expert's share of the
+        tokens' choices, P its mean score share (DeepSeek-AI 2024, equations 17-20; Fedus et al.
+        2021, equation 4). So it does not depend on how sequences are padded, or divided into
+        microbatches and replicas.
         """
         shares_BE = shares_BLE.sum(1)
         own_B1X = jnp.concatenate([counts_BE.astype(shares_BE.dtype), shares_BE], -1)[:, None]
@@ -151,15 +160,15 @@ class Balance:
 
 
 def count_tokens(rows: Mapping[str, jax.Array]) -> jax.Array:
-    """The number of tokens of a microbatch that routers send to experts: those of no padding."""
+    """Count the tokens of a microbatch that routers send to experts, which excludes padding."""
     real_BL = real_tokens(rows)
     return jnp.asarray(rows["inputs"].size if real_BL is None else real_BL.sum(), jnp.int32)
 
 
 def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Which tokens of a microbatch are no padding, `[B, L]`; None: all.
+    """Mask of the tokens of a microbatch that are not padding, `[B, L]`; None: all are tokens.
 
-    Packed rows tell it by their `segments`, others that may end in padding by `real`.
+    Packed rows mark padding in `segments`, other rows that may end in padding in `real`.
     """
     if "segments" in rows:
         return rows["segments"] >= 0
@@ -167,9 +176,9 @@ def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
 
 
 def _mean(counts_SE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean count of each layer's experts: its integer part, and the rest of it, `[S]`.
+    """Mean count of each layer's experts, `[S]` each: its integer part, and the remainder below 1.
 
-    No sum is larger than what it is a mean of, so none can pass the largest int32.
+    Dividing before the sum keeps intermediate values in int32 where the sum of counts is not.
     """
     experts = counts_SE.shape[1]
     rest_S = (counts_SE % experts).sum(1)

@@ -1,4 +1,4 @@
-"""Sizes and choices of a mixture of experts, and the rules between them."""
+"""Sizes and settings of a mixture of experts, and the rules between them."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
@@ -9,34 +9,35 @@ from msgspec.structs import fields, replace
 from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
 from jaxpipe.model.family import Count, Positive
 
-DENSE, SPARSE = "layer", "sparse"  # the kinds of layers
+DENSE, SPARSE = "layer", "sparse"  # the layer kinds
 NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]`: what a decoder has of whose layers some or all have experts for an MLP."""
+    """`[model]` of a decoder in which some or all layers have experts in the place of the MLP."""
 
-    n_experts: Count = 0  # routed experts of a sparse layer; 0: no layer is sparse
-    experts_per_token: Positive = 1  # routed experts that a token goes to
+    n_experts: Count = 0  # routed experts per sparse layer; 0: all layers are dense
+    experts_per_token: Positive = 1  # routed experts that each token is sent to
     d_expert: Count = 0  # hidden width of an expert; 0: d_ff
-    shared_experts: Count = 0  # of that width, side by side, which every token goes to
-    first_dense_layers: Count = 0  # so many have an MLP of d_ff
-    moe_every: Positive = 1  # of all layers every so-manieth is sparse, but for those
-    router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert for a token
-    norm_topk_prob: bool = True  # weights of a token's experts add up to 1, times router_scale
-    router_scale: PositiveFloat = 1.0  # times the weights
-    expert_groups: Positive = 1  # equal groups of neighbouring experts, and ...
-    groups_per_token: Positive = 1  # ... in how many of them a token chooses
-    # times the loss of uneven loads, 1 where they are even: a mean over the routed tokens, masked
-    # ones too, summed over layers
+    shared_experts: Count = 0  # experts of the same width that take every token; 0: none
+    first_dense_layers: Count = 0  # layers at the start that keep an MLP of width d_ff
+    moe_every: Positive = 1  # one layer in this many is sparse, after the first dense ones; 1: all
+    router_score: Literal["softmax", "sigmoid"] = "softmax"  # score of an expert for a token
+    norm_topk_prob: bool = True  # normalise a token's weights to a sum of 1, before router_scale
+    router_scale: PositiveFloat = 1.0  # factor on the weights
+    expert_groups: Positive = 1  # equal groups of neighbouring experts; 1: no groups
+    groups_per_token: Positive = 1  # best groups, within which a token chooses its experts
+    # weight of the load-balancing loss, which is 1 for even loads: a mean over routed tokens
+    # (masked ones included), summed over sparse layers; 0: none
     router_aux_loss: NotNegative = 0.0
-    router_z_loss: NotNegative = 0.0  # times log(Z)^2 of the router's softmax, averaged alike
-    router_bias_rate: NotNegative = 0.0  # of a bias on the choice that evens loads; 0: no bias
-    router_bias_step: Literal["sign", "error"] = "sign"  # what the rate multiplies
-    capacity_factor: NotNegative = 0.0  # times the mean load: what an expert takes; 0: everything
+    router_z_loss: NotNegative = 0.0  # weight of log(Z)^2 of the router's softmax, averaged alike
+    router_bias_rate: NotNegative = 0.0  # step of a bias on the choice, for even loads; 0: no bias
+    # the rate multiplies the sign of an expert's load error, or the error relative to the mean
+    router_bias_step: Literal["sign", "error"] = "sign"
+    capacity_factor: NotNegative = 0.0  # slots per expert, times the mean load; 0: dropless
 
     def resolved(self) -> Self:
-        """The same with the width of a head and of an expert."""
+        """The same model with the widths of a head and of an expert filled in."""
         return replace(super().resolved(), d_expert=self.expert_width if self.n_experts else 0)
 
     @property
@@ -46,15 +47,16 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def routed_experts(self) -> int:
-        """Number of experts among which the router of a layer chooses."""
+        """Number of experts that the router of a sparse layer chooses from."""
         return self.n_experts
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of every layer.
 
-        Layer i, counted from 0, is sparse where i + 1 is a multiple of `moe_every`, but for the
-        first ones (`decoder_sparse_step` of Qwen3-MoE, `first_k_dense_replace` of DeepSeek-V3).
+        Layer i, counted from 0, is sparse if i + 1 is a multiple of `moe_every` and i is at least
+        `first_dense_layers` (`decoder_sparse_step` of Qwen3-MoE, `first_k_dense_replace` of
+        DeepSeek-V3).
 
         >>> sizes = {"d_model": 8, "vocab_size": 8, "n_heads": 1, "d_ff": 8, "n_layers": 6}
         >>> model = MixtureConfig(**sizes, n_experts=4, moe_every=2, first_dense_layers=3)
@@ -71,11 +73,14 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Which layers have experts."""
+        """Indices of the layers that have experts."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == SPARSE)
 
     def product_sizes(self, tp: int) -> dict[str, int]:
-        """Those of experts too, of which the routed ones are products with a capacity alone."""
+        """Sizes of a layer's products on one of `tp` devices, by the settings that give them.
+
+        Routed experts count only with a capacity: grouped products are never in 8-bit floats.
+        """
         width, shared = self.expert_width // tp, {}
         if self.shared_experts:
             name = "model.shared_experts x model.d_expert / parallel.tp"
@@ -84,14 +89,27 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         return super().product_sizes(tp) | shared | routed
 
     def mlp_parameters(self, experts: int) -> int:
-        """Values of all layers' MLPs, of whose routed experts so many are counted."""
+        """Count the parameters of all MLPs and routers, with `experts` routed experts per layer."""
         sparse = len(self.sparse_layers)
         dense = 3 * self.d_model * self.d_ff * (self.n_layers - sparse)
         width = self.expert_width * (experts + self.shared_experts)
         return dense + sparse * self.d_model * (3 * width + self.n_experts)
 
     def broken_mixture_rules(self, tp: int) -> Iterator[str]:
-        """A sentence for every rule that the sizes of the mixture break."""
+        """Yield a sentence for every rule that the sizes of the mixture break.
+
+        `model.experts_per_token` must be at most `model.n_experts`.
+
+        `model.d_expert` must be a multiple of `parallel.tp`.
+
+        `model.expert_groups` must divide `model.n_experts`, and be at least
+        `model.groups_per_token`.
+
+        `model.experts_per_token` must be at most the experts of `model.groups_per_token` groups.
+
+        `model.first_dense_layers` and `model.moe_every` must leave a layer for experts, if there
+        are experts.
+        """
         if not self.n_experts:
             yield from self._unread()
             return
@@ -125,7 +143,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
             )
 
     def _unread(self) -> Iterator[str]:
-        """Settings of experts that a model without any does not read."""
+        """Yield a sentence for every setting of experts that a model without experts ignores.
+
+        `model.n_experts` must be above 0 for any other setting of experts.
+        """
         for field in fields(MixtureConfig):
             value = getattr(self, field.name)
             if field.name not in DecoderConfig.__struct_fields__ and value != field.default:

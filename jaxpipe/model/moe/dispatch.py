@@ -1,10 +1,10 @@
-"""Rows into slots and back: what brings tokens to experts, in gathers both ways.
+"""Move rows into slots and back: how tokens come to experts, with gathers in both directions.
 
-Every token of N has K rows, one for each of its experts: R = N K rows, K n + j the j-th of token n.
-They are moved into S slots, of which some may stay empty; rows that find none are dropped.
-Moving rows into slots and adding up a token's rows from slots are each other's transpose. Spelled
-out so, neither has a scatter, which XLA does one row at a time; indices depend on the choice alone,
-and W makes them and the gather again rather than have rows stored (`jaxpipe.pipeline.cut`).
+Each of N tokens has K rows, one per chosen expert: R = N K rows, and row K n + j is the j-th of
+token n. Rows are moved into S slots, some of which may stay empty; a row without a slot is dropped.
+`into_slots` and `from_slots` are each other's transpose, and both are written as gathers, because
+XLA executes a scatter one row at a time. The indices depend on the choice alone, so W recomputes
+them and the gather, and the moved rows are not stored (`jaxpipe.pipeline.cut`).
 """
 
 from functools import partial
@@ -15,9 +15,11 @@ import jax.numpy as jnp
 
 
 class Places(NamedTuple):
-    """`source_S`: the row in each slot, R where it is empty; `target_R` the slot of each row.
+    """Which row is in which slot.
 
-    A row that is dropped has the target S.
+    Attributes:
+      source_S: the row in each slot; R in an empty slot.
+      target_R: the slot of each row; S for a row that is dropped.
     """
 
     source_S: jax.Array
@@ -26,13 +28,13 @@ class Places(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def into_slots(x_ND: jax.Array, places: Places, copies: int) -> jax.Array:
-    """The token of the row in each slot, `[S, D]`, of K = `copies`; zeros where it is empty."""
+    """Gather the token of each slot's row, `[N, D] -> [S, D]`; K = `copies`, zeros if empty."""
     return _gathered(x_ND, places.source_S // copies)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def from_slots(x_SD: jax.Array, places: Places, copies: int) -> jax.Array:
-    """The sum of each token's rows that are in slots, `[N, D]`, of K = `copies`."""
+    """Sum each token's rows over their slots, `[S, D] -> [N, D]`; K = `copies`."""
     rows_RD = _gathered(x_SD, places.target_R)
     return rows_RD.reshape(-1, copies, x_SD.shape[-1]).sum(1)
 
@@ -48,7 +50,7 @@ from_slots.defvjp(
 
 
 def sorted_places(group_R: jax.Array) -> Places:
-    """A slot for every row, those of group 0 first; rows of a group stay in order.
+    """Give every row a slot, sorted by group; rows of a group keep their order.
 
     >>> sorted_places(jnp.array([1, 0, 1, 0]))
     Places(source_S=Array([1, 3, 0, 2], dtype=int32), target_R=Array([2, 0, 3, 1], dtype=int32))
@@ -60,10 +62,10 @@ def sorted_places(group_R: jax.Array) -> Places:
 def equal_places(
     group_R: jax.Array, groups: int, room: int, most_G: jax.Array | None = None
 ) -> Places:
-    """`room` slots for each of the groups: their first rows in order; others are dropped.
+    """Give each group `room` slots, which its first rows fill in order; other rows are dropped.
 
-    Of a group no more than `most_G` of them are filled. Rows of a number past the last group's are
-    of none, and have no slot.
+    At most `most_G` slots of each group are filled. A row whose group number is `groups` or more
+    belongs to no group and has no slot.
 
     >>> equal_places(jnp.array([1, 1, 1, 0, 2]), groups=2, room=2)
     Places(source_S=Array([3, 5, 0, 1], dtype=int32), target_R=Array([2, 3, 4, 0, 4], dtype=int32))
@@ -82,16 +84,16 @@ def equal_places(
 
 
 def dropped_of(places: Places, group_R: jax.Array, groups: int) -> jax.Array:
-    """How many rows of the groups have no slot: an int32 scalar."""
+    """Count the rows of the groups that have no slot: an int32 scalar."""
     none_R = places.target_R == places.source_S.size
     return jnp.sum(none_R & (group_R < groups), dtype=jnp.int32)
 
 
 def counts_of(group: jax.Array, groups: int) -> jax.Array:
-    """How many of an array's entries are 0, 1, ...: `[groups]` int32."""
+    """Count how often 0, 1, ... occur in an array: `[groups]` int32."""
     return jax.nn.one_hot(group.reshape(-1), groups, dtype=jnp.int32).sum(0, dtype=jnp.int32)
 
 
 def _gathered(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Entries of the first axis, and zeros where the index is past its end."""
+    """Index the first axis; an index past its end gives zeros."""
     return rows.at[index].get(mode="fill", fill_value=0)

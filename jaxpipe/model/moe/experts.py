@@ -1,8 +1,8 @@
-"""The experts' matrices, and two ways of bringing tokens to them.
+"""The experts' matrices, and two ways to dispatch tokens to them.
 
-Shapes: N tokens of B examples, K experts a token, R = N K rows, S slots, D model, F an expert's
-hidden width, E experts that a device has. A row's weight goes with it and is multiplied with before
-the last product, so that what an expert makes need not be stored for the weight's gradient.
+Shapes: N tokens of B examples, K experts per token, R = N K rows, S slots, D model, F an expert's
+hidden width, E experts on a device. A row's weight travels with the row and is multiplied in before
+the last product, so that the experts' outputs need not be stored for the weight's gradient.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpipe.contract import Names, Rounds, point
+from jaxpipe.contract import Names, Rounds, pairing_point
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     counts_of,
@@ -28,33 +28,33 @@ from jaxpipe.model.moe.dispatch import (
 from jaxpipe.model.moe.products import Product
 from jaxpipe.model.parts import Dot, Init
 from jaxpipe.partition.experts import AllExperts
-from jaxpipe.partition.leaf import EP, TP, Leaf
+from jaxpipe.partition.leaf import EP, TP, ParamSpec
 
-Multiply = Callable[..., tuple[jax.Array, ...]]  # rows with their experts' matrices, as a `Dot`
+Multiply = Callable[..., tuple[jax.Array, ...]]  # called as `Dot`, with the experts' matrices
 Made = tuple[jax.Array, jax.Array]
-PRODUCTS = "expert_gate", "expert_up", "expert_down"  # the matrices by the names that `dot` gets
+PRODUCTS = "expert_gate", "expert_up", "expert_down"  # names under which `dot` gets the matrices
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts, down(silu(gate(x)) * up(x)), as `[E, in, out]` of each matrix."""
+    """SwiGLU experts, down(silu(gate(x)) * up(x)), each matrix stored as `[E, in, out]`."""
 
     def __init__(self, config: MixtureConfig, init: Init):
         e, d, f = config.n_experts, config.d_model, config.expert_width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        outputs, inputs = (Leaf(cuts=((EP, 0), (TP, dim))) for dim in (2, 1))
+        outputs, inputs = (ParamSpec(sharded=((EP, 0), (TP, dim))) for dim in (2, 1))
         self.w_gate = init("experts/w_gate", (e, d, f), 0.02, outputs)
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
 
     def __call__(self, x: jax.Array, weights: jax.Array, dot: Multiply) -> jax.Array:
-        """Transform rows `[..., D]` times `weights [..., 1]`; of devices along tp a summand."""
+        """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
         gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
         (down,) = dot(jax.nn.silu(gate) * up * weights, expert_down=self.w_down[...])
         return down
 
 
 class Dispatch(Protocol):
-    """A way of bringing tokens to experts and what these make back."""
+    """A way to bring tokens to experts, and the experts' outputs back."""
 
     def __call__(
         self,
@@ -64,20 +64,26 @@ class Dispatch(Protocol):
         experts: Experts,
         dot: Dot,
     ) -> Made:
-        """`[B, L, D]`: the weighted sum of what a token's experts make; how many rows dropped.
+        """Return the weighted sum of each token's expert outputs, `[B, L, D]`, and dropped rows.
 
-        A token whose choice is no expert's number, but past the last one, is padding: it goes
-        nowhere, takes no one's place, and is not counted. Of products of one shape `dot` makes all.
+        A token whose choice is the number of routed experts or more is padding: it is sent nowhere,
+        takes no slot, and is not counted. `dot` computes the batched products, which have one
+        shape.
         """
 
 
 @dataclass(frozen=True)
 class Dropless:
-    """Rows are sorted by expert, and a product takes each group with its own matrix.
+    """Sort rows by expert, and multiply each group of rows with its own matrix.
 
-    Replicas that have experts in parts send every row to the one that has its expert, in buffers of
-    equal size, with its weight and expert in two more columns; what comes is sorted there. Only
-    what such a buffer has no room for is dropped.
+    With expert parallelism every row is sent to the replica that has its expert, in buffers of
+    equal size and with its weight and expert number in two more columns; the receiver sorts the
+    rows. Only rows that overflow such a buffer are dropped.
+
+    Attributes:
+      count: routed experts of a layer.
+      replicas: the replicas that share the experts.
+      product: the grouped product.
     """
 
     count: int
@@ -92,7 +98,7 @@ class Dropless:
         experts: Experts,
         dot: Dot,
     ) -> Made:
-        """As `Dispatch` says."""
+        """See `Dispatch`."""
         copies, x_ND = choice_BLK.shape[-1], x_BLD.reshape(-1, x_BLD.shape[-1])
         weights_R1, expert_R = weights_BLK.reshape(-1, 1), choice_BLK.reshape(-1)
         if self.replicas.size == 1:
@@ -100,7 +106,7 @@ class Dropless:
             return y_ND.reshape(x_BLD.shape), jnp.int32(0)
         own, room = self.count // self.replicas.size, self.room(len(x_ND), copies)
         places = equal_places(expert_R // own, self.replicas.size, room)
-        number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 is that of an empty slot
+        number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 marks an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
         sent = [into_slots(x_ND, places, copies), into_slots(beside_R2, places, 1)]
         came = _exchanged(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
@@ -113,7 +119,7 @@ class Dropless:
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, tokens: int, copies: int) -> int:
-        """Rows that so many tokens of a device can send to each device."""
+        """Rows that a device with `tokens` tokens can send to each device."""
         size = self.replicas.size
         most = tokens * min(copies, self.count // size)
         mean = self.replicas.room * tokens * copies / size
@@ -122,9 +128,9 @@ class Dropless:
     def _grouped(
         self, x_ND: jax.Array, weights_R1: jax.Array, expert_R: jax.Array, experts: Experts
     ) -> jax.Array:
-        """The weighted sum of what a token's rows make, `[N, D]`, of experts on this device.
+        """Weighted sum of each token's outputs from this device's experts, `[N, D]`.
 
-        An expert that is not one of these is none, and makes nothing.
+        An expert number past the last of them stands for no expert, and adds nothing.
         """
         copies, places = len(expert_R) // len(x_ND), sorted_places(expert_R)
         sizes = counts_of(expert_R, self.count // self.replicas.size)
@@ -139,11 +145,12 @@ class Dropless:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Every expert has the same number of slots for each sequence; rows that find none are dropped.
+    """Give every expert the same number of slots for each sequence; rows beyond them are dropped.
 
-    The slots are `factor` times the mean of what a sequence's tokens choose, and its first tokens
-    come first. Products are batched, of one shape (Fedus et al. 2021, "Switch Transformers"): that
-    of a row without padding, of which a shorter sequence fills no more than would be its own.
+    An expert has `factor` times the mean number of a sequence's choices, and the sequence's first
+    tokens take slots first. Products are batched and have one shape (Fedus et al. 2021, "Switch
+    Transformers"), that of a row without padding; a shorter sequence fills only as many of the
+    slots as its own length would have.
     """
 
     count: int
@@ -158,7 +165,7 @@ class Capacity:
         experts: Experts,
         dot: Dot,
     ) -> Made:
-        """As `Dispatch` says."""
+        """See `Dispatch`."""
         (examples, length, copies), size = choice_BLK.shape, self.replicas.size
         room, d = self.room(length, copies), x_BLD.shape[-1]
         group_BLK = choice_BLK * examples + jnp.arange(examples)[:, None, None]
@@ -179,28 +186,28 @@ class Capacity:
         return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, length: int, copies: int) -> int:
-        """Slots of an expert for the tokens of one sequence."""
+        """Slots of an expert for one sequence of this length."""
         return min(math.ceil(self.factor * length * copies / self.count), length)
 
 
 def dispatch_of(config: MixtureConfig, replicas: AllExperts, product: Product) -> Dispatch:
-    """How the tokens of a model's sparse layers come to their experts, and how these multiply."""
+    """Return the dispatch of a model's sparse layers."""
     if config.capacity_factor:
         return Capacity(config.n_experts, replicas, config.capacity_factor)
     return Dropless(config.n_experts, replicas, product)
 
 
 def in_rounds(forward: Names, gradient: Names) -> Rounds:
-    """How F of a layer runs beside the gradient of another, where replicas exchange rows.
+    """Pair F of a layer with the gradient of another, so that all-to-alls overlap with products.
 
-    One's exchange beside the other's products: attention, then experts, experts, attention. It is
-    the order of DualPipe's authors (DeepSeek-AI 2024, "DeepSeek-V3", figure 4).
+    In each round one of them exchanges rows while the other computes: attention, experts, experts,
+    attention. It is DualPipe's order (DeepSeek-AI 2024, "DeepSeek-V3", figure 4).
     """
     return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
 
 
 def _exchanged(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
-    """Rows as `exchange` leaves them; before and after it is a point, for `in_rounds`."""
+    """All-to-all of rows between two pairing points, which `in_rounds` names."""
     if replicas.size == 1:
         return rows
-    return point(replicas.exchange(point(rows, f"to {to}")), f"at {to}")
+    return pairing_point(replicas.exchange(pairing_point(rows, f"to {to}")), f"at {to}")

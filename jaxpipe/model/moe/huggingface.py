@@ -1,7 +1,7 @@
-"""Experts as Hugging Face names and describes them: those of Qwen3-MoE.
+"""Names and config fields of experts at Hugging Face: those of Qwen3-MoE.
 
-What is read are fields of transformers' `Qwen3MoeConfig`, as version 4 writes them (`num_experts`)
-and as version 5 does (`num_local_experts`). A field that is absent has its default.
+The fields are those of transformers' `Qwen3MoeConfig`, as version 4 (`num_experts`) and version 5
+(`num_local_experts`) write them. A field that is absent has its default.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ LAYER = {
     "moe/experts/w_up": Theirs("mlp.experts.{}.up_proj.weight", transposed=True),
     "moe/experts/w_down": Theirs("mlp.experts.{}.down_proj.weight", transposed=True),
 }
-# As transformers 5 computes with them, and saves them with `save_original_format=False`: one tensor
-# of all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
+# The form that transformers 5 computes with, and saves with `save_original_format=False`: one
+# tensor for all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
 FUSED = {
     "moe/experts/w_gate": Theirs("mlp.experts.gate_up_proj", transposed=True, part=0, parts=2),
     "moe/experts/w_up": Theirs("mlp.experts.gate_up_proj", transposed=True, part=1, parts=2),
@@ -31,8 +31,8 @@ DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-NONE = {"n_experts": 0}  # of a model whose layers are all dense
-# Theirs, ours.
+NONE = {"n_experts": 0}  # for a model whose layers are all dense
+# Hugging Face's name: jaxpipe's name.
 _CHOICES = {
     "num_experts": "n_experts",
     "num_experts_per_tok": "experts_per_token",
@@ -40,7 +40,7 @@ _CHOICES = {
     "norm_topk_prob": "norm_topk_prob",
     "decoder_sparse_step": "moe_every",
 }
-# Ours, which theirs has not, and the value under which ours has not either.
+# Settings that Qwen3-MoE lacks, each with the value at which it has no effect.
 _ONLY_OURS = {
     "router_score": "softmax",
     "router_scale": 1.0,
@@ -50,10 +50,10 @@ _ONLY_OURS = {
 
 
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]` that a config.json with all defaults asks for.
+    """Return the `[model]` fields that a config.json, with all defaults filled in, asks for.
 
-    Raises `ValueError` with the end of a sentence that begins with the file, where other layers
-    are dense than ours can have.
+    Raises `ValueError` if layers other than the first ones are dense, which `[model]` cannot
+    express; its message continues a sentence that starts with the file.
     """
     dense = theirs["mlp_only_layers"] or []
     if sorted(dense) != list(range(len(dense))):
@@ -67,26 +67,26 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained(theirs: Mapping[str, Any], model: MixtureConfig) -> dict[str, Any]:
-    """`router_aux_loss` of `[model]` as a config.json has it, if it does."""
+    """Return `router_aux_loss` of `[model]` from a config.json; empty if it has none."""
     if not model.n_experts or (coefficient := theirs.get("router_aux_loss_coef")) is None:
         return {}
     return {"router_aux_loss": coefficient * _aux_loss_per_coefficient(model.resolved())}
 
 
 def _aux_loss_per_coefficient(model: MixtureConfig) -> float:
-    """`model.router_aux_loss` with the gradient of a `router_aux_loss_coef` of 1.
+    """`model.router_aux_loss` that has the gradient of a `router_aux_loss_coef` of 1.
 
-    transformers takes shares of choices and of scores over the tokens of all S sparse layers
-    together, counts each of a token's K choices as a whole one, and has one loss: K where loads are
-    even. Ours is 1 there, in each of S layers.
+    transformers takes the shares of choices and of scores over the tokens of all S sparse layers
+    together, counts each of a token's K choices as 1 rather than 1 / K, and has one loss, which is
+    K where loads are even. The loss here is 1 there, in each of S layers.
     """
     return model.experts_per_token / len(model.sparse_layers)
 
 
 def written(model: MixtureConfig) -> dict[str, Any]:
-    """What a config.json says of a model's experts.
+    """Return the fields of a config.json that describe a model's experts.
 
-    Raises `ValueError` with a sentence where they are none of Qwen3-MoE.
+    Raises `ValueError` with a sentence if Qwen3-MoE cannot express them.
     """
     for name, value in {**_ONLY_OURS, "router_bias_rate": 0.0}.items():
         if getattr(model, name) != value:

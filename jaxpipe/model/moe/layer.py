@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Context, Side
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.experts import Experts, dispatch_of
 from jaxpipe.model.moe.router import CHOICE, Router
 from jaxpipe.model.parts import Dot, Init, Parts
 
-KEEP = (CHOICE, LOADS)  # what F stores whatever is rematerialised
+KEEP = (CHOICE, LOADS)  # checkpoint names that F stores under every `train.remat`
 
 
 class Mixture(nnx.Module):
-    """Routed experts, and `shared`, which makes its summand of the whole stream; None: nothing."""
+    """Routed experts and `shared`, an MLP that takes every token; None: no shared experts."""
 
     def __init__(self, config: MixtureConfig, parts: Parts, init: Init, shared: nnx.Module | None):
         self.router, self.experts = Router(config, parts, init), Experts(config, init)
@@ -26,8 +26,8 @@ class Mixture(nnx.Module):
         sequence = parts.attend.sequence
         self.balance = Balance(config, parts.devices, sequence, parts.recorded)
 
-    def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Side]:
-        """Transform each token, `[B, L, D] -> [B, L, D]`, and tell of it."""
+    def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Aux]:
+        """Transform each token, `[B, L, D] -> [B, L, D]`, and return the auxiliary output."""
         x_BLD = self.parts.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
@@ -40,7 +40,7 @@ class Mixture(nnx.Module):
         return self.parts.devices.leave(y_BLD), side
 
     def _given(self, x_BLD: jax.Array, context: Context) -> jax.Array | None:
-        """The choice of this layer that comes with the microbatch, `[B, L, K]`; None: none does."""
+        """This layer's recorded choice in the microbatch, `[B, L, K]`; None if there is none."""
         routes = context.rows.get(ROUTES)
         if routes is None:
             return None

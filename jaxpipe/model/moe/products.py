@@ -1,7 +1,7 @@
-"""Products of groups of rows, each group with the matrix of its expert, as a device has them.
+"""Grouped products, of each group of rows with its expert's matrix, by the kind of device.
 
-Shapes: S rows, E groups, of which the first rows are; I inputs and O outputs of a matrix. Rows
-beyond the last group's make zeros.
+Shapes: S rows, sorted by group; E groups; I inputs and O outputs of a matrix. Rows beyond those of
+the last group give zeros.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from jaxpipe.contract.layer import PRODUCT
 from jaxpipe.model.fused import standing_in
 from jaxpipe.model.moe.config import MixtureConfig
 
-Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, matrices, sizes
-_STEP = 128  # the kernel's tiles are so wide
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, matrices, group sizes
+_STEP = 128  # width of the kernel's tiles
 
 
 class Grouped(NamedTuple):
-    """How a device multiplies; `note` is a sentence for who starts a run, or nothing."""
+    """The grouped product of a device; `note` is a sentence to log when a run starts, or empty."""
 
     product: Product = lax.ragged_dot
     note: str = ""
 
 
 def grouped_on(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> Grouped:
-    """The kernel of tokamax where it can be had; else `ragged_dot`, and on GPUs a note why.
+    """Return tokamax's kernel where it is available, else `ragged_dot`, on GPUs with a note why.
 
-    On CPU and on NVIDIA GPUs that is one dense product, masked (jax 0.12): as if every row went to
-    every group.
+    On CPU and on NVIDIA GPUs `ragged_dot` is one dense, masked product (jax 0.12), which costs as
+    much as if every row went to every group.
     """
     ragged = config.routed_experts and not config.capacity_factor
     if not ragged or device.platform not in ("gpu", "cuda"):
@@ -47,9 +47,9 @@ def grouped_on(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) ->
 
 
 def by_kernel(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """tokamax's kernel for Hopper GPUs: `[S, O]`.
+    """Multiply with tokamax's kernel for Hopper GPUs: `[S, O]`.
 
-    B and W have a kernel each. It leaves what it finds in rows that are of no group.
+    B and W have a kernel each. The kernel does not write rows that belong to no group.
     """
     if standing_in():
         return lax.ragged_dot(rows_SI, matrices_EIO, sizes_E)
@@ -84,13 +84,13 @@ _by_kernel.defvjp(_forward, _backward)
 
 
 def _of_groups(made_SO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Zeros for what is of no group."""
+    """Set rows that belong to no group to zero."""
     row_S = lax.iota(sizes_E.dtype, len(made_SO))
     return jnp.where((row_S < sizes_E.sum())[:, None], made_SO, 0)
 
 
 def _missing(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> str:
-    """Why the kernel cannot be had, and what to do; nothing if it can."""
+    """Reason why the kernel is not available, with the remedy; empty if it is."""
     widths = config.d_model, config.expert_width // tp
     if int(float(getattr(device, "compute_capability", 0))) != 9:
         return f"tokamax's kernels for both gradients are for Hopper GPUs, not {device.device_kind}"

@@ -1,4 +1,4 @@
-"""The slow twin of the dispatch: every expert takes every token, and a one-hot mask says which."""
+"""Reference implementation of the dispatch: all experts take all tokens, with a one-hot mask."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class OneHot:
         experts: Experts,
         dot: Dot,
     ) -> Made:
-        """As `Dispatch` says."""
+        """See `Dispatch`."""
         count, factor = self.config.n_experts, self.config.capacity_factor
         examples, length, copies = choice_BLK.shape
         chosen_BLKE = jax.nn.one_hot(choice_BLK, count, dtype=x_BLD.dtype)

@@ -1,7 +1,7 @@
-"""The router: which experts a token goes to, and how much each of them counts.
+"""The router: which experts a token goes to, and with which weights.
 
-Shapes: B examples, L tokens, D model, E routed experts, K experts a token. Everything is in float32
-(or wider, if the input is); the choice is made once, by F, and kept for B and W.
+Shapes: B examples, L tokens, D model, E routed experts, K experts per token. Everything is computed
+in float32 (or wider, if the input is). F makes the choice once and stores it for B and W.
 """
 
 from typing import NamedTuple
@@ -15,15 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.parts import Init, Parts
 
-CHOICE = "experts"  # the name of the indices that F keeps
+CHOICE = "experts"  # checkpoint name of the chosen indices, which F always stores
 
 
 class Routes(NamedTuple):
     """Where tokens go.
 
-    `choice_BLK` are indices of different experts and `weights_BLK` what each counts;
-    `logits_BLE` and `shares_BLE`, scores that add up to 1, are what the losses read. `real_BL` are
-    the tokens that are no padding; None: all.
+    Attributes:
+      choice_BLK: indices of K different experts.
+      weights_BLK: their weights.
+      logits_BLE: router logits, which the z-loss reads.
+      shares_BLE: scores normalised to a sum of 1, which the balancing loss reads.
+      real_BL: mask of the tokens that are not padding; None: all are tokens.
     """
 
     choice_BLK: jax.Array
@@ -34,23 +37,23 @@ class Routes(NamedTuple):
 
     @property
     def taken_BLK(self) -> jax.Array:
-        """The choice of real tokens; that of padding is E, which is no expert."""
+        """The choice of real tokens, and E, which is no expert, at padding."""
         return self.of_real(self.choice_BLK, self.shares_BLE.shape[-1])
 
     def of_real(self, values_BLX: jax.Array, otherwise: int = 0) -> jax.Array:
-        """Values of real tokens, and `otherwise` at padding."""
+        """Values at real tokens, and `otherwise` at padding."""
         if self.real_BL is None:
             return values_BLX
         return jnp.where(self.real_BL[..., None], values_BLX, otherwise)
 
 
 class Router(nnx.Module):
-    """A linear map of tokens to scores, and the choice of the highest.
+    """A linear map from tokens to scores, and the choice of the highest scores.
 
-    With `softmax` the scores are those of all experts (Qwen3-MoE); with `sigmoid` each is of its
-    own (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). A bias enters the choice alone, not the
-    weights (Wang et al. 2024). With groups a token chooses in those whose two best scores have the
-    largest sum.
+    With `softmax` scores are normalised over all experts (Qwen3-MoE); with `sigmoid` each is
+    independent (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). A bias enters the choice alone,
+    not the weights (Wang et al. 2024). With groups a token chooses within the groups whose two best
+    scores have the largest sum.
     """
 
     def __init__(self, config: MixtureConfig, parts: Parts, init: Init):
@@ -61,7 +64,7 @@ class Router(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, bias_E: jax.Array | None, given_BLK: jax.Array | None = None
     ) -> Routes:
-        """The routes of tokens `[B, L, D]`; a choice that is given is taken, its weights made."""
+        """Route tokens `[B, L, D]`; `given_BLK` replaces the choice, weighted by live scores."""
         config, wide = self.config, jnp.promote_types(x_BLD.dtype, jnp.float32)
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
         softmax = config.router_score == "softmax"
@@ -79,9 +82,9 @@ class Router(nnx.Module):
 def _over_sum(scores: jax.Array) -> jax.Array:
     """scores / (their sum over the last dim + 1e-20), finite also where every score underflows.
 
-    The bias, or the groups, may choose experts whose scores are all 0 in float32. The term 1e-20 is
+    The bias or the groups may choose experts whose scores are all 0 in float32. The term 1e-20 is
     that of DeepSeek-V3's released gate. The factor is a power of two, so it changes no bit of the
-    result, but without it the gradient would divide by the square of 1e-20, which is 0 in float32.
+    result; without it the gradient would divide by the square of 1e-20, which is 0 in float32.
     """
     factor = 2.0**40
     scaled = factor * scores
@@ -89,7 +92,7 @@ def _over_sum(scores: jax.Array) -> jax.Array:
 
 
 def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfig) -> jax.Array:
-    """Indices of the K experts of each token, `[B, L, K]` int32, the highest score first."""
+    """Choose each token's K experts: indices `[B, L, K]` int32, the highest score first."""
     scores_BLE = lax.stop_gradient(scores_BLE)
     if bias_E is not None:
         scores_BLE += bias_E.astype(scores_BLE.dtype)[None, None]
@@ -99,7 +102,7 @@ def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfi
 
 
 def _in_groups(scores_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """The scores of experts in the `kept` best groups, and minus infinity elsewhere."""
+    """Scores of experts in the `kept` best groups, and minus infinity elsewhere."""
     grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
     best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
     chosen = jax.nn.one_hot(lax.top_k(best, kept)[1], groups, dtype=bool).any(-2)

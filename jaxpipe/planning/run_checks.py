@@ -1,0 +1,83 @@
+"""Rules of the optimizer, of the checkpoint that a run starts from, and of its log."""
+
+from importlib.util import find_spec
+
+from jaxpipe.config import Config, ConfigError
+
+
+def _check_optimizer(config: Config) -> None:
+    """Raise `ConfigError` if settings of the optimizer exclude each other.
+
+    `optimizer.muon_lr` needs `optimizer.name='muon'`.
+
+    `optimizer.name='schedule_free'` needs `optimizer.decay='constant'` and an `optimizer.beta1`
+    above 0.
+    """
+    optimizer = config.optimizer
+    if optimizer.muon_lr and optimizer.name != "muon":
+        raise ConfigError(
+            f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
+            f"it is {optimizer.name!r}: leave muon_lr out."
+        )
+    free = optimizer.name == "schedule_free"
+    if free and (optimizer.decay != "constant" or not optimizer.beta1):
+        raise ConfigError(
+            f"optimizer.name='schedule_free' averages in place of a decay, with the weight beta1, "
+            f"but optimizer.decay={optimizer.decay!r} and optimizer.beta1={optimizer.beta1}: set "
+            f"decay=constant, and a beta1 above 0."
+        )
+
+
+def _check_start(config: Config) -> None:
+    """Raise `ConfigError` if settings do not fit the checkpoint that a run starts from.
+
+    `checkpoint.exclude` needs the path of a checkpoint as `checkpoint.resume`.
+
+    `checkpoint.allow_changed` may only name fields of `model`.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
+        raise ConfigError(
+            f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
+            f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
+            f"exclude out."
+        )
+    fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
+    for key in checkpoint.allow_changed:
+        if key not in fields:
+            raise ConfigError(
+                f"checkpoint.allow_changed has {key!r}, but what it may name are the fields "
+                f"{', '.join(fields)}."
+            )
+
+
+def _check_log(config: Config) -> None:
+    """Raise `ConfigError` if what a run should log cannot be recorded.
+
+    `log.wandb` needs the package wandb.
+
+    `log.profile_start` excludes `log.bubble_every`: jax records one of them at a time.
+
+    `log.profile_start` must be at most `train.steps`.
+    """
+    # A folder named wandb, such as wandb writes its logs to, is also found, but has no origin.
+    found = find_spec("wandb") if config.log.wandb else None
+    if config.log.wandb and (found is None or found.origin is None):
+        raise ConfigError(
+            f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
+            f"pip install wandb, or leave log.wandb out."
+        )
+    if config.log.profile_start and config.log.bubble_every:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} and log.bubble_every="
+            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
+            f"one of them out."
+        )
+    if config.log.profile_start > config.train.steps:
+        raise ConfigError(
+            f"log.profile_start={config.log.profile_start} is past train.steps="
+            f"{config.train.steps}: record an earlier step, or train longer."
+        )
+
+
+RUN_CHECKS = (_check_optimizer, _check_start, _check_log)
