@@ -59,7 +59,7 @@ def run(directory, shard):
         progress.say = said.append
         with MetricsLog(directory, last_step=int(state.step)) as log:
             assert Run(trainer, data, checkpoints, progress, log).loop(state, seen) == 0
-    return "\n".join(said)
+    return "\n".join(map(str, said))
 
 
 @pytest.mark.slow
