@@ -49,6 +49,7 @@ def main(mode, directory, pp):
         sys.stdout.write(
             json.dumps({"share": share, "extra": found["peak"] - found["before"]}) + "\n"
         )
+    processes.finish()
 
 
 if __name__ == "__main__":
