@@ -11,9 +11,10 @@ import pytest
 from compare import assert_close, assert_same, relative
 from jax.sharding import PartitionSpec
 from meshes import pipeline_of, problem, run
+from training_runs import keyed, keying, train_on_random_tokens
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.parallel import DP, PP, TP
 from jaxpipe.partition.leaf import ParamSpec, plan_sharding
 from jaxpipe.planning import Hardware, analytic, estimates
@@ -113,28 +114,14 @@ def test_padding_beside_a_shared_vocabulary():
     )
 
 
+def trained(trainer, state, steps):
+    return train_on_random_tokens(trainer, state, steps, vocab_size=256, shape=(4, 6, 9))
+
+
 def trainer_of(mesh, *overrides):
     config = configs.load(SMALL, [*ODD, *MESHES[mesh], *overrides])
     parallel = config.parallel
     return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
-
-
-def trained(trainer, state, steps):
-    losses = []
-    for step in steps:
-        ids = np.random.default_rng(step).integers(0, 256, (4, 6, 9), np.int32)
-        batch = trainer.put({"inputs": ids[..., :-1], "targets": ids[..., 1:]})
-        state, metrics = trainer.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def keying(trainer):
-    return Keying(trainer.layout, trainer.sharding)
-
-
-def keyed(trainer, state):
-    return jax.tree.map(np.asarray, keying(trainer).keyed(state.parts()))
 
 
 @pytest.mark.slow

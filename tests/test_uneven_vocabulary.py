@@ -10,9 +10,10 @@ import orbax.checkpoint as ocp
 import pytest
 from compare import assert_same
 from meshes import run
+from training_runs import keyed, keying, train_on_random_tokens
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.model.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.planning import Hardware, analytic, estimates
@@ -93,28 +94,14 @@ def test_padding_counts_as_if_it_were_not_there(own):
         assert not np.asarray(got[1][1])[:, 4:].any()
 
 
+def trained(trainer, state, steps):
+    return train_on_random_tokens(trainer, state, steps, vocab_size=257, shape=(4, 2, 33))
+
+
 def trainer_of(mesh, *overrides):
     config = configs.load(SMALL, ["model.vocab_size=257", *MESHES[mesh], *overrides])
     parallel = config.parallel
     return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
-
-
-def trained(trainer, state, steps):
-    losses = []
-    for step in steps:
-        ids = np.random.default_rng(step).integers(0, 257, (4, 2, 33), np.int32)
-        batch = trainer.put({"inputs": ids[..., :-1], "targets": ids[..., 1:]})
-        state, metrics = trainer.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def keying(trainer):
-    return Keying(trainer.layout, trainer.sharding)
-
-
-def keyed(trainer, state):
-    return jax.tree.map(np.asarray, keying(trainer).keyed(state.parts()))
 
 
 def saved(trainer, state, directory):

@@ -45,8 +45,7 @@ def locked(directory: Path, say: Say) -> Iterator[None]:
             lock = _take(directory, say)
         except ConfigError as error:
             refusal = str(error)
-    if processes.largest(int(bool(refusal))):
-        raise ConfigError(refusal or f"run.dir={directory} is refused by the first process.")
+    processes.refuse(refusal)
     try:
         yield
     except ConfigError:

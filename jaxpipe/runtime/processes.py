@@ -98,6 +98,13 @@ def largest(value: int) -> int:
     return max(map(int, _met[0].service.gather("largest", str(value)))) if several() else value
 
 
+def refuse(reason: str) -> None:
+    """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it."""
+    reasons = _met[0].service.gather("refuse", reason) if several() else [reason]
+    if reason := next(filter(None, reasons), ""):
+        raise ConfigError(reason)
+
+
 def devices_of_host() -> int:
     """Number of devices per host (the smallest over hosts), counting all processes of a host."""
     import jax
@@ -133,8 +140,7 @@ def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
                 f"{first_has} in process 0; start all with the same command, files and versions."
             )
             break
-    if reason := next(filter(None, service.gather(name, reason)), ""):
-        raise ConfigError(reason)
+    refuse(reason)
 
 
 def stops_after(step: int, received: int) -> int:

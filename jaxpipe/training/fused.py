@@ -60,11 +60,7 @@ class FusedSteps:
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         config = self.trainer.config
-        # norm = 0 and finite = True, computed from the state so that they are no constants for XLA:
-        # with constants it would compile another update, which rounds differently.
-        known = {"norm": jnp.where(state.step < 0, 1.0, 0.0), "finite": state.step >= 0}
-        before = {"moments": state.optimizer, **known}
-        made = self.pipeline.run_updates(state.params, before, batch, self._update)
+        made = self.pipeline.run_updates(state.params, state.optimizer, batch, self._update)
         of_steps = made.losses, made.counts, made.aux_losses
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
         has_targets = (of_steps[1] > 0).any(1).all()
@@ -84,7 +80,7 @@ class FusedSteps:
                 guard, _ = guard.after(jnp.bool_(True), config.train.skip_non_finite)
             more = {"skipped_steps": jnp.full(self.count, guard.skipped)}
             step = state.step + self.count
-            after = State(made.params, made.moments["moments"], step, state.variables, guard)
+            after = State(made.params, made.moments, step, state.variables, guard)
             return after, metrics | more
 
         return lax.cond(valid, taken, lambda: self._in_turn(state, batch))
@@ -93,14 +89,11 @@ class FusedSteps:
         by_step = jax.tree.map(lambda leaf: leaf.reshape(self.count, -1, *leaf.shape[1:]), batch)
         return lax.scan(self.trainer.step, state, by_step)
 
-    def _update(self, gradients: Tree, before: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def _update(self, gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The update of `Trainer.update` for gradients that are finite and not clipped."""
-        limit = self.trainer.config.optimizer.clip_norm
-        gradients = optimizers.clip_by_global_norm(gradients, before["norm"], limit)
-        params, moments = optimizers.apply(
-            self.trainer.optimizer, gradients, before["moments"], params, before["finite"]
-        )
-        return params, before | {"moments": moments}
+        limit, norm = self.trainer.config.optimizer.clip_norm, jnp.float32(0)
+        gradients = optimizers.clip_by_global_norm(gradients, norm, limit)
+        return optimizers.apply(self.trainer.optimizer, gradients, moments, params, jnp.bool_(True))
 
     def _metrics_of(
         self, norm: jax.Array, losses: jax.Array, counts: jax.Array, aux_losses: jax.Array | None

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.config import Config
@@ -258,8 +257,7 @@ class Trainer:
             metrics["loss_scale"] = state.guard.loss_scale
         if self.config.debug.skip_update:
             return state._replace(step=state.step + ~stops, guard=guard), metrics
-        # Apart from what decides it, the update is compiled alike in every program, to the bit.
-        norm, updates = lax.optimization_barrier((norm, finite & has_targets & ~stops))
+        updates = finite & has_targets & ~stops
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
         offloads, before = self.config.train.offload_moments, state.optimizer
         if offloads:

@@ -190,8 +190,7 @@ def test_ranks_that_hand_on_copy_no_matrix():
     steps = FusedSteps(trainer)
 
     def overlapping(state, batch):
-        before = {"moments": state.optimizer, "norm": jnp.float32(0), "finite": state.step >= 0}
-        return steps.pipeline.run_updates(state.params, before, batch, steps._update)
+        return steps.pipeline.run_updates(state.params, state.optimizer, batch, steps._update)
 
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
     lowered = jax.jit(overlapping, donate_argnums=0).lower(trainer.state_shapes, batch)
