@@ -13,15 +13,19 @@ from test_blocks import HALVES, L, around, made, operands, reference
 from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh
 
 AXES = PartitionSpec(("rp", "dp", "ep"))
-# Devices of a sequence, devices that exchange heads, all replicas, ep.
-RINGS = [(2, 1, 2, 1), (4, 1, 4, 1), (2, 1, 8, 2), (4, 2, 8, 1), (8, 2, 8, 4), (4, 1, 8, 2)]
+# Devices of a sequence, devices that exchange heads, all replicas, and the factors of the replicas.
+RINGS = [
+    (2, 1, 2, {}), (4, 1, 4, {}), (4, 1, 8, {}), (4, 2, 8, {}), (8, 1, 8, {}), (8, 2, 8, {}),
+    (2, 1, 8, {"ep": 2}), (4, 1, 8, {"ep": 2}), (8, 2, 8, {"ep": 4}), (8, 4, 8, {"ep": 2}),
+    (4, 1, 8, {"rp": 2}), (4, 2, 8, {"rp": 2}),
+]  # fmt: skip
 WAYS = ("_rotate_by_permute", "_rotate_by_gather", "rotate")
 
 
-def rotation(size, heads, dp, ep, way):
+def rotation(size, heads, dp, factors, way):
     """Return a function of values `[dp]`, one per device: the values after one ring step."""
     ring = ContextParallel(size, heads).after_exchange
-    mesh = make_mesh(1, dp, devices=jax.devices()[:dp], factors=ReplicaFactors(ep=ep))
+    mesh = make_mesh(1, dp, devices=jax.devices()[:dp], factors=ReplicaFactors(**factors))
     return jax.shard_map(
         getattr(ring, way), mesh=mesh, in_specs=AXES, out_specs=AXES, check_vma=False
     )
