@@ -244,7 +244,7 @@ SHARING = {  # tensor or context parallelism over two devices: the mesh, and dec
 
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("model", ["grouped", "normed"])
-@pytest.mark.parametrize("embed_head", SHARING)
+@pytest.mark.parametrize("shared", SHARING)
 def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared):
     """A device stores and sends what the plan counts: half of one device's bytes."""
     sizes_of_mesh, how = SHARING[shared]

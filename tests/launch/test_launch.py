@@ -36,7 +36,7 @@ def tree(tmp_path):
     return root
 
 
-def run(tree, script, *arguments, cwd=None, preexec_fn=None, **environment):
+def run(tree, script, *arguments, cwd=None, user=None, **environment):
     own = {
         "JAXPIPE_PYTHON": str(tree.parent / "python"),
         "VERSION": "3.12.1",
@@ -44,7 +44,7 @@ def run(tree, script, *arguments, cwd=None, preexec_fn=None, **environment):
     }
     done = subprocess.run(
         [tree / "launch" / script, *arguments], cwd=cwd or tree, text=True, check=False,
-        capture_output=True, env=own | environment, preexec_fn=preexec_fn,
+        capture_output=True, env=own | environment, **(user or {}),
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -71,22 +71,18 @@ def test_a_command_is_installed_once_and_given_its_arguments(tree, name):
     assert "pip install" in run(tree, f"{name}.sh", "a b.toml")[2]
 
 
-def as_somebody_else():
-    """Drop root's rights, with which it may write anywhere; for a child process."""
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
+# A child process without root's rights, with which it may write anywhere.
+SOMEBODY_ELSE = {"user": 65534, "group": 65534, "extra_groups": []}
 
 
 @pytest.fixture
 def of_another_user(tree):
-    """Make the checkout read-only for commands run with `as_somebody_else`."""
+    """Make the checkout read-only for commands run as `SOMEBODY_ELSE`."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to be somebody else")
     with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
         Path(folder).chmod(0o755)
-        if subprocess.run(["ls", folder], check=False, preexec_fn=as_somebody_else).returncode:
+        if subprocess.run(["ls", folder], check=False, **SOMEBODY_ELSE).returncode:
             pytest.skip("needs a folder for temporary files that others can read")
         copy = Path(shutil.copytree(tree.parent, Path(folder) / "copy"))
         copy.chmod(0o755)
@@ -95,12 +91,12 @@ def of_another_user(tree):
 
 def test_a_checkout_that_is_ready_is_not_written(of_another_user):
     tree = of_another_user
-    code, _, errors = run(tree, "train.sh", "own.toml", preexec_fn=as_somebody_else)
+    code, _, errors = run(tree, "train.sh", "own.toml", user=SOMEBODY_ELSE)
     assert code == 1
     assert f"you cannot write in {tree}: let its owner run this command" in errors
     assert run(tree, "train.sh", "own.toml")[0] == 0
     asked = f"{tree}:  -m jaxpipe.train own.toml\n"
-    assert run(tree, "train.sh", "own.toml", preexec_fn=as_somebody_else) == (0, asked, "")
+    assert run(tree, "train.sh", "own.toml", user=SOMEBODY_ELSE) == (0, asked, "")
 
 
 def test_users_with_other_pythons_share_an_environment(tree):

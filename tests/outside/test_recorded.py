@@ -49,8 +49,8 @@ def test_loss_and_every_gradient(name, layout):
 
 def test_a_ring_of_permutes(monkeypatch):
     """As GPUs run it; CPUs can if all devices are in the same branch."""
-    by_permute = ContextParallel._turned_by_permute
-    monkeypatch.setattr(ContextParallel, "_turned_by_gather", by_permute)
+    by_permute = ContextParallel._rotate_by_permute
+    monkeypatch.setattr(ContextParallel, "_rotate_by_gather", by_permute)
     assert_right_gradients("llama", {"dp": 4, "cp": 4, "cp_method": "ring", "tp": 2})
 
 
