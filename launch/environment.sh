@@ -110,7 +110,7 @@ oldest_packages() { # sets `folder` to an environment with the oldest supported 
         echo "the oldest packages are tested with Python 3.11: install it, in PATH or pyenv." >&2
         exit 1
     fi
-    pins=$("$python" tests/oldest.py)
+    pins=$("$python" tests/support/oldest.py)
     folder=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/oldest-$(cksum <<<"$pins" | cut -d ' ' -f 1)
     if [ ! -e "$folder/complete" ]; then
         echo "jaxpipe: installing the oldest packages"

@@ -1,13 +1,14 @@
 """Against recorded results of transformers, torch's autograd and NumPy's updates, on four layouts.
 
-`record.py` writes the records; `test_live.py` asserts that transformers gives the same today.
+`record_transformers.py` writes the records; `test_live.py` asserts that transformers gives the same
+today.
 """
 
 from importlib import import_module
 
 import numpy as np
 import pytest
-import records
+import transformers_records as records
 from updates import STEPS
 
 from jaxpipe.parallel import ContextParallel

@@ -18,7 +18,7 @@ from jaxpipe import train
 from jaxpipe.config import ConfigError, load
 from jaxpipe.runtime.directory import LOCK, locked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -17,7 +17,7 @@ from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
 from jaxpipe.training.boards import boards
 from jaxpipe.training.metrics import MetricsLog
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ONE = ["parallel.pp=1", "parallel.dp=1", "train.eval_every=0"]
 
 

@@ -9,7 +9,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.planning import decided
 from jaxpipe.planning.checks import validate
 
-BASE = Path(__file__).parent / "data" / "base.toml"
+BASE = Path(__file__).parents[1] / "data" / "base.toml"
 SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
 FUSED_RING = (
     "parallel.cp_method=ring", "model.attention=cudnn", "train.compute_dtype=bfloat16",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import relative
-from recorded import recording
+from layer_outputs import recording
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Keying

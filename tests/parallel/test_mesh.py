@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_same
 from jax.sharding import PartitionSpec
+from layer_outputs import recording
 from meshes import (
     EXAMPLES,
     LENGTH,
@@ -23,7 +24,6 @@ from meshes import (
 )
 from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import eqns_of
-from recorded import recording
 
 from jaxpipe.model.llama.decoder import Decoder
 from jaxpipe.parallel import (

@@ -17,7 +17,7 @@ from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.schedule import Lockstep, build
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SUMS = {"reduce_sum", "scatter-add", "cumsum"}
 ENTRIES, WIDTH, LENGTH = 8, 16, 4096
 

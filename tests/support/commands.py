@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 # A compilation cache for all processes that the tests of one run start. These may be killed while
 # they write to it, so the next run does not reuse it.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())

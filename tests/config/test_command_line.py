@@ -78,7 +78,7 @@ def test_urls_are_no_paths_elsewhere_either(tmp_path, monkeypatch, capsys):
                     ["jaxpipe.data", "prepare", "s3://b/x", "--tokenizer", "bytes", "--out",
                      "o"]):  # fmt: skip
         ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
-                             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                              check=False)  # fmt: skip
         assert ran.returncode == 2
         assert "is a URL" in ran.stderr

@@ -20,7 +20,7 @@ from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SHARED = Lockstep(vocab_parallel=True)
 MESHES = {
     "tp=2": ("parallel.pp=1", "parallel.tp=2", "parallel.dp=1", "train.microbatch_size=2"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commands import start
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 # Python imports this before anything else: now and then the main thread pauses for a while, as on
 # a host that swaps, or whose cores are given to others. Collectives of the step in progress go on

@@ -10,10 +10,10 @@ from jaxpipe.model import PRESETS
 from jaxpipe.planning.checks import validate
 from jaxpipe.runtime.devices import compute_capability
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
 
-BASE = (Path(__file__).parent / "data" / "base.toml").read_text()
+BASE = (Path(__file__).parents[1] / "data" / "base.toml").read_text()
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_configurations_compare_by_value(path):
 
 @pytest.mark.parametrize("platform", [None, "cuda"])
 def test_fused_attention_needs_a_gpu(platform):
-    config = load(Path(__file__).parent / "data" / "small.toml", ["model.attention=cudnn"])
+    config = load(Path(__file__).parents[1] / "data" / "small.toml", ["model.attention=cudnn"])
     validate(config, platform=platform)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
         validate(config, platform="cpu")
@@ -151,7 +151,7 @@ def test_fused_attention_needs_a_gpu(platform):
 
 def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
     given = ["model.attention=cudnn", "data.packing=sequential", "train.compute_dtype=bfloat16"]
-    small = Path(__file__).parent / "data" / "small.toml"
+    small = Path(__file__).parents[1] / "data" / "small.toml"
     config = load(small, given)
     validate(config, platform="cuda")
     with pytest.raises(ConfigError, match=r"takes bfloat16 or float16, .* these are float32 of"):

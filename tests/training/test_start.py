@@ -19,7 +19,7 @@ from jaxpipe.config import load
 from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
 
-SMALL = str(Path(__file__).parent / "data" / "small.toml")
+SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
 
 
 def losses(directory):

@@ -1,7 +1,7 @@
 """Loss, gradients and updates of tiny models of transformers, written to `tests/data/outside`.
 
     pip install torch transformers numpy
-    python tests/outside/record.py
+    python tests/support/record_transformers.py
 
 Nothing of jaxpipe is imported. Each `NAME.npz` has `config` (config.json's text), `tokens`
 `[STEPS, M, B, L + 1]`, `ignored` (which targets do not count), and all parameters concatenated in

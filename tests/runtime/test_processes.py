@@ -231,7 +231,7 @@ def test_launchers_are_asked_how_many_there_are(monkeypatch):
 @pytest.mark.slow
 def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
     """Two processes with half of 1.5 GiB each; then one with all of it, under another pp."""
-    script = str(Path(__file__).parent / "io_memory.py")
+    script = str(Path(__file__).parents[1] / "support" / "io_memory.py")
 
     def measured(count, mode, pp):
         group = start_all(count, [sys.executable, script, mode, str(tmp_path / "saved"), str(pp)])

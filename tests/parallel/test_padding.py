@@ -21,7 +21,7 @@ from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.schedule import Lockstep
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 ODD = ("model.n_layers=4", "model.d_model=64", "model.d_ff=80", "train.seq_len=8",
        "train.grad_accum_steps=4", "optimizer.eps=1e-2")  # fmt: skip
 MESHES = {  # all with batches of 6 sequences, except that of five replicas, which does not train

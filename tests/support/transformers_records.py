@@ -1,4 +1,4 @@
-"""The records of `record.py`, and jaxpipe's run of the same model on any layout."""
+"""The records of `record_transformers.py`, and jaxpipe's run of the same model on any layout."""
 
 import json
 from dataclasses import dataclass, replace

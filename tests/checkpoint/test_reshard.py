@@ -12,7 +12,7 @@ from jaxpipe import config as configs
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parent / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SAVED, MICROBATCHES, EXAMPLES, LENGTH = 2, 8, 4, 16  # the step saved; sizes of a global batch
 BASE = ("model.n_layers=8", "train.seq_len=16", "train.grad_accum_steps=8",
         "parallel.pp=1", "parallel.dp=1")  # fmt: skip
