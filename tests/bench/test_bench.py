@@ -166,7 +166,7 @@ def test_ops_without_the_devices_that_they_need():
         costs.of_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
-@pytest.mark.oldest
+@pytest.mark.versions
 def test_steps_on_the_present_devices(tmp_path, capsys):
     out = tmp_path / "steps.json"
     assert bench.main(["train", str(SMALL), "--steps", "2", "--out", str(out)]) == 0

@@ -84,7 +84,7 @@ def test_any_layout_restores_into_any_other(tmp_path, before, after, dp):
     assert all(jax.tree.leaves(shardings))
 
 
-@pytest.mark.oldest
+@pytest.mark.versions
 def test_keys_say_what_a_thing_is_and_plain_orbax_reads_them(tmp_path):
     state, keying = make_state([2, 1])
     with open_at(tmp_path, keying) as checkpoints:

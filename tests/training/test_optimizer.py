@@ -22,7 +22,7 @@ from jaxpipe.training.optimizer import (
 )
 from jaxpipe.training.trainer import Trainer
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.versions
 
 
 @pytest.mark.parametrize(
