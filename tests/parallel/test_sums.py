@@ -165,7 +165,7 @@ def adversarial(kind, vocabulary=256):
 @pytest.mark.parametrize(
     ("run", "kind"),
     [("alone", "half"), ("alone", "all"), ("over tp", "all"), ("over all ranks", "half"),
-     ("gpt2", "half")],
+     ("gpt2", "half"), ("gpt2", "all")],
 )  # fmt: skip
 def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
     """Twice the median parameter's error at most.
