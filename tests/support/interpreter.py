@@ -52,12 +52,12 @@ class Rank:
     def forward(self, row, chunk):
         m = row.forward_mb
         stage = self.stage(chunk, m)
-        shared = row.ends is not None
+        shared = row.vocab_parallel is not None
         assert row.embed == (stage == 0 and not shared)
         if stage or shared:
             assert self.inbox[row.x_read] == ("y", stage - 1, m)
         self.y = ("y", stage, m)
-        if self.tables.trains:
+        if self.tables.has_gradients:
             self.for_b[row.for_b_write] = self.for_w[row.for_w_write] = (stage, m)
         sequence, slice_ = divmod(m, self.schedule.slices)
         if self.schedule.slices > 1:
@@ -102,8 +102,10 @@ class Rank:
     def work(self, row):
         """Run the actions of one tick, in the executor's order."""
         tables = self.tables
-        forward = row.chunk_of(Op.F) - 1
-        gradients = [(op, row.chunk_of(op) - 1) for op in (Op.B, Op.BW, Op.W) if row.chunk_of(op)]
+        forward = row.chunk_column(Op.F) - 1
+        gradients = [
+            (op, row.chunk_column(op) - 1) for op in (Op.B, Op.BW, Op.W) if row.chunk_column(op)
+        ]
         if row.pair:
             assert forward < 0
             assert not gradients
@@ -141,7 +143,7 @@ def brought_by(tables, turn, sent, rank, lane):
     """Return the message that a direction delivers to a rank, or None without a permute pair."""
     hop = tables.lanes[lane].hop
     sender = (rank - hop) % len(sent)
-    return sent[sender][lane] if (sender, rank) in tables.routes[turn][hop] else None
+    return sent[sender][lane] if (sender, rank) in tables.permute_pairs[turn][hop] else None
 
 
 def interpret(schedule, tables):
@@ -155,9 +157,9 @@ def interpret(schedule, tables):
     done, arriving = [], nothing
     for now in rows:
         if tables.lockstep.vocab_parallel:
-            assert len({row.ends[:3] for row in now}) == 1  # all ranks do the same
+            assert len({row.vocab_parallel[:3] for row in now}) == 1  # all ranks do the same
             for rank, row in zip(ranks, now):
-                rank.shared_ends(row.ends)
+                rank.shared_ends(row.vocab_parallel)
         sent = [
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]
@@ -174,5 +176,5 @@ def interpret(schedule, tables):
     assert len(done) == len(set(done))
     ends = sorted(end for rank in ranks for end in rank.ends)
     every = [(end, m) for end in ("embed", "head") for m in range(schedule.microbatches)]
-    assert ends == every or not tables.trains
+    assert ends == every or not tables.has_gradients
     return set(done)

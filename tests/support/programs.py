@@ -74,18 +74,18 @@ def executed_flops(trace, tables, rank):
     conds = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
     row = jax.tree.map(lambda column: column[:, rank], tables.columns)
     runs = []
-    if row.ends:
-        runs += [which > 0 for which in row.ends.head]
-        for returned, which in zip(row.ends.embed_gradient, row.ends.embed):
+    if row.vocab_parallel:
+        runs += [which > 0 for which in row.vocab_parallel.head]
+        for returned, which in zip(row.vocab_parallel.embed_gradient, row.vocab_parallel.embed):
             runs += [returned > 0, which > 0]
     runs += [row.pair == index + 1 for index in range(len(tables.pairs))]
-    runs += [row.chunk_of(Op.F) == chunk + 1 for chunk in tables.forwards]
-    if not row.ends:
+    runs += [row.chunk_column(Op.F) == chunk + 1 for chunk in tables.forwards]
+    if not row.vocab_parallel:
         runs += [row.head]
-    runs += [row.chunk_of(op) == chunk + 1 for op, chunk in tables.gradients]
+    runs += [row.chunk_column(op) == chunk + 1 for op, chunk in tables.gradients]
     if tables.slots.head:
         runs += [row.head_weight]
-    if not row.ends:
+    if not row.vocab_parallel:
         runs += [row.embed_gradient]
     assert len(conds) == len(runs)
 

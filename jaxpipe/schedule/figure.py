@@ -1,7 +1,7 @@
 """A schedule as a figure: the timeline of every rank, and below it the memory curves.
 
-`boxes` and `segments` compute what is drawn, the other functions draw it. All boxes of a colour are
-one path, so that tens of thousands of them take seconds and a small file.
+`timed_boxes` and `build_tracks` compute what is drawn, the other functions draw it. All boxes of a
+colour are one path, so that tens of thousands of them take seconds and a small file.
 """
 
 import html
@@ -16,7 +16,7 @@ from jaxpipe.schedule.action import Cell, Op, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.scan import scan_starts
-from jaxpipe.schedule.simulate import clock
+from jaxpipe.schedule.simulate import asynchronous_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ class Box(NamedTuple):
 
 
 class Track(NamedTuple):
-    """What is drawn of one rank: times in the unit of the costs, memory in that of `held`.
+    """What is drawn of one rank: times in the unit of the costs, memory in that of `memory`.
 
     Attributes:
       boxes: the non-empty cells.
@@ -69,13 +69,13 @@ class Track(NamedTuple):
     memory: list[tuple[float, float]]
 
 
-def picture(
+def draw_figure(
     schedule: Schedule,
     path: Path | str,
     *,
     costs: Costs | None = None,
     lockstep: Lockstep | None = None,
-    held: tuple[float, float] = (1.0, 1.0),
+    memory: tuple[float, float] = (1.0, 1.0),
     unit: str = "microbatches",
 ) -> None:
     """Draw the timeline and the memory curves of a schedule into a file.
@@ -87,25 +87,27 @@ def picture(
       schedule: the schedule to draw.
       path: the file, whose suffix is .svg, .pdf, .png or .html.
       costs: times of the ops; the time axis has their unit. None: F, B and W take 1.
-      lockstep: as in `boxes`.
-      held: as in `segments`.
-      unit: the unit of `held`, for the axis label.
+      lockstep: as in `timed_boxes`.
+      memory: as in `build_tracks`.
+      unit: the unit of `memory`, for the axis label.
 
     Raises `ScheduleError` for another suffix and where the schedule cannot finish.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"{path.name}: a picture ends in one of {', '.join(_SUFFIXES)}.")
-    rows = segments(boxes(schedule, costs or Costs(), lockstep), held)
-    title = _title(schedule, rows, " · lockstep" if lockstep else "")
+    rows = build_tracks(timed_boxes(schedule, costs or Costs(), lockstep), memory)
+    title = _build_title(schedule, rows, " · lockstep" if lockstep else "")
     time = "time (one F, B or W = 1)" if costs is None else "time (unit of the costs)"
     from matplotlib import style
 
     with style.context(["default", _STYLE]):
-        _save(_figure(schedule, rows, title, time, unit), path, title)
+        _save(_build_figure(schedule, rows, title, time, unit), path, title)
 
 
-def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) -> list[list[Box]]:
+def timed_boxes(
+    schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None
+) -> list[list[Box]]:
     """Return the timed cells of every rank, as the scan runs them, or asynchronously.
 
     With `lockstep` None every rank runs its cells as early as it can.
@@ -113,19 +115,19 @@ def boxes(schedule: Schedule, costs: Costs, lockstep: Lockstep | None = None) ->
     Raises `ScheduleError` where the schedule cannot finish.
     """
     if lockstep is None:
-        times = clock(schedule, costs)
+        times = asynchronous_times(schedule, costs)
         return [[Box(*t, cell) for t, cell in zip(*rank)] for rank in zip(times, schedule.ranks)]
     grid, starts = scan_starts(schedule, costs, lockstep)
     return [
-        [Box(t, t + costs.of_cell(cell), cell) for t, cell in zip(*rank) if cell.actions]
+        [Box(t, t + costs.cell_time(cell), cell) for t, cell in zip(*rank) if cell.actions]
         for rank in zip(starts.T.tolist(), zip(*grid))
     ]
 
 
-def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> list[Track]:
-    """Return the track of every rank, from the result of `boxes`.
+def build_tracks(lines: list[list[Box]], memory: tuple[float, float] = (1.0, 1.0)) -> list[Track]:
+    """Return the track of every rank, from the result of `timed_boxes`.
 
-    `held` is the memory of a microbatch in a stage, first from the start of F to the end of B or
+    `memory` is the memory of a microbatch in a stage, first from the start of F to the end of B or
     BW, then from there to the end of W.
     """
     end = max(box.end for line in lines for box in line)
@@ -135,31 +137,33 @@ def segments(lines: list[list[Box]], held: tuple[float, float] = (1.0, 1.0)) -> 
         idle = [(stop, start) for stop, start in zip(stops, starts) if stop < start]
         first = next((box.start for box in line if box.cell.gradient), end)
         last = max([first, *(box.end for box in line if box.cell.forward)])
-        rows.append(Track(line, idle, (0.0, first, last, end), _memory(line, held)))
+        rows.append(Track(line, idle, (0.0, first, last, end), _memory_curve(line, memory)))
     return rows
 
 
-def _memory(line: list[Box], held: tuple[float, float]) -> list[tuple[float, float]]:
-    change = {Op.B: held[1] - held[0], Op.W: -held[1], Op.BW: -held[0]}
+def _memory_curve(line: list[Box], memory: tuple[float, float]) -> list[tuple[float, float]]:
+    change = {Op.B: memory[1] - memory[0], Op.W: -memory[1], Op.BW: -memory[0]}
     amounts, now = {0.0: 0.0}, 0.0
     for start, end, (forward, gradient, _) in line:
         if forward:
-            amounts[start] = now = now + held[0]
+            amounts[start] = now = now + memory[0]
         if gradient:
             amounts[end] = now = now + change[gradient.op]
     return list(amounts.items())
 
 
-def _title(schedule: Schedule, rows: list[Track], clock: str) -> str:
+def _build_title(schedule: Schedule, rows: list[Track], clock: str) -> str:
     busy = sum(box.end - box.start for row in rows for box in row.boxes) / schedule.pp
     longest = max(row.boxes[-1].end - row.boxes[0].start for row in rows if row.boxes)
-    whole, span = (f"{abs(1 - busy / time):.1%}" for time in (rows[0].phases[-1], longest))
+    share, span = (f"{abs(1 - busy / time):.1%}" for time in (rows[0].phases[-1], longest))
     name = f"{schedule.name}{clock} · P = {schedule.pp}, M = {schedule.microbatches}"
-    also = f" ({span} of the longest rank's span)" if span != whole else ""
-    return f"{name} · bubble {whole}{also}"
+    also = f" ({span} of the longest rank's span)" if span != share else ""
+    return f"{name} · bubble {share}{also}"
 
 
-def _figure(schedule: Schedule, rows: list[Track], title: str, time: str, unit: str) -> "Figure":
+def _build_figure(
+    schedule: Schedule, rows: list[Track], title: str, time: str, unit: str
+) -> "Figure":
     from matplotlib.figure import Figure
 
     high = min(_RANK * len(rows), _RANKS)
@@ -189,33 +193,36 @@ def _shade(schedule: Schedule, stage: int, microbatch: int) -> int:
 
 def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Floats) -> None:
     """Draw boxes and idle intervals; `points` is the size of a unit of time and of a rank."""
-    found, idle = defaultdict(list), []  # (left, top, right, bottom), for boxes also the microbatch
+    corners, idle = (
+        defaultdict(list),
+        [],
+    )  # (left, top, right, bottom), for boxes also the microbatch
     for rank, row in enumerate(rows):
         idle += [(start, rank - _HALF, end, rank + _HALF) for start, end in row.idle]
         for start, end, cell in row.boxes:
             edges = np.linspace(rank - _HALF, rank + _HALF, len(cell.actions) + 1)
             for (op, stage, microbatch), top, bottom in zip(cell.actions, edges, edges[1:]):
                 kind = op, _shade(schedule, stage, microbatch)
-                found[kind].append((start, top, end, bottom, microbatch))
+                corners[kind].append((start, top, end, bottom, microbatch))
     narrowest = min(box.end - box.start for row in rows for box in row.boxes) * points[0]
     seams = {"edgecolor": "white", "linewidth": 0.6 if narrowest > 3 else 0}
-    last = max(shade for _, shade in found)
-    for op, shade in sorted(found, key=lambda kind: [*_LOOKS].index(kind[0])):
+    last = max(shade for _, shade in corners)
+    for op, shade in sorted(corners, key=lambda kind: [*_LOOKS].index(kind[0])):
         name, base = _LOOKS[op]
         colour = tuple(1 - (1 - part) * (1 - 0.5 * shade / max(1, last)) for part in base)
-        label = None if shade and (op, 0) in found else name
-        _rectangles(axes, found[op, shade], facecolor=colour, label=label, **seams)
-        _numbers(axes, found[op, shade], colour, points)
+        label = None if shade and (op, 0) in corners else name
+        _draw_rectangles(axes, corners[op, shade], facecolor=colour, label=label, **seams)
+        _draw_numbers(axes, corners[op, shade], colour, points)
     if last:
         who = "later chunks" if schedule.placement.mirrored_from is None else "from the last rank"
         axes.bar(0, 0, color="#B8B8B8", label=f"lighter: {who}")
-    _rectangles(axes, idle, label="idle", **_IDLE)
+    _draw_rectangles(axes, idle, label="idle", **_IDLE)
     axes.set(ylim=(len(rows) - 0.5, -0.5), yticks=range(0, len(rows), 1 + len(rows) // 40))
     axes.tick_params("both", length=0, pad=9, labelbottom=False)
     axes.spines[:].set_visible(False)
 
 
-def _rectangles(axes: "Axes", corners: list[_Floats], **looks: Any) -> None:
+def _draw_rectangles(axes: "Axes", corners: list[_Floats], **looks: Any) -> None:
     from matplotlib import patches, path
 
     polygons = [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, y0, x1, y1, *_ in corners]
@@ -224,7 +231,7 @@ def _rectangles(axes: "Axes", corners: list[_Floats], **looks: Any) -> None:
         axes.add_patch(patches.PathPatch(outline, **looks))
 
 
-def _numbers(axes: "Axes", corners: list[_Floats], colour: _Floats, points: _Floats) -> None:
+def _draw_numbers(axes: "Axes", corners: list[_Floats], colour: _Floats, points: _Floats) -> None:
     luminance = np.dot((0.2126, 0.7152, 0.0722), np.power(colour, 2.2))
     looks = {"color": "white" if luminance < 0.18 else "black", "ha": "center"}
     digits = len(str(max(number for *_, number in corners)))

@@ -12,38 +12,38 @@ import numpy as np
 from jaxpipe.schedule.action import Op, Schedule
 from jaxpipe.schedule.cells import Grid
 from jaxpipe.schedule.lifetimes import Buffers
-from jaxpipe.schedule.row import EndColumns
+from jaxpipe.schedule.row import VocabParallelColumns
 
 
-def ranks_of(stage: int, schedule: Schedule) -> tuple[int, ...]:
+def stage_ranks(stage: int, schedule: Schedule) -> tuple[int, ...]:
     """Return the sorted ranks that compute a stage for any microbatch."""
     ranks = {schedule.placement.rank(stage, m) for m in range(schedule.microbatches)}
     return tuple(sorted(ranks))
 
 
-def shared_end_columns(
-    schedule: Schedule, grid: Grid, slots: Sequence[Buffers[Mapping[Hashable, int]]], *, spare: int
-) -> EndColumns[np.ndarray]:
+def vocab_parallel_columns(
+    schedule: Schedule, grid: Grid, slots: Sequence[Buffers[Mapping[Hashable, int]]], *, dummy: int
+) -> VocabParallelColumns[np.ndarray]:
     """Return the columns of the vocabulary-parallel embedding and head.
 
     Args:
       schedule: the schedule that is lowered.
       grid: its cells, with an empty last tick.
       slots: slots of every rank by buffer; inbox slots have the reading action as key.
-      spare: index of the inbox's dummy slot.
+      dummy: index of the inbox's dummy slot.
     """
     shape, last = (len(grid), schedule.pp), schedule.stages - 1
-    first_ranks, last_ranks = ranks_of(0, schedule), ranks_of(last, schedule)
+    first_ranks, last_ranks = stage_ranks(0, schedule), stage_ranks(last, schedule)
 
     def numbers(ranks: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         return tuple(np.zeros(shape, np.int32) for _ in ranks)
 
-    columns = EndColumns(
+    columns = VocabParallelColumns(
         embed=numbers(first_ranks),
         head=numbers(last_ranks),
         embed_gradient=numbers(first_ranks),
-        embed_write=np.full(shape, spare, np.int32),
-        dy_write=np.full(shape, spare, np.int32),
+        embed_write=np.full(shape, dummy, np.int32),
+        dy_write=np.full(shape, dummy, np.int32),
     )
     embed, head, embed_gradient = (
         dict(zip(ranks, of_ranks))

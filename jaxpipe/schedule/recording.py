@@ -33,32 +33,32 @@ class Event:
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick of one rank: permutes from `begin` to `works`, compute from `works` to `end`."""
+    """One tick of one rank: permutes run from `begin` to `compute_begin`, compute to `end`."""
 
     number: int
     cell: Cell
     begin: float
-    works: float
+    compute_begin: float
     end: float
-    stages: bool = False  # whether the label names stages
+    labels_stages: bool = False  # whether the label names stages
 
     @property
     def label(self) -> str:
         """The label of the cell, as in timelines."""
-        return label(*self.cell.actions, stages=self.stages) or "idle"
+        return label(*self.cell.actions, stages=self.labels_stages) or "idle"
 
 
-Ranks = Mapping[int, Sequence[Tick]]
+RankTicks = Mapping[int, Sequence[Tick]]
 
 
-def ticks_of(
+def match_ticks(
     events: Iterable[Event],
     grid: Sequence[Sequence[Cell]],
     ranks: Mapping[int, int],
     *,
     turns: int = 1,
-    stages: bool = False,
-) -> Ranks:
+    labels_stages: bool = False,
+) -> RankTicks:
     """Return the ticks of every requested rank.
 
     Args:
@@ -66,7 +66,7 @@ def ticks_of(
       grid: the cells of the schedule, `[tick][rank]`.
       ranks: pipeline rank by device, for the devices to read.
       turns: as in `Lockstep`.
-      stages: whether the labels of ticks name stages.
+      labels_stages: whether the labels of ticks name stages.
 
     Raises `ProfileError` where a device is missing or no permute runs once per tick.
     """
@@ -74,17 +74,19 @@ def ticks_of(
     for event in events:
         if event.device in ranks:
             by_device[event.device].append(event)
-    found = {}
+    ticks_by_rank = {}
     for device, recorded in by_device.items():
         cells = [row[ranks[device]] for row in grid]
-        ticks = _of_device(recorded, cells, turns)
-        found[ranks[device]] = [replace(tick, stages=stages) for tick in ticks]
-    if set(found) != set(ranks.values()):
+        ticks = _match_device(recorded, cells, turns)
+        ticks_by_rank[ranks[device]] = [
+            replace(tick, labels_stages=labels_stages) for tick in ticks
+        ]
+    if set(ticks_by_rank) != set(ranks.values()):
         raise ProfileError("the recording lacks some of the devices: was it another run's?")
-    return dict(sorted(found.items()))
+    return dict(sorted(ticks_by_rank.items()))
 
 
-def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]:
+def _match_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]:
     permutes = [event for event in events if event.name.startswith(_PERMUTES)]
     counts = Counter(event.name for event in permutes)
     shares = {len(cells[turn::turns]) for turn in range(turns)}
@@ -109,28 +111,28 @@ def _of_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]
     return [Tick(*each) for each in zip(range(len(cells)), cells, begins, works, ends)]
 
 
-def bubbles(ranks: Ranks) -> dict[int, float]:
+def rank_bubbles(ranks: RankTicks) -> dict[int, float]:
     """Return per rank the share of the scan's time in which it computes no action."""
     begin = min(ticks[0].begin for ticks in ranks.values())
     end = max(ticks[-1].end for ticks in ranks.values())
     return {
-        rank: 1 - sum(t.end - t.works for t in ticks if t.cell.actions) / (end - begin)
+        rank: 1 - sum(t.end - t.compute_begin for t in ticks if t.cell.actions) / (end - begin)
         for rank, ticks in ranks.items()
     }
 
 
-def op_seconds(ranks: Ranks) -> dict[tuple[Op, int], float]:
+def median_op_seconds(ranks: RankTicks) -> dict[tuple[Op, int], float]:
     """Return median seconds by op and stage, from the ticks with a single action."""
-    found = defaultdict(list)
+    seconds = defaultdict(list)
     for ticks in ranks.values():
         for tick in ticks:
             if len(tick.cell.actions) == 1:
                 (action,) = tick.cell.actions
-                found[action.op, action.stage].append(tick.end - tick.works)
-    return {key: median(times) for key, times in sorted(found.items(), key=lambda k: str(k[0]))}
+                seconds[action.op, action.stage].append(tick.end - tick.compute_begin)
+    return {key: median(times) for key, times in sorted(seconds.items(), key=lambda k: str(k[0]))}
 
 
-def write_trace(ranks: Ranks, path: Path) -> None:
+def write_trace(ranks: RankTicks, path: Path) -> None:
     """Write JSON for Perfetto or chrome://tracing: a track per rank, a box per tick and permute."""
     start = min(ticks[0].begin for ticks in ranks.values())
     events: list[dict[str, object]] = [
@@ -146,6 +148,6 @@ def write_trace(ranks: Ranks, path: Path) -> None:
 
     for rank, ticks in ranks.items():
         for tick in ticks:
-            events.append(box(rank, tick, "exchange", tick.begin, tick.works))
-            events.append(box(rank, tick, tick.label, tick.works, tick.end))
+            events.append(box(rank, tick, "exchange", tick.begin, tick.compute_begin))
+            events.append(box(rank, tick, tick.label, tick.compute_begin, tick.end))
     path.write_text(json.dumps({"traceEvents": events}))
