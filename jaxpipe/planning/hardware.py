@@ -8,6 +8,7 @@ import msgspec
 
 from jaxpipe.config import Config, ConfigError, to_toml
 from jaxpipe.planning.costs import costs_of, essentials
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import DEVICES, Device
 from jaxpipe.schedule import Costs
 
@@ -261,6 +262,34 @@ def read_measured(path: Path) -> OpSeconds:
             '{"seconds": {"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": '
             "1e-4}}."
         ) from error
+
+
+def measured_seconds(config: Config) -> OpSeconds | None:
+    """The measured seconds that `parallel.costs` names; None: none, or none yet.
+
+    Process 0 reads them for all processes, which call this together. Raises `ConfigError` as
+    `read_measured` does.
+    """
+    costs = config.parallel.costs
+    if not costs:
+        return None
+
+    def read() -> str:
+        found = read_own(config) if costs == "measure" else read_measured(Path(costs))
+        return msgspec.json.encode(found).decode()
+
+    return msgspec.json.decode(processes.from_first("costs", read), type=OpSeconds | None)
+
+
+def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
+    """Return measured seconds if there are any (`parallel.costs`), else those of the hardware.
+
+    Copies with the host are never measured.
+    """
+    hardware, measured = hardware or Hardware(), measured_seconds(config)
+    if measured is None:
+        return analytic(config, hardware)
+    return msgspec.structs.replace(measured, copies=copies_of(config, hardware))
 
 
 def own_costs(config: Config) -> Path:

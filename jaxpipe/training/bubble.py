@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.ticks import closing_tick
-from jaxpipe.planning import op_seconds
 from jaxpipe.schedule import simulate
 from jaxpipe.schedule.lower import grid_of
 from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
@@ -70,9 +69,8 @@ class BubbleMeter:
         return state, metrics | both
 
     def _predicted(self, pipeline: Pipeline) -> float:
-        config, choice = self._trainer.config, self._trainer.choice
-        costs = choice.costs(choice.settled(config), op_seconds(config))
-        return simulate(pipeline.schedule, costs, choice.lockstep).bubble_scan
+        plan = self._trainer.plan
+        return simulate(pipeline.schedule, plan.costs, plan.lockstep).bubble_scan
 
 
 def _kept(made: list[Tree], result: Tree) -> Tree:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import msgspec
 
 from jaxpipe import config as configs
@@ -15,7 +16,7 @@ from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.opening import prepared_folders
 from jaxpipe.data.sources import Data
-from jaxpipe.planning.checks import filled
+from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -112,10 +113,10 @@ def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str
     }
 
 
-def on_one_device(config: Config) -> Config:
-    """The configuration on one device, whose initial state equals that on any mesh."""
+def resolve_on_one_device(config: Config, device: jax.Device) -> RunPlan:
+    """The plan of a run on one device, whose initial state equals that on any mesh."""
     alone = msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
-    return filled(alone, 1)
+    return resolve(alone, Devices.present([device]))
 
 
 def _resumed(

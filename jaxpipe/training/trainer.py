@@ -1,11 +1,11 @@
-"""The objects of a run, built from its configuration: mesh, model, state and compiled steps."""
+"""The objects of a run, built from its plan: mesh, model, state and compiled steps."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.planning import Choice, chosen, decided
+from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training import optimizer as optimizers
@@ -48,18 +47,27 @@ class Trainer:
     """The parts of a run that do not read or write files.
 
     Attributes:
-      config: the run's configuration; "auto" settings are decided for the devices.
+      plan: of the run: its concrete configuration, schedule and stages.
       devices: the devices of the mesh, in order; None: all devices.
-      memory: memory of a device [bytes]; None: from its data sheet, if known.
     """
 
-    config: Config
-    devices: tuple[jax.Device, ...] | None = None
-    memory: float | None = None
+    plan: RunPlan
+    devices: Sequence[jax.Device] | None = None
 
-    def __post_init__(self) -> None:
-        platform = self.devices[0].platform if self.devices else jax.default_backend()
-        object.__setattr__(self, "config", decided(self.config, platform))
+    @classmethod
+    def resolve(
+        cls, config: Config, devices: Sequence[jax.Device] | None = None, **more: Any
+    ) -> Self:
+        """The trainer of a configuration, resolved for these devices; None: all devices.
+
+        `more` are fields of a subclass. Raises `ConfigError` as `planning.resolve` does.
+        """
+        return cls(resolve(config, Devices.present(devices or jax.devices())), devices, **more)
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration, with concrete settings."""
+        return self.plan.config
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -75,19 +83,12 @@ class Trainer:
     def layout(self) -> StageLayout:
         """The layers of each stage, and the pipeline rank of each stage."""
         kinds = self.model.functions.layer_kinds(self.config.model.n_layers)
-        return StageLayout(self.choice.layers, self.schedule.placement, kinds)
-
-    @cached_property
-    def choice(self) -> Choice:
-        """Layers per stage, schedule and lockstep parameters for the configuration and devices."""
-        device = self.mesh.devices.flat[0]
-        memory = self.memory or device_memory(device.device_kind)
-        return chosen(self.config, platform=device.platform, memory=memory)
+        return StageLayout(self.plan.layers, self.schedule.placement, kinds)
 
     @property
     def schedule(self) -> Schedule:
         """The order of actions on every pipeline rank."""
-        return self.choice.schedule
+        return self.plan.schedule
 
     @cached_property
     def execution(self) -> Execution:
@@ -96,7 +97,7 @@ class Trainer:
         printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Execution(
-            lockstep=self.choice.lockstep,
+            lockstep=self.plan.lockstep,
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,

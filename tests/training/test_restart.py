@@ -100,7 +100,7 @@ def test_moments_step_and_rate_go_on(run, monkeypatch):
     run(6, "train.seed=0", "data.restart=true")
     got = metrics(run.directory)
     config = load(SMALL, [*ONE, "train.steps=6", "train.seed=7"])
-    trainer = Trainer(config)
+    trainer = Trainer.resolve(config)
     old, new = (
         train._data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
     )
