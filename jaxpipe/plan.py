@@ -219,7 +219,7 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
     from jaxpipe.gpu import check, report, several
 
-    every = several.asked(
+    every = several.requests(
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
         arguments.schedules or (), arguments.memory,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
     elif len(found) > 1:
-        Console(highlight=False, width=140).print(several.table(every, found))
+        Console(highlight=False, width=140).print(several.table_of(every, found))
     else:
         print("\n".join(report.lines(found[0])))
     return 0 if all(one.fits for one in found) else 1

@@ -140,11 +140,11 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
     from jaxpipe.training.routes import record
-    from jaxpipe.training.start import Seen, describe, resolve_on_one_device, start
+    from jaxpipe.training.start import DataPosition, describe, resolve_on_one_device, start
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
-    directory, said = Path(config.run.dir), []
+    directory, messages = Path(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
     devices = jax.devices()
@@ -154,12 +154,12 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     else:
         plan = resolve(config, Devices.present(devices, per_host=processes.devices_of_host()))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(directory, said.append))
+        stack.enter_context(locked(directory, messages.append))
         if plan.config.parallel.costs == "measure":
             from jaxpipe.training.measured_costs import measure
 
             plan, message = measure(plan)
-            said.append(message)
+            messages.append(message)
         trainer, config = Trainer(plan, devices), plan.config
         data = _data(config, directory)
         processes.check_alike("results", lambda: results_of(plan, data))
@@ -184,10 +184,10 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
             state = trainer.init()
-            checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
+            checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
             return 0
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
-        for part in (*said, summary(trainer), *remarks(data.train, samples)):
+        for part in (*messages, summary(trainer), *remarks(data.train, samples)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:

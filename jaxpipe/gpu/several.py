@@ -19,17 +19,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A card, and the plan of the run to compile for it."""
 
     card: str
     plan: RunPlan
 
 
-def asked(
+def requests(
     path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
     schedules: Sequence[str], memory: float | None = None,
-) -> list[Asked]:  # fmt: skip
+) -> list[Request]:  # fmt: skip
     """Load and resolve the configuration for all combinations of cards, devices and schedules.
 
     An empty list keeps the configuration's value. For several device counts, parallel.dp is set to
@@ -43,7 +43,9 @@ def asked(
             named = [f"parallel.schedule={schedule}"] if schedule else []
             config = configs.load(path, [*overrides, *replicas, *named])
             check_settings(config)
-            found += [Asked(card, resolve(config, _devices(card, count, memory))) for card in cards]
+            found += [
+                Request(card, resolve(config, _devices(card, count, memory))) for card in cards
+            ]
     return found
 
 
@@ -51,15 +53,15 @@ def _devices(card: str, count: int | None, memory: float | None) -> Devices:
     return Devices("cuda", count, memory=memory or memory_of(card), hardware=Hardware(card.upper()))
 
 
-def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
+def table_of(every: Sequence[Request], reports: Sequence[Report]) -> Table:
     """Return a table with a row per combination."""
-    made = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
+    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for one, report in zip(every, reports):
-        made.add_row(*_row(one, report))
-    return made
+        table.add_row(*_row(one, report))
+    return table
 
 
-def _row(one: Asked, report: Report) -> list[str]:
+def _row(one: Request, report: Report) -> list[str]:
     program, (step, planned) = report.program, report.step
     return [
         report.card,

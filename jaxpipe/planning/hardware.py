@@ -160,15 +160,15 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not split:
             b = w = layer.whole_backward / 2, copies.B / 2, (exchange.B + exchange.W) / 2
 
-        def of(n: int, compute: float, copy: float, exchanged: float) -> float:
+        def layers_take(n: int, compute: float, copy: float, exchanged: float) -> float:
             return copies.beside(copy, compute + exchanged, n)
 
         f = layer.F, copies.F, exchange.F
         exchanges = (tuple(n * op[-1] for n in layers) for op in (f, b, w))
         return Costs(
-            F=tuple(of(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
-            B=tuple(of(n, *b) + e for n, e in zip(layers, returned)),
-            W=tuple(of(n, *w) for n in layers),
+            F=tuple(layers_take(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
+            B=tuple(layers_take(n, *b) + e for n, e in zip(layers, returned)),
+            W=tuple(layers_take(n, *w) for n in layers),
             transfer=self.transfer,
             exchange=Costs(*exchanges) if pairs and exchange != NO_EXCHANGE else None,
         )

@@ -13,7 +13,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.device_checks import check_devices
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import OpSeconds, op_seconds
-from jaxpipe.planning.limits import room_of
+from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
@@ -149,9 +149,9 @@ def arrange(
         )
     plan = RunPlan(config, devices, schedule, layers, lockstep, seconds)
     if parallel.memory_limit:
-        room = room_of(config, plan.layout, devices.memory)
-        with room.explaining():
-            check_memory(schedule, room.memory, room.limit, lockstep)
+        limit = activation_limit_of(config, plan.layout, devices.memory)
+        with limit.explaining():
+            check_memory(schedule, limit.memory, limit.limit, lockstep)
     if effort == QUICK:
         return plan
     turns = not lockstep.meets and parallel.transfer_ticks != 2
@@ -258,9 +258,9 @@ def _schedule_of(
         options["lockstep"] = replace(lockstep, in_flight=None)
     if not parallel.memory_limit:
         return _build(*sizes, tuple(options.items()))
-    room = room_of(config, layout_of(config, placement, layers), devices.memory)
-    options |= {"memory": room.memory, "memory_limit": room.limit}
-    with room.explaining():
+    limit = activation_limit_of(config, layout_of(config, placement, layers), devices.memory)
+    options |= {"memory": limit.memory, "memory_limit": limit.limit}
+    with limit.explaining():
         return _build(*sizes, tuple(options.items()))
 
 

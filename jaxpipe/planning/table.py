@@ -33,7 +33,7 @@ class _Extra(NamedTuple):
 
     name: str
     legend: str
-    of: Callable[[Estimate], float | None]
+    value: Callable[[Estimate], float | None]
     form: str
 
 
@@ -114,7 +114,7 @@ class Plan:
                 f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
                 f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
                 f"{one.tokens_per_second:,.0f}",
-                *(_formed(extra.of(one), extra.form) for extra in self._extras),
+                *(_format(extra.value(one), extra.form) for extra in self._extras),
                 style="bold" if chosen else "" if fits else "dim",
             )  # fmt: skip
         return table
@@ -122,7 +122,9 @@ class Plan:
     @property
     def _extras(self) -> list[_Extra]:
         return [
-            extra for extra in _EXTRAS if any(extra.of(one) is not None for one in self.estimates)
+            extra
+            for extra in _EXTRAS
+            if any(extra.value(one) is not None for one in self.estimates)
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -177,5 +179,5 @@ def _ends(one: Estimate) -> str:
     return "shared" if one.plan.lockstep.vocab_parallel else "own"
 
 
-def _formed(value: float | None, form: str) -> str:
+def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)

@@ -53,16 +53,16 @@ class BubbleMeter:
             return step(state, batch)
         state = jax.block_until_ready(state)
         pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
-        made: list[tuple[State, dict[str, Any]]] = []
+        results: list[tuple[State, dict[str, Any]]] = []
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                _, events = recorded(lambda: _kept(made, step(state, batch)), Path(folder))
+                _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
                 found = bubbles(ticks(pipeline, events))
         except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
             self._say(f"log.bubble_every: {error}; no more steps are recorded")
             self._every = 0
-            return made[0] if made else step(state, batch)
-        state, metrics = made[0]
+            return results[0] if results else step(state, batch)
+        state, metrics = results[0]
         both = {"bubble": fmean(found.values()), "bubble_predicted": self._predicted(pipeline)}
         if several:
             both = {name: np.full(len(numbers), value) for name, value in both.items()}
@@ -73,8 +73,8 @@ class BubbleMeter:
         return simulate(pipeline.schedule, plan.costs, plan.lockstep).bubble_scan
 
 
-def _kept(made: list[Tree], result: Tree) -> Tree:
-    made.append(jax.block_until_ready(result))
+def _keep(results: list[Tree], result: Tree) -> Tree:
+    results.append(jax.block_until_ready(result))
     return result
 
 
@@ -84,9 +84,9 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
     The profiler's files stay in `folder`. Raises `OSError` where they cannot be written.
     """
     with recording(folder):
-        made = jax.block_until_ready(run())
+        result = jax.block_until_ready(run())
     newest = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    return made, events_of(newest)
+    return result, events_of(newest)
 
 
 def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:

@@ -95,7 +95,7 @@ class Trainer:
         """How the schedule is executed on this kind of device."""
         parallel, train, debug = self.config.parallel, self.config.train, self.config.debug
         printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self.plan.devices.on_cpu
         return Execution(
             lockstep=self.plan.lockstep,
             remat=train.remat,
@@ -150,12 +150,12 @@ class Trainer:
     def state_shardings(self) -> State:
         """Shardings of the state: moments like parameters, all other arrays replicated."""
 
-        def of(node: Tree) -> Tree:
+        def sharding_of(node: Tree) -> Tree:
             if is_stage_stacked(node):
                 return self.sharding.named_shardings(node)
             return NamedSharding(self.mesh, PartitionSpec())
 
-        every = jax.tree.map(of, self.state_shapes, is_leaf=is_stage_stacked)
+        every = jax.tree.map(sharding_of, self.state_shapes, is_leaf=is_stage_stacked)
         if self.config.train.offload_moments:
             every = every._replace(optimizer=moments.kept_on_host(every.optimizer))
         return every
@@ -175,8 +175,8 @@ class Trainer:
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
-        made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
-        return made(params)
+        init = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
+        return init(params)
 
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
@@ -225,11 +225,11 @@ class Trainer:
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         """The function of `train_step`, for use within compiled functions."""
-        made = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
-        has_targets = (made.counts > 0).any()
-        loss = self.first_loss(made.losses)
-        state, metrics = self.update(state, loss, made.gradients, made.aux, has_targets)
-        return state, metrics | self.losses_of(made.losses, made.counts, made.aux_losses)
+        outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
+        has_targets = (outputs.counts > 0).any()
+        loss = self.first_loss(outputs.losses)
+        state, metrics = self.update(state, loss, outputs.gradients, outputs.aux, has_targets)
+        return state, metrics | self.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
 
     def first_loss(self, shares: jax.Array) -> jax.Array:
         """The first of the head's K losses from shares `[M]` or `[M, K]`; 0 without targets."""
@@ -263,12 +263,12 @@ class Trainer:
         offloads, before = self.config.train.offload_moments, state.optimizer
         if offloads:
             before, updates = moments.fetched(before, updates)
-        params, made = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
+        params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
             variables = optimizers.chosen(updates, following(variables, side), variables)
-        made = moments.returned(made) if offloads else made
-        return State(params, made, state.step + ~stops, variables, guard), metrics
+        after = moments.returned(after) if offloads else after
+        return State(params, after, state.step + ~stops, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:
@@ -279,12 +279,12 @@ class Trainer:
         """
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            held = state.optimizer
+            moment_tree = state.optimizer
             if self.config.train.offload_moments:
-                held, _ = moments.fetched(held, state.step)
-            params = optimizers.averaged(self.config.optimizer, held, state.params)
-            made = self.pipeline.forward(params, batch, state.variables)
-            return self.first_loss(made.losses), made.counts
+                moment_tree, _ = moments.fetched(moment_tree, state.step)
+            params = optimizers.averaged(self.config.optimizer, moment_tree, state.params)
+            outputs = self.pipeline.forward(params, batch, state.variables)
+            return self.first_loss(outputs.losses), outputs.counts
 
         return jax.jit(
             loss,
@@ -295,8 +295,7 @@ class Trainer:
     @cached_property
     def feed(self) -> Feed:
         """Shards host batches over the mesh."""
-        numbered = "samples" in (self.model.functions.batch_keys or ())
-        return Feed(self.config, self.mesh, numbered)
+        return Feed(self.config, self.mesh, "samples" in (self.model.functions.batch_keys or ()))
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
         """Put a host batch on the devices by `Feed.put`."""

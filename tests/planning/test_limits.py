@@ -11,7 +11,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
 from jaxpipe.planning import arrange, rank_bytes
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.limits import room_of
+from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.schedule import FAMILIES, Memory, Op, ScheduleError, build, peak_memory
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -125,7 +125,7 @@ def test_deferred_ends_are_kept_too():
     units = []
     for more in ((), ("parallel.defer_ends=true",)):
         config = configs.load(SMALL, [*sizes, *more])
-        room = room_of(config, arrange(config).layout, None)
+        room = activation_limit_of(config, arrange(config).layout, None)
         units.append(room.unit)
     logits, message = 32 * 256 * 4, costs_of(config).message
     assert units[1] - units[0] == logits + message

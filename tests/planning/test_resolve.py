@@ -36,7 +36,7 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_auto"])
 def test_a_run_builds_its_schedule_once(schedule, tmp_path, calls):
     how = [f"run.dir={tmp_path}", f"parallel.schedule={schedule}", "train.steps=1"]
     assert train.main([str(SMALL), *how]) == 0
