@@ -38,6 +38,7 @@ from jaxpipe.bench.processes import BenchError, Group, loss_of, processor, secon
 from jaxpipe.bench.results import Peak, Result, Steps, table
 from jaxpipe.bench.rounds import Rounds, Runner
 from jaxpipe.bench.variants import (
+    CPUS,
     DEFAULT,
     PP,
     VARIANTS,
@@ -322,4 +323,4 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
                 raise ConfigError(f"--microbatches {microbatches} must be even, for two replicas.")
             variant = VARIANTS[name].config(config, microbatches)
             check_settings(variant)
-            resolve(variant)
+            resolve(variant, CPUS)

@@ -1,5 +1,8 @@
 """A run that measures its own ops: on its mesh, once, and the schedule that follows from them."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 from commands import SMALL, metrics
 
@@ -19,6 +22,7 @@ from jaxpipe.planning import (
     resolve,
     write_own,
 )
+from jaxpipe.runtime import processes
 from jaxpipe.training import measured_costs
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
@@ -79,6 +83,16 @@ def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     plain = load(tmp_path / "plain", "parallel.schedule=1f1b")
     _, message = measured_costs.measure(resolve(plain, CPUS))
     assert "1f1b has one order, whatever ops cost; " in message
+
+
+def test_process_0_reads_for_the_others(tmp_path, monkeypatch):
+    """This process has no file: its directory is on another host."""
+    sent = msgspec.json.encode(SECONDS).decode()
+    service = SimpleNamespace(gather=lambda name, text: [sent, text])
+    monkeypatch.setattr(processes, "_met", [SimpleNamespace(service=service)])
+    monkeypatch.setattr(processes, "first", lambda: False)
+    assert op_seconds(load(tmp_path)) == SECONDS
+    assert op_seconds(load(tmp_path, f"parallel.costs={tmp_path}/none.json")) == SECONDS
 
 
 def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
