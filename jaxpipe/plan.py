@@ -33,6 +33,7 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.expected import Expected, expected
 from jaxpipe.gpu.cards import CARDS, named
 from jaxpipe.planning import (
+    Devices,
     Estimate,
     Hardware,
     Plan,
@@ -41,9 +42,10 @@ from jaxpipe.planning import (
     op_seconds,
     overlapped,
 )
-from jaxpipe.planning.checks import check_sizes, filled
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.rules import rules_table
+from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
 from jaxpipe.schedule.figure import draw_figure
@@ -139,17 +141,20 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = [*overrides, f"parallel.costs={arguments.costs}"]
     if len(arguments.devices or ()) > 1 or arguments.schedules:
         raise ConfigError("several --devices and --schedules are for --check-gpu: leave them out.")
-    config = filled(configs.load(arguments.config, overrides), (arguments.devices or [None])[0])
-    check_sizes(config)
+    config = configs.load(arguments.config, overrides)
+    check_settings(config)
+    config = resolve_sizes(config, (arguments.devices or [None])[0])
     hardware = Hardware(
         arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
     )
     memory = arguments.memory or DEVICES[arguments.device].memory
+    # A run knows the device, and not these links.
+    devices = replace(Devices.planned(config), memory=memory, hardware=Hardware(arguments.device))
     try:
         forwards = config.parallel.pp * config.train.grad_accum_steps
         with _no_search_for_cycles(), helpers(forwards) as pool:
             seconds = op_seconds(config, hardware)
-            found, refused = estimates(config, seconds, memory=memory, helpers=pool)
+            found, refused = estimates(config, seconds, devices=devices, helpers=pool)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not found:
@@ -159,10 +164,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         rows = expected(arguments.lengths, config.data, config.train.seq_len)
         found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
-        found = [overlapped(config, one, seconds, steps) for one in found]
-    advice = advise(config, found, seconds, memory=memory, bubble=arguments.bubble)
+        found = [overlapped(one, steps) for one in found]
+    advice = advise(config, found, memory=memory, bubble=arguments.bubble)
     if rows and advice.best:
-        best = next(one for one in found if one.candidate.label == advice.best)
+        best = next(one for one in found if one.label == advice.best)
         sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
     plan = Plan(config, tuple(found), refused, advice, seconds, memory)
@@ -171,16 +176,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.as_json(), indent=1))
     else:
         plan.show(Console(highlight=False, width=max(96, Console().width)))
-    choice = shown.candidate.choice
+    run = shown.plan
     if steps and (arguments.timeline or arguments.picture):
-        choice = replace(choice, schedule=fuse_steps(choice.schedule, steps))
+        run = replace(run, schedule=fuse_steps(run.schedule, steps))
     if arguments.timeline:
-        drawn = draw_timeline(choice.schedule, choice.lockstep)
+        drawn = draw_timeline(run.schedule, run.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        costs = choice.costs(config, seconds)
-        draw_figure(choice.schedule, arguments.picture, costs=costs, lockstep=choice.lockstep)
-        print(f"drew {shown.candidate.label} to {arguments.picture}", file=sys.stderr)
+        draw_figure(
+            run.schedule, arguments.picture,
+            costs=run.costs, lockstep=run.lockstep,
+        )  # fmt: skip
+        print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
     if arguments.write:
         _write(config, shown, arguments.write)
     return 0
@@ -197,12 +204,10 @@ def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -
     """
     tokens = sum(length * count for length, count in rows.documents.items())
     flops = config.model.flops_of_documents(rows.documents) / tokens
-    parallel = config.parallel
-    devices = parallel.pp * parallel.dp * parallel.tp
-    mfu = best.tokens_per_second / devices * flops / peak
+    mfu = best.tokens_per_second / config.parallel.devices * flops / peak
     return (
         f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "
-        f"only that is in tokens/s; {best.candidate.label}: MFU {mfu:.1%}, attention counted as "
+        f"only that is in tokens/s; {best.label}: MFU {mfu:.1%}, attention counted as "
         f"long as documents are."
     )
 
@@ -214,16 +219,16 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
     from jaxpipe.gpu import check, report, several
 
-    every = several.asked(
+    every = several.requests(
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
-        arguments.schedules or (),
+        arguments.schedules or (), arguments.memory,
     )  # fmt: skip
-    found = [check.check(one.config, one.card, memory=arguments.memory) for one in every]
+    found = [check.check(one.plan, one.card) for one in every]
     as_json = [report.as_json(one) for one in found]
     if arguments.json:
         print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
     elif len(found) > 1:
-        Console(highlight=False, width=140).print(several.table(every, found))
+        Console(highlight=False, width=140).print(several.table_of(every, found))
     else:
         print("\n".join(report.lines(found[0])))
     return 0 if all(one.fits for one in found) else 1
@@ -231,11 +236,11 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
 
 def _shown(found: Sequence[Estimate], label: str | None) -> Estimate:
     for one in found:
-        if one.candidate.label == (label or found[0].candidate.label):
+        if one.label == (label or found[0].label):
             return one
     raise ConfigError(
         f"--show {label!r} is not in the table: use one of "
-        f"{', '.join(repr(e.candidate.label) for e in found)}."
+        f"{', '.join(repr(e.label) for e in found)}."
     )
 
 
@@ -244,15 +249,15 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     if path.suffix not in (".csv", ".json"):
         raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
     try:
-        write_schedule(shown.candidate.choice.schedule, path)
+        write_schedule(shown.plan.schedule, path)
     except OSError as error:
         raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
-    lockstep = shown.candidate.choice.lockstep
+    lockstep = shown.plan.lockstep
     named |= {"in_flight": lockstep.in_flight or 0, "vocab_parallel_pp": lockstep.vocab_parallel}
     changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
     how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
-    print(f"wrote {shown.candidate.label}; to run it: {how}", file=sys.stderr)
+    print(f"wrote {shown.label}; to run it: {how}", file=sys.stderr)
 
 
 def _as_toml(value: Any) -> str:

@@ -19,8 +19,9 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
-from jaxpipe.planning.checks import filled, validate
-from jaxpipe.runtime.devices import check_devices, device_memory
+from jaxpipe.planning import Devices, resolve
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.recording import (
@@ -41,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(parser, argv)
         config = configs.load(arguments.config, arguments.overrides)
-        known = config.runtime.cpu_devices or None
-        validate(filled(config, known or config.parallel.least_devices), devices=known)
+        check_settings(config)
         if config.parallel.pp == 1:
             raise ConfigError("parallel.pp=1 has no ticks to tell apart: profile a pipeline.")
         ranks = profile(config, arguments.out)
@@ -78,15 +78,8 @@ def profile(config: Config, out: Path) -> RankTicks:
     from jaxpipe.training.feed import random_batch
     from jaxpipe.training.trainer import Trainer
 
-    config = filled(config, jax.device_count())
-    validate(
-        config,
-        devices=jax.device_count(),
-        platform=jax.default_backend(),
-        memory=device_memory(jax.devices()[0].device_kind),
-    )
-    trainer = Trainer(config)
-    state, batch = trainer.init(), trainer.put(random_batch(config))
+    trainer = Trainer(resolve(config, Devices.present(jax.devices())))
+    state, batch = trainer.init(), trainer.put(random_batch(trainer.config))
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.train_step(state, batch))
     try:

@@ -21,10 +21,11 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning import Devices, resolve
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import check_devices, device_memory
+from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
@@ -119,8 +120,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     """
     if record_routes:
         check_recording(config, processes.started())
-    known = processes.started() * config.runtime.cpu_devices or None
-    validate(filled(config, known or config.parallel.least_devices), devices=known)
+    check_settings(config)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
@@ -131,6 +131,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
 
     from jaxpipe.checkpoint import Checkpoints, Keying
     from jaxpipe.data.remarks import remarks
+    from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
@@ -139,27 +140,29 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
     from jaxpipe.training.routes import record
-    from jaxpipe.training.start import Seen, describe, on_one_device, start
+    from jaxpipe.training.start import DataPosition, describe, resolve_on_one_device, start
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
-    directory, said = Path(config.run.dir), []
+    directory, messages = Path(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
-    if not only_seed:
-        config = _for_devices(config)
+    check_version(jax.default_backend())
+    devices = jax.devices()
+    if only_seed:
+        devices = devices[:1]
+        plan = resolve_on_one_device(config, devices[0])
+    else:
+        plan = resolve(config, Devices.present(devices, per_host=processes.devices_of_host()))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(directory, said.append))
-        if only_seed:
-            trainer = Trainer(on_one_device(config), (jax.devices()[0],))
-        else:
-            if config.parallel.costs == "measure":
-                from jaxpipe.training.measured_costs import measure
+        stack.enter_context(locked(directory, messages.append))
+        if plan.config.parallel.costs == "measure":
+            from jaxpipe.training.measured_costs import measure
 
-                memory = device_memory(jax.devices()[0].device_kind)
-                said.append(measure(config, memory=memory))
-            trainer = Trainer(config)
+            plan, message = measure(plan)
+            messages.append(message)
+        trainer, config = Trainer(plan, devices), plan.config
         data = _data(config, directory)
-        processes.check_alike("results", lambda: results_of(trainer, data))
+        processes.check_alike("results", lambda: results_of(plan, data))
         if config.train.eval_every:
             data.heldout.batches(0, **trainer.feed.sizes).close()  # raises if there is too little
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
@@ -181,10 +184,10 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                     f"{checkpoints.steps}: give another run.dir for a seed."
                 )
             state = trainer.init()
-            checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
+            checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
             return 0
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
-        for part in (*said, summary(trainer), *remarks(data.train, samples)):
+        for part in (*messages, summary(trainer), *remarks(data.train, samples)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:
@@ -199,24 +202,6 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
             stack.enter_context(log)
         return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
-
-
-def _for_devices(config: Config) -> Config:
-    """Return the configuration resolved and validated for the devices that are present."""
-    import jax
-
-    from jaxpipe.runtime.compiler import check_version
-
-    config = filled(config, jax.device_count())
-    check_version(jax.default_backend())
-    validate(
-        config,
-        devices=jax.device_count(),
-        devices_of_host=processes.devices_of_host(),
-        platform=jax.default_backend(),
-        memory=device_memory(jax.devices()[0].device_kind),
-    )
-    return config
 
 
 def _data(config: Config, directory: Path) -> "Data":

@@ -103,7 +103,8 @@ def _gradients(config: Config, fp8: str | None) -> Tree:
     model = replace(config.model, attention="xla") if plain else config.model
     dtype = "float32" if plain else "bfloat16"
     train = replace(config.train, compute_dtype=dtype, fp8=fp8 or "none")
-    trainer = Trainer(replace(config, model=model, train=train), tuple(jax.devices()[:1]))
+    one = replace(config, model=model, train=train)
+    trainer = Trainer.resolve(one, jax.devices()[:1])
     params, batch = trainer.init_parameters(), trainer.put(random_batch(trainer.config))
     if plain:
         layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]

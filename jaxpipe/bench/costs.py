@@ -74,19 +74,20 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     device = devices[0]
     part = of_one_rank(config, len(devices))
     sharing = part.parallel.dp * part.parallel.tp
-    one = Trainer(part, devices[:sharing])
+    one = Trainer.resolve(part, devices[:sharing])
     turns = 2 if device.platform == "cpu" else 8
     seconds = op_seconds(one, layers=layers, turns=turns, repeats=repeats)
     costs = costs_of(part)
     pairs = len(devices) >= 2 * sharing
     if pairs:
         parallel = msgspec.structs.replace(part.parallel, pp=2)
-        two = Trainer(msgspec.structs.replace(part, parallel=parallel), devices[: 2 * sharing])
+        both = msgspec.structs.replace(part, parallel=parallel)
+        two = Trainer.resolve(both, devices[: 2 * sharing])
         transfer = TransferTimer(two)
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
     else:
         seconds["transfer"] = costs.message / link
-    update = UpdateTimer(Trainer(of_one_device(config), devices[:1]), layers)
+    update = UpdateTimer(Trainer.resolve(of_one_device(config), devices[:1]), layers)
     layer = costs.kinds[costs.order[0]]
     return {
         "date": date.today().isoformat(),

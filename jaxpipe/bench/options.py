@@ -9,7 +9,8 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
@@ -40,8 +41,9 @@ def at_least_one(**counts: int) -> None:
 
 def load_for_devices(arguments: argparse.Namespace) -> Config:
     """Return the validated configuration and select jax's devices; call before jax's first use."""
-    config = filled(configs.load(arguments.config, arguments.overrides), None)
-    validate(config)
+    config = configs.load(arguments.config, arguments.overrides)
+    check_settings(config)
+    config = resolve_sizes(config, None)
     check_out(arguments.out)
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)

@@ -38,6 +38,7 @@ from jaxpipe.bench.processes import BenchError, Group, loss_of, processor, secon
 from jaxpipe.bench.results import Peak, Result, Steps, table
 from jaxpipe.bench.rounds import Rounds, Runner
 from jaxpipe.bench.variants import (
+    CPUS,
     DEFAULT,
     PP,
     VARIANTS,
@@ -46,8 +47,8 @@ from jaxpipe.bench.variants import (
     single_config,
 )
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import OpSeconds
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning import OpSeconds, resolve
+from jaxpipe.planning.checks import check_settings
 
 _PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
 _OPS = "ops after "  # in names of turns
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = filled(configs.load(arguments.config, arguments.overrides), None)
+    config = configs.load(arguments.config, arguments.overrides)
     _check(arguments, config)
     with tempfile.TemporaryDirectory() as directory:
         for result in _Bench(arguments, config, Path(directory)).results():
@@ -320,4 +321,6 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         for microbatches in arguments.microbatches:
             if microbatches % PP:
                 raise ConfigError(f"--microbatches {microbatches} must be even, for two replicas.")
-            validate(VARIANTS[name].config(config, microbatches))
+            variant = VARIANTS[name].config(config, microbatches)
+            check_settings(variant)
+            resolve(variant, CPUS)

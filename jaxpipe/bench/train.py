@@ -17,7 +17,6 @@ from rich.table import Table
 
 from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
 from jaxpipe.config import Config
-from jaxpipe.planning.checks import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +51,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     from jaxpipe.bench.worker import Worker
     from jaxpipe.runtime.devices import memory_peak, peak_flops
 
-    parallel, train = config.parallel, config.train
-    devices = parallel.pp * parallel.dp * parallel.tp
-    validate(config, devices=min(devices, jax.device_count()))
+    train, devices = config.train, config.parallel.devices
     worker = Worker()
     built = worker.build("step", "trained", msgspec.to_builtins(config))
     seconds = [seconds_of([worker.step("step")]) for _ in range(steps)]

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from jaxpipe.config import Config
-from jaxpipe.planning import OpSeconds, configured, estimate
+from jaxpipe.config import Config, RuntimeConfig
+from jaxpipe.planning import Devices, OpSeconds, estimate, resolve
 
 PP = 2  # pipeline ranks
+CPUS = Devices("cpu", memory=None)
 _ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # pipeline parallelism only
 
 
@@ -87,9 +88,10 @@ def data_parallel_config(config: Config, microbatches: int) -> Config:
 
 def predicted(config: Config, seconds: OpSeconds) -> float:
     """Return the planner's seconds of a step, without the optimizer update."""
-    return estimate(config, configured(config, platform="cpu"), seconds).seconds
+    return estimate(resolve(config, CPUS), seconds).seconds
 
 
 def _with(config: Config, microbatches: int, parallel: Any) -> Config:
-    train = msgspec.structs.replace(config.train, grad_accum_steps=microbatches)
-    return msgspec.structs.replace(config, parallel=parallel, train=train)
+    """Each rank is a process with one device, whichever devices the configuration names."""
+    train = msgspec.structs.replace(config.train, grad_accum_steps=microbatches, batch_tokens=0)
+    return msgspec.structs.replace(config, parallel=parallel, train=train, runtime=RuntimeConfig())

@@ -137,8 +137,7 @@ def accumulated(trainer: Trainer) -> Any:
 def trainer_of(config: dict[str, Any]) -> Trainer:
     """Return the trainer of a configuration in plain values, on the first devices it needs."""
     converted = from_builtins(config)
-    parallel = converted.parallel
-    return Trainer(converted, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(converted, jax.devices()[: converted.parallel.devices])
 
 
 def serve(kind: Callable[[], Any]) -> None:

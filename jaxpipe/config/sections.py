@@ -132,9 +132,9 @@ class ParallelConfig(_Section, kw_only=True):
         return self.slices * over_devices * (self.tp if self.sequence_parallel else 1)
 
     @property
-    def least_devices(self) -> int:
-        """Smallest number of devices: the fewest replicas that cp and ep allow."""
-        return self.pp * self.tp * math.lcm(self.cp, self.ep)
+    def devices(self) -> int:
+        """Number of devices of the mesh."""
+        return self.pp * self.dp * self.tp
 
     @property
     def reshards(self) -> bool:

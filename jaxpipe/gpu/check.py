@@ -10,14 +10,14 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import ConfigError
 from jaxpipe.gpu import cards
 from jaxpipe.gpu.collectives import Collectives
 from jaxpipe.gpu.products import Product, products
 from jaxpipe.gpu.program import Graphs, Program, graphs
 from jaxpipe.gpu.seconds import Seconds, seconds_of
 from jaxpipe.gpu.temporaries import Temporary, temporaries
-from jaxpipe.planning import Hardware
+from jaxpipe.planning import RunPlan
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
@@ -91,17 +91,16 @@ class Report:
         return self.bytes.peak <= self.usable
 
 
-def check(config: Config, card: str, *, memory: float | None = None) -> Report:
-    """Compile the step for a card; `memory` in bytes overrides the card's memory.
+def check(plan: RunPlan, card: str) -> Report:
+    """Compile the step of a plan that was resolved for a card .
 
     Raises `ConfigError` where the compiler or cuDNN is missing.
     """
-    memory = int(memory or cards.memory_of(card))
+    memory = int(plan.devices.memory)
     usable = int(memory * usable_share())
-    parallel = config.parallel
-    topology = cards.topology(parallel.pp * parallel.dp * parallel.tp)
-    trainer = Trainer(config, _devices(card, usable, topology), memory)
-    own = compiler.wanted("gpu", *compiler.purposes_of(config))
+    topology = cards.topology(plan.config.parallel.devices)
+    trainer = Trainer(plan, _devices(card, usable, topology))
+    own = compiler.wanted("gpu", *compiler.purposes_of(plan.config))
     purposes = ("deviceless", *["costs"] * cards.has_costs(card))
     options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
     with tempfile.TemporaryDirectory() as folder:
@@ -111,8 +110,8 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         dump = next(Path(folder).glob(_THUNKS), None)
         graphed = graphs(dump.read_text()) if dump else None
         largest = temporaries(Path(folder))
-    program, sheet = Program(compiled.as_text()), card.upper()
-    ops = seconds_of(program, DEVICES[sheet], cards.bandwidth_of(card))
+    program = Program(compiled.as_text())
+    ops = seconds_of(program, DEVICES[card.upper()], cards.bandwidth_of(card))
     layers = sum(map(len, trainer.layout.chunk_kinds))
     return Report(
         card=card,
@@ -127,10 +126,10 @@ def check(config: Config, card: str, *, memory: float | None = None) -> Report:
         graphs=graphed,
         temporaries=largest,
         ops=ops,
-        step=ops.step(trainer.config, trainer.choice, layers, Hardware(sheet)),
+        step=ops.step(plan, layers),
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),
-        turns=trainer.choice.lockstep.turns,
+        turns=plan.lockstep.turns,
         note=trainer.grouped.note,
     )
 

@@ -15,12 +15,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from jaxpipe.config import Config
 from jaxpipe.gpu.collectives import action_of
 from jaxpipe.gpu.program import Instruction, Program, bytes_of, dims_of
-from jaxpipe.planning import Candidate, Hardware, LayerSeconds, OpSeconds, estimate, op_seconds
-from jaxpipe.planning.candidates import variant_of
-from jaxpipe.planning.chosen import Choice
+from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
 
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -45,9 +42,7 @@ class Seconds(NamedTuple):
     ends: float
     outside: float
 
-    def step(
-        self, config: Config, choice: Choice, layers: int, hardware: Hardware
-    ) -> tuple[float | None, float]:
+    def step(self, plan: RunPlan, layers: int) -> tuple[float | None, float]:
         """Simulate a step with these seconds, and with the plan's.
 
         `layers` is the number of layers on a device.
@@ -56,10 +51,8 @@ class Seconds(NamedTuple):
           Seconds of a step by the instructions, including those outside the loop, and by the plan.
           The first is None where the program has no F outside of pairs, or no gradient.
         """
-        planned, own = op_seconds(config, hardware), Candidate(variant_of(config), choice)
-        by_plan = estimate(config, own, planned).seconds
-        ops = self.as_ops(layers, planned)
-        return ops and estimate(config, own, ops).seconds + self.outside, by_plan
+        ops = self.as_ops(layers, plan.seconds)
+        return ops and estimate(plan, ops).seconds + self.outside, estimate(plan).seconds
 
     def as_ops(self, layers: int, planned: OpSeconds) -> OpSeconds | None:
         """Convert to a plan's seconds per layer, with `layers` on a device.

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
+from jaxpipe.gpu.cards import memory_of
 from jaxpipe.gpu.check import Report
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning import Devices, Hardware, RunPlan, resolve
+from jaxpipe.planning.checks import check_settings
 
 _COLUMNS = (
     "card", "devices", "mesh", "schedule", "peak", "fits", "permutes", "copies", "graphs",
@@ -18,56 +19,55 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Asked(NamedTuple):
-    """A card, and the configuration to compile for it."""
+class Request(NamedTuple):
+    """A card, and the plan of the run to compile for it."""
 
     card: str
-    config: Config
+    plan: RunPlan
 
 
-def asked(
+def requests(
     path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
-    schedules: Sequence[str],
-) -> list[Asked]:  # fmt: skip
-    """Load and validate the configuration for all combinations of cards, devices and schedules.
+    schedules: Sequence[str], memory: float | None = None,
+) -> list[Request]:  # fmt: skip
+    """Load and resolve the configuration for all combinations of cards, devices and schedules.
 
     An empty list keeps the configuration's value. For several device counts, parallel.dp is set to
-    fill each count with data-parallel replicas. Raises `ConfigError` for an invalid combination.
+    fill each count with data-parallel replicas. `memory` [bytes] overrides the memory of the cards.
+    Raises `ConfigError` for an invalid combination.
     """
     replicas = ["parallel.dp=-1"] if len(devices) > 1 else []
     found = []
     for count in devices or (None,):
         for schedule in schedules or (None,):
             named = [f"parallel.schedule={schedule}"] if schedule else []
-            config = filled(configs.load(path, [*overrides, *replicas, *named]), count)
-            validate(config)
-            parallel = config.parallel
-            wanted = parallel.pp * parallel.dp * parallel.tp
-            if count not in (None, wanted):
-                raise ConfigError(
-                    f"--devices {count}: parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x "
-                    f"parallel.tp={parallel.tp} = {wanted} must equal it: change one of them, or "
-                    f"leave --devices out."
-                )
-            found += [Asked(card, config) for card in cards]
+            config = configs.load(path, [*overrides, *replicas, *named])
+            check_settings(config)
+            found += [
+                Request(card, resolve(config, _devices(card, count, memory))) for card in cards
+            ]
     return found
 
 
-def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
+def _devices(card: str, count: int | None, memory: float | None) -> Devices:
+    return Devices("cuda", count, memory=memory or memory_of(card), hardware=Hardware(card.upper()))
+
+
+def table_of(every: Sequence[Request], reports: Sequence[Report]) -> Table:
     """Return a table with a row per combination."""
-    made = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
+    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for one, report in zip(every, reports):
-        made.add_row(*_row(one, report))
-    return made
+        table.add_row(*_row(one, report))
+    return table
 
 
-def _row(one: Asked, report: Report) -> list[str]:
+def _row(one: Request, report: Report) -> list[str]:
     program, (step, planned) = report.program, report.step
     return [
         report.card,
         str(report.devices),
-        str(one.config.parallel.mesh),
-        one.config.parallel.schedule,
+        str(one.plan.config.parallel.mesh),
+        one.plan.config.parallel.schedule,
         readable_bytes(report.bytes.peak),
         "yes" if report.fits else "NO",
         "by turns" if report.turns > 1 else "hidden" if program.hidden else "NOT HIDDEN",

@@ -1,9 +1,9 @@
 """What a run would cost under every schedule, before any device is used. Importing needs no jax."""
 
 from jaxpipe.planning.advice import Advice, advise
-from jaxpipe.planning.candidates import Candidate, candidate, configured, sizes_of
-from jaxpipe.planning.chosen import Choice, chosen, decided, layers_of, lockstep_of, op_seconds
+from jaxpipe.planning.candidates import arrange_variant
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.estimate import Estimate, estimate, estimates, overlapped
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
@@ -11,41 +11,39 @@ from jaxpipe.planning.hardware import (
     LayerSeconds,
     OpSeconds,
     analytic,
+    op_seconds,
     own_costs,
     read_own,
     write_own,
 )
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
+from jaxpipe.planning.resolve import RunPlan, arrange, resolve
 from jaxpipe.planning.table import Plan
 
 __all__ = [
     "ITEMSIZE",
     "Advice",
-    "Candidate",
-    "Choice",
+    "Devices",
     "Estimate",
     "Hardware",
     "LayerSeconds",
     "OpSeconds",
     "Plan",
     "RankBytes",
+    "RunPlan",
     "advise",
     "analytic",
-    "candidate",
-    "chosen",
-    "configured",
+    "arrange",
+    "arrange_variant",
     "costs_of",
-    "decided",
     "estimate",
     "estimates",
-    "layers_of",
     "layout_of",
-    "lockstep_of",
     "op_seconds",
     "overlapped",
     "own_costs",
     "rank_bytes",
     "read_own",
-    "sizes_of",
+    "resolve",
     "write_own",
 ]

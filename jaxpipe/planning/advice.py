@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import candidate, configured
+from jaxpipe.planning.candidates import arrange_variant
 from jaxpipe.planning.estimate import Estimate, estimate
-from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import ScheduleError
 
 _TRIES = 6
@@ -26,7 +25,6 @@ class Advice:
 def advise(
     config: Config,
     estimates: Sequence[Estimate],
-    seconds: OpSeconds,
     *,
     memory: float,
     bubble: float | None,
@@ -44,35 +42,33 @@ def advise(
     if not fitting:
         least = min(estimates, key=lambda e: e.bytes.total)
         sentences.append(
-            f"nothing fits {memory / 2**30:.1f} GiB a device: {least.candidate.label} needs least, "
+            f"nothing fits {memory / 2**30:.1f} GiB a device: {least.label} needs least, "
             f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
             f"train.microbatch_size, or set train.remat='full'."
         )
     if fitting and fitting[0].waiting:
-        sentences.append(_waiting(config, fitting[0], seconds))
+        sentences.append(_advise_on_copies(fitting[0]))
     if bubble is not None and fitting:
-        sentences.append(_smaller(config, fitting[0], seconds, memory=memory, bubble=bubble))
-    return Advice(fitting[0].candidate.label if fitting else None, tuple(sentences))
+        sentences.append(_advise_on_bubble(config, fitting[0], bubble))
+    return Advice(fitting[0].label if fitting else None, tuple(sentences))
 
 
-def _waiting(config: Config, chosen: Estimate, seconds: OpSeconds) -> str:
+def _advise_on_copies(best: Estimate) -> str:
     """Sentence on a step's wait for host copies, and on how many layers' copies would hide."""
-    label, given = chosen.candidate.label, config.train.offload_layers
+    label, given, seconds = best.label, best.plan.config.train.offload_layers, best.plan.seconds
     for layers in range(given - 1, -1, -1):
         fewer = replace(seconds, copies=replace(seconds.copies, layers=layers))
-        if not estimate(config, chosen.candidate, fewer).waiting:
+        if not estimate(best.plan, fewer).waiting:
             break
     return (
-        f"{label}: compute waits for copies with the host {chosen.waiting / chosen.seconds:.1%} of "
+        f"{label}: compute waits for copies with the host {best.waiting / best.seconds:.1%} of "
         f"the step (train.offload_layers={given}); those of {layers} layers would be hidden."
     )
 
 
-def _smaller(
-    config: Config, chosen: Estimate, seconds: OpSeconds, *, memory: float, bubble: float
-) -> str:
+def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:
     """Search for the number of microbatches that brings the scan's bubble down to `bubble`."""
-    label, now = chosen.candidate.label, chosen.report.bubble_scan
+    label, seconds, now = best.label, best.plan.seconds, best.report.bubble_scan
     m, pp = config.train.grad_accum_steps, config.parallel.pp
     if now <= bubble:
         return f"{label}: the bubble is {now:.1%} already."
@@ -83,18 +79,15 @@ def _smaller(
         train = replace(config.train, grad_accum_steps=m)
         longer = replace(config, train=train)
         try:
-            if chosen.candidate.configured:
-                more = configured(longer, memory=memory)
-            else:
-                more = candidate(longer, seconds, chosen.candidate.variant)
+            more = arrange_variant(longer, best.plan.devices, best.variant, seconds)
         except ScheduleError as error:
             return f"{label}: {error}"
-        result = estimate(longer, more, seconds)
+        result = estimate(more, seconds)
         now = result.report.bubble_scan
         if now <= bubble:
             return (
                 f"{label}: train.grad_accum_steps={m} brings the bubble from "
-                f"{chosen.report.bubble_scan:.1%} to {now:.1%}, for "
+                f"{best.report.bubble_scan:.1%} to {now:.1%}, for "
                 f"{result.bytes.total / 2**30:.1f} GiB a device."
             )
         if m > 64 * pp:

@@ -1,45 +1,12 @@
 """The schedules that a configuration could run: every family that its sizes allow."""
 
-from dataclasses import dataclass
-
-import msgspec
+from msgspec.structs import replace
 
 from jaxpipe.config import Config
-from jaxpipe.planning.chosen import QUICK, Choice, chosen
+from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import FAMILIES, ScheduleError, ScheduleVariant, VariantSizes, find_family
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What a configuration would run under a variant.
-
-    `configured`: whether it is the configuration's own schedule, exactly as a run has it.
-    """
-
-    variant: ScheduleVariant
-    choice: Choice
-    configured: bool = False
-
-    @property
-    def label(self) -> str:
-        """Its name in tables."""
-        return self.variant.label
-
-
-def tried(
-    config: Config, seconds: OpSeconds, variant: ScheduleVariant, *, memory: float | None = None
-) -> Candidate | str:
-    """Return the candidate of a variant, or why the sizes forbid it; `memory` as in `chosen`.
-
-    The configuration's own variant is exactly what a run executes, not one searched for `seconds`.
-    """
-    try:
-        if variant == variant_of(config):
-            return configured(config, memory=memory)
-        return candidate(config, seconds, variant)
-    except ScheduleError as error:
-        return str(error)
+from jaxpipe.planning.resolve import QUICK, RunPlan, arrange
+from jaxpipe.schedule import FAMILIES, ScheduleVariant, VariantSizes, find_family
 
 
 def variants(config: Config) -> list[ScheduleVariant]:
@@ -68,29 +35,25 @@ def variant_of(config: Config) -> ScheduleVariant:
     )
 
 
-def configured(
-    config: Config, *, platform: str | None = None, memory: float | None = None
-) -> Candidate:
-    """Return the configuration's own schedule, exactly as a run has it; `ScheduleError` if none.
+def arrange_variant(
+    config: Config, devices: Devices, variant: ScheduleVariant, seconds: OpSeconds
+) -> RunPlan:
+    """Return the plan of a run under a variant, searched quickly for these seconds.
 
-    `platform` and `memory` as in `chosen`.
+    The configuration's own variant is exactly what a run executes, not one searched for `seconds`.
+    Raises `ScheduleError` if the sizes forbid the variant.
     """
-    choice = chosen(config, platform=platform, memory=memory)
-    return Candidate(variant_of(config), choice, configured=True)
+    if variant == variant_of(config):
+        return arrange(config, devices)
+    return arrange(_with_variant(config, variant), devices, seconds=seconds, effort=QUICK)
 
 
-def candidate(config: Config, seconds: OpSeconds, variant: ScheduleVariant) -> Candidate:
-    """Search a variant for these costs; raises `ScheduleError` if the sizes forbid it."""
-    named = _named(config, variant)
-    return Candidate(variant, chosen(named, seconds=seconds, effort=QUICK))
-
-
-def _named(config: Config, variant: ScheduleVariant) -> Config:
+def _with_variant(config: Config, variant: ScheduleVariant) -> Config:
     """The configuration that names a variant; a layer list for other stages becomes "even"."""
     parallel, family = config.parallel, FAMILIES[variant.family]
     split, stages = parallel.layer_split, parallel.pp * (variant.virtual_stages or family.stages)
     fits = isinstance(split, str) or len(split) == stages
-    parallel = msgspec.structs.replace(
+    parallel = replace(
         parallel,
         schedule=variant.family,
         schedule_file="",
@@ -100,4 +63,4 @@ def _named(config: Config, variant: ScheduleVariant) -> Config:
         breadth=variant.breadth or 0,
         layer_split=split if fits else "even",
     )
-    return msgspec.structs.replace(config, parallel=parallel)
+    return replace(config, parallel=parallel)

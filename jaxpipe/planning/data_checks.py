@@ -5,12 +5,6 @@ from math import inf, prod
 from jaxpipe.config import Config, ConfigError
 
 
-def check_data(config: Config) -> None:
-    """Raise `ConfigError` at the first broken rule of sources, packing and lengths."""
-    for check in DATA_CHECKS:
-        check(config)
-
-
 def _check_sources(config: Config) -> None:
     """Raise `ConfigError` if paths of data are missing, or would not be read.
 

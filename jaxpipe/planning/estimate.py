@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import Candidate, tried, variants
-from jaxpipe.planning.chosen import ends_of
+from jaxpipe.planning.candidates import arrange_variant, variant_of, variants
 from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
+from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
-from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
+from jaxpipe.planning.memory import RankBytes, mirrored_bytes
+from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
 from jaxpipe.schedule import (
     FAMILIES,
+    ScheduleError,
     ScheduleVariant,
     SimulationReport,
-    Tables,
     fusion_gain,
     simulate,
 )
@@ -29,23 +30,45 @@ class Estimate:
 
     Times are those of the pipeline, without the reduction of gradients over dp and the optimizer
     update.
+
+    Attributes:
+      plan: of the candidate, with the seconds of ops that are simulated.
+      report: simulated times, in seconds.
+      bytes: of a device.
+      sent: bytes that a device sends per step: messages, and mirrored stages.
+      mirroring: seconds to send the mirrored stages of a bidirectional schedule; else 0.
+      waiting: seconds per step for which compute waits for copies with the host.
+      exposed: seconds per step for which compute waits for replicas, over ep and cp.
+      tokens: per step.
+      saved: share of the time that overlapping steps would save; None: unknown.
+      configured: whether it is the configuration's own schedule, exactly as a run has it.
     """
 
-    candidate: Candidate
-    report: SimulationReport  # simulated times, in seconds
-    tables: Tables
-    bytes: RankBytes  # of a device
-    sent: int  # bytes that a device sends per step: messages, and mirrored stages
-    mirroring: float  # seconds to send the mirrored stages of a bidirectional schedule; else 0
-    waiting: float  # seconds per step for which compute waits for copies with the host
-    exposed: float  # seconds per step for which compute waits for replicas, over ep and cp
-    tokens: int  # per step
-    saved: float | None = None  # share of the time that overlapping steps would save; None: unknown
+    plan: RunPlan
+    report: SimulationReport
+    bytes: RankBytes
+    sent: int
+    mirroring: float
+    waiting: float
+    exposed: float
+    tokens: int
+    saved: float | None = None
+    configured: bool = False
+
+    @property
+    def variant(self) -> ScheduleVariant:
+        """The schedule family with its options."""
+        return variant_of(self.plan.config)
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.variant.label
 
     @property
     def held(self) -> int:
         """Most live (microbatch, stage) pairs on any rank."""
-        return self.tables.slots.for_w
+        return self.plan.tables.slots.for_w
 
     @property
     def seconds(self) -> float:
@@ -63,22 +86,25 @@ class _Request:
     """An estimate for another process to compute, which does not trace again what is `known`."""
 
     config: Config
+    devices: Devices
     seconds: OpSeconds
-    memory: float | None
     known: Mapping[Config, ModelCosts]
 
     def __call__(self, variant: ScheduleVariant) -> Estimate | str:
         """Return the estimate of a variant, or the reason why the sizes forbid it."""
         take_traced(self.known)
-        one = tried(self.config, self.seconds, variant, memory=self.memory)
-        return one if isinstance(one, str) else estimate(self.config, one, self.seconds)
+        try:
+            plan = arrange_variant(self.config, self.devices, variant, self.seconds)
+        except ScheduleError as error:
+            return str(error)
+        return estimate(plan, self.seconds)
 
 
 def estimates(
     config: Config,
     seconds: OpSeconds,
     *,
-    memory: float | None = None,
+    devices: Devices | None = None,
     helpers: Executor | None = None,
 ) -> tuple[list[Estimate], dict[str, str]]:
     """Return the estimates of all schedules that fit the sizes, and by label why others do not.
@@ -86,68 +112,68 @@ def estimates(
     The configuration's own schedule comes first.
 
     Args:
-      config: of the run.
+      config: of the run, with concrete sizes.
       seconds: costs of ops.
-      memory: bytes of a device, as in `chosen`.
+      devices: of the run; None: none is present (`Devices.planned`).
       helpers: processes that compute the estimates (`planning.helpers`); None: this process does.
     """
     every = variants(config)
-    known = {essentials(one): costs_of(one) for one in ends_of(config)} if helpers else {}
-    request = _Request(config, seconds, memory, known)
+    known = {}
+    if helpers:
+        known = {essentials(one): costs_of(one) for one in with_known_vocabulary(config)}
+    request = _Request(config, devices or Devices.planned(config), seconds, known)
     if helpers:
         longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched)
-        made = dict(zip(longest_first, helpers.map(request, longest_first)))
+        results = dict(zip(longest_first, helpers.map(request, longest_first)))
     else:
-        made = {variant: request(variant) for variant in every}
-    found, refused = [], {}
-    for variant in every:
-        if isinstance(one := made[variant], str):
-            refused[variant.label] = one
-        else:
-            found.append(one)
+        results = {variant: request(variant) for variant in every}
+    refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
+    found = [
+        dataclasses.replace(results[v], configured=v == every[0])
+        for v in every
+        if v.label not in refused
+    ]
     return found, refused
 
 
-def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estimate:
-    """Simulate a candidate of a configuration."""
-    choice = candidate.choice
-    config, tables = choice.settled(config), choice.tables
-
-    def simulated(seconds: OpSeconds) -> SimulationReport:
-        return simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep)
-
-    report = simulated(seconds)
+def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
+    """Simulate a plan, with `seconds` in place of its own."""
+    plan = dataclasses.replace(plan, seconds=seconds or plan.seconds)
+    seconds, tables = plan.seconds, plan.tables
+    report = _simulated(plan)
 
     def more_than_with(**other: object) -> float:
         if all(getattr(seconds, name) == value for name, value in other.items()):
             return 0.0
-        return report.scan_makespan - simulated(replace(seconds, **other)).scan_makespan
+        less = dataclasses.replace(plan, seconds=replace(seconds, **other))
+        return report.scan_makespan - _simulated(less).scan_makespan
 
-    message = costs_of(config).message
-    layout = layout_of(config, choice.schedule.placement, choice.layers)
-    mirrored = mirrored_bytes(config, layout)
+    message = costs_of(plan.config).message
+    mirrored = mirrored_bytes(plan.config, plan.layout)
     return Estimate(
-        candidate,
+        plan,
         report,
-        tables,
-        rank_bytes(config, layout, tables),
+        plan.memory,
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
         more_than_with(copies=NO_COPIES),
         more_than_with(exchange=NO_EXCHANGE, sharing=NO_EXCHANGE),
-        config.tokens_per_step,
+        plan.config.tokens_per_step,
     )
 
 
-def overlapped(config: Config, one: Estimate, seconds: OpSeconds, steps: int) -> Estimate:
+def _simulated(plan: RunPlan) -> SimulationReport:
+    return simulate(plan.schedule, plan.costs, plan.lockstep)
+
+
+def overlapped(one: Estimate, steps: int) -> Estimate:
     """Return the estimate with the share of time that `steps` overlapping steps would save.
 
     The share is one of the pipeline's time, in which updates take none. A bidirectional schedule's
     estimate is returned as it is.
     """
-    choice = one.candidate.choice
-    if choice.schedule.placement.mirrored_from is not None:
+    plan = one.plan
+    if plan.schedule.placement.mirrored_from is not None:
         return one
-    costs = choice.costs(choice.settled(config), seconds)
-    saved = fusion_gain(choice.schedule, steps, costs, choice.lockstep)
+    saved = fusion_gain(plan.schedule, steps, plan.costs, plan.lockstep)
     return dataclasses.replace(one, saved=saved)

@@ -14,12 +14,10 @@ def check_experts(config: Config) -> None:
 
     `parallel.ep_buffer_factor` excludes `model.capacity_factor`.
 
-    `parallel.ep` x `parallel.dp_replicate` must divide `parallel.dp`, if `parallel.ep` is above 1.
-
     `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1.
     """
     parallel, experts = config.parallel, config.model.routed_experts
-    ep, groups = parallel.ep, parallel.dp_replicate
+    ep = parallel.ep
     if ep == 1:
         if parallel.ep_buffer_factor:
             raise ConfigError(
@@ -37,11 +35,6 @@ def check_experts(config: Config) -> None:
             f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with model.capacity_factor="
             f"{config.model.capacity_factor}: the slots of a capacity are the buffers; leave one "
             f"of them out."
-        )
-    if parallel.dp % (groups * ep):
-        raise ConfigError(
-            f"parallel.ep={ep} x parallel.dp_replicate={groups} must divide parallel.dp="
-            f"{parallel.dp}: replicas of a group have the experts in parts; change one of them."
         )
     if experts // ep > COUNTED:
         raise ConfigError(

@@ -3,13 +3,11 @@
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.runtime.devices import compute_capability
 
-_LEAST_CAPABILITY = 8.9  # Ada, then Hopper: the first GPUs with products of 8-bit floats
 _MULTIPLE = 16  # cuBLAS needs every size of such a product to be a multiple of it
 
 
-def check_fp8(config: Config, platform: str | None) -> None:
+def check_fp8(config: Config) -> None:
     """Raise `ConfigError` if products cannot be computed in 8-bit floats.
 
     `train.fp8` needs `train.compute_dtype='bfloat16'`.
@@ -18,8 +16,6 @@ def check_fp8(config: Config, platform: str | None) -> None:
 
     `train.fp8` needs sizes of products that are multiples of 16: `model.d_model`, and on a device
     the widths of heads, of keys and of the MLP, and the tokens of a microbatch or sequence slice.
-
-    `train.fp8` needs GPUs of compute capability 8.9 or later, if the devices are GPUs.
     """
     train = config.train
     if train.fp8 == "none":
@@ -42,12 +38,6 @@ def check_fp8(config: Config, platform: str | None) -> None:
                 f"train.fp8={train.fp8!r} multiplies matrices whose sizes must be multiples of "
                 f"{_MULTIPLE}, but {name} is {size}: change it, or set train.fp8=none."
             )
-    capability = compute_capability() if platform in ("gpu", "cuda") else None
-    if capability is not None and capability < _LEAST_CAPABILITY:
-        raise ConfigError(
-            f"train.fp8={train.fp8!r} needs GPUs of compute capability {_LEAST_CAPABILITY} (Ada, "
-            f"Hopper) or later, but these have {capability}: set train.fp8=none."
-        )
 
 
 def _tokens(config: Config) -> dict[str, int]:

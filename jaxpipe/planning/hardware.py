@@ -8,6 +8,7 @@ import msgspec
 
 from jaxpipe.config import Config, ConfigError, to_toml
 from jaxpipe.planning.costs import costs_of, essentials
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import DEVICES, Device
 from jaxpipe.schedule import Costs
 
@@ -159,15 +160,15 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not split:
             b = w = layer.whole_backward / 2, copies.B / 2, (exchange.B + exchange.W) / 2
 
-        def of(n: int, compute: float, copy: float, exchanged: float) -> float:
+        def layers_take(n: int, compute: float, copy: float, exchanged: float) -> float:
             return copies.beside(copy, compute + exchanged, n)
 
         f = layer.F, copies.F, exchange.F
         exchanges = (tuple(n * op[-1] for n in layers) for op in (f, b, w))
         return Costs(
-            F=tuple(of(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
-            B=tuple(of(n, *b) + e for n, e in zip(layers, returned)),
-            W=tuple(of(n, *w) for n in layers),
+            F=tuple(layers_take(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
+            B=tuple(layers_take(n, *b) + e for n, e in zip(layers, returned)),
+            W=tuple(layers_take(n, *w) for n in layers),
             transfer=self.transfer,
             exchange=Costs(*exchanges) if pairs and exchange != NO_EXCHANGE else None,
         )
@@ -261,6 +262,34 @@ def read_measured(path: Path) -> OpSeconds:
             '{"seconds": {"layer": {"F": 1e-3, "B": 1e-3, "W": 1e-3}, "head": 2e-3, "transfer": '
             "1e-4}}."
         ) from error
+
+
+def measured_seconds(config: Config) -> OpSeconds | None:
+    """The measured seconds that `parallel.costs` names; None: none, or none yet.
+
+    Process 0 reads them for all processes, which call this together. Raises `ConfigError` as
+    `read_measured` does.
+    """
+    costs = config.parallel.costs
+    if not costs:
+        return None
+
+    def read() -> str:
+        found = read_own(config) if costs == "measure" else read_measured(Path(costs))
+        return msgspec.json.encode(found).decode()
+
+    return msgspec.json.decode(processes.from_first("costs", read), type=OpSeconds | None)
+
+
+def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
+    """Return measured seconds if there are any (`parallel.costs`), else those of the hardware.
+
+    Copies with the host are never measured.
+    """
+    hardware, measured = hardware or Hardware(), measured_seconds(config)
+    if measured is None:
+        return analytic(config, hardware)
+    return msgspec.structs.replace(measured, copies=copies_of(config, hardware))
 
 
 def own_costs(config: Config) -> Path:

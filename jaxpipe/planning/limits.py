@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Room:
+class ActivationLimit:
     """The activation memory that a pipeline rank may use, and how much of it a microbatch takes.
 
     Attributes:
@@ -50,7 +50,9 @@ class Room:
             ) from error
 
 
-def room_of(config: Config, layout: "StageLayout", device_memory: float | None) -> Room:
+def activation_limit_of(
+    config: Config, layout: "StageLayout", device_memory: float | None
+) -> ActivationLimit:
     """Return the activation memory of a rank with these stages under the configuration's limit.
 
     `device_memory` is in bytes; None: not known.
@@ -65,7 +67,7 @@ def room_of(config: Config, layout: "StageLayout", device_memory: float | None) 
         limit = _left(config, layout, device_memory) / unit
     elif isinstance(given, str) and given not in LIMITS:
         limit = _bytes(given) / unit
-    return Room(given, unit, memory, limit)
+    return ActivationLimit(given, unit, memory, limit)
 
 
 def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:

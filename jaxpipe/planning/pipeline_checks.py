@@ -1,11 +1,10 @@
 """Rules of stages and schedules, and of embedding and head in a pipeline."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.planning import chosen
-from jaxpipe.schedule import FAMILIES, ScheduleError
+from jaxpipe.schedule import FAMILIES
 
 
-def check_weights(config: Config) -> None:
+def _check_weights(config: Config) -> None:
     """Raise `ConfigError` if weights of embedding and head would not change the layer split.
 
     `parallel.input_weight` and `parallel.output_weight` other than 1 need
@@ -24,7 +23,7 @@ def check_weights(config: Config) -> None:
         )
 
 
-def check_limit(config: Config) -> None:
+def _check_limit(config: Config) -> None:
     """Raise `ConfigError` if the limit on live activations allows none.
 
     `parallel.memory_limit`, given as a number of microbatches, must be above 0.
@@ -37,7 +36,7 @@ def check_limit(config: Config) -> None:
         )
 
 
-def check_vocab_parallel(config: Config) -> None:
+def _check_vocab_parallel(config: Config) -> None:
     """Raise `ConfigError` if embedding and head cannot be vocabulary-parallel over pp.
 
     `parallel.vocab_parallel_pp=true` needs a `parallel.pp` above 1.
@@ -45,6 +44,8 @@ def check_vocab_parallel(config: Config) -> None:
     `parallel.vocab_parallel_pp=true` excludes `parallel.defer_ends`.
     """
     parallel = config.parallel
+    if parallel.vocab_parallel_pp is not True:
+        return
     if parallel.pp == 1:
         raise ConfigError(
             "parallel.vocab_parallel_pp=true cuts the vocabulary over parallel.pp, which is 1: set "
@@ -57,21 +58,18 @@ def check_vocab_parallel(config: Config) -> None:
         )
 
 
-def check_pipeline(config: Config) -> None:
-    """Raise `ConfigError` if the schedule is unknown, or stages or microbatches are too few.
+def _check_pipeline(config: Config) -> None:
+    """Raise `ConfigError` if the schedule is unknown, or its stages or file do not fit it.
 
     `parallel.schedule` must be the name of a schedule.
 
     `parallel.pp` must be at most `model.n_layers`.
 
-    `train.grad_accum_steps` x `parallel.slices` must be at least `parallel.pp`, unless the schedule
-    runs with fewer microbatches or `parallel.allow_underfilled` is set.
-
     `parallel.virtual_stages=1` excludes schedules that are for several stages on a rank.
 
     `parallel.schedule='custom'` needs `parallel.schedule_file`, and no other schedule takes one.
     """
-    parallel, microbatches = config.parallel, config.train.grad_accum_steps
+    parallel = config.parallel
     family = FAMILIES.get(parallel.schedule.lower())
     if family is None:
         raise ConfigError(
@@ -81,17 +79,6 @@ def check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
             f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
-        )
-    slices, may_underfill = (
-        parallel.slices,
-        family.may_underfill or parallel.allow_underfilled,
-    )
-    if microbatches * slices < parallel.pp and not may_underfill:
-        cut = f" of parallel.slices={slices}" if slices > 1 else ""
-        raise ConfigError(
-            f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "
-            f"under {parallel.schedule}: use at least {-(-parallel.pp // slices)}, or set "
-            f"parallel.allow_underfilled=true to accept the bubble."
         )
     several = family.default("virtual_stages") or 1
     if parallel.virtual_stages == 1 and several > 1:
@@ -106,14 +93,4 @@ def check_pipeline(config: Config) -> None:
         )
 
 
-def check_schedule(config: Config, platform: str | None, memory: float | None) -> None:
-    """Raise `ConfigError` if the schedule does not exist, or the scan cannot run it.
-
-    `parallel.schedule` must exist for the given `parallel.pp`, `parallel.virtual_stages`,
-    `parallel.breadth`, `parallel.slices`, `parallel.in_flight` and microbatches, with
-    `parallel.layer_split` giving every stage a layer, and fit within `parallel.memory_limit`.
-    """
-    try:
-        _ = chosen(config, platform=platform, memory=memory).tables
-    except ScheduleError as error:
-        raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
+PIPELINE_CHECKS = (_check_weights, _check_limit, _check_vocab_parallel, _check_pipeline)

@@ -2,8 +2,36 @@
 
 import inspect
 import re
+from collections.abc import Callable
 
-from jaxpipe.planning.checks import RULES
+from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
+from jaxpipe.model.family import ModelConfig
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.planning import device_checks, size_checks
+from jaxpipe.planning.checks import CHECKS
+from jaxpipe.planning.resolve import resolve
+
+# The functions whose docstrings state the rules, in paragraphs that begin with a setting.
+RULES: tuple[Callable[..., object], ...] = (
+    *CHECKS,
+    ModelConfig.unmet_by_packing,
+    DecoderConfig.unmet_by_packing,
+    unmet_by_kernel,
+    unmet_by_packed_kernel,
+    ModelConfig.unmet_by_context,
+    DecoderConfig.unmet_by_context,
+    DecoderConfig._unmet_by_fused_ring,
+    DecoderConfig._unmet_by_exchange,
+    DecoderConfig.unequal_parts,
+    MixtureConfig._unread,
+    MixtureConfig.broken_mixture_rules,
+    LlamaConfig.broken_rules,
+    *size_checks.CHECKS,
+    DecoderConfig.unmet_needs,
+    *device_checks.CHECKS,
+    resolve,
+)
 
 
 def rules() -> list[tuple[str, str]]:

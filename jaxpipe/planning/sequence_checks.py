@@ -6,24 +6,14 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.partition.sequence import FullSequence
 
 
-def check_sequences(config: Config) -> None:
-    """Raise `ConfigError` at the first broken rule of lengths, replicas or shards."""
-    for check in SEQUENCE_CHECKS:
-        check(config)
-
-
-def _check_replicas(config: Config) -> None:
-    """Check that sequences fit the model, and that replicas that share them are in one group.
+def _check_settings(config: Config) -> None:
+    """Check that sequences fit the model, and that settings of context parallelism fit each other.
 
     `train.seq_len` must be at most `model.max_seq_len`, if that is given.
-
-    `parallel.cp` must divide `parallel.dp`.
 
     `parallel.cp_heads` above 1 needs `parallel.cp_method='ring'`.
 
     `parallel.cp_heads` must divide `parallel.cp`.
-
-    `parallel.dp_replicate` x `parallel.cp` must divide `parallel.dp`.
 
     `parallel.dp_replicate` above 1 needs a `parallel.zero_stage` above 0.
     """
@@ -32,11 +22,6 @@ def _check_replicas(config: Config) -> None:
         raise ConfigError(
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={longest}, the longest "
             f"sequence that the model is made for: shorten it, or raise model.max_seq_len."
-        )
-    if parallel.dp % parallel.cp:
-        raise ConfigError(
-            f"parallel.cp={parallel.cp} must divide parallel.dp={parallel.dp}: so many of the "
-            f"replicas share every sequence; change one of them."
         )
     if parallel.cp_heads > 1 and parallel.cp_method != "ring":
         raise ConfigError(
@@ -48,12 +33,6 @@ def _check_replicas(config: Config) -> None:
         raise ConfigError(
             f"parallel.cp_heads={parallel.cp_heads} must divide parallel.cp={parallel.cp}: so many "
             f"replicas are one place of a ring; change one of them."
-        )
-    if parallel.dp % (parallel.dp_replicate * parallel.cp):
-        raise ConfigError(
-            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.cp={parallel.cp} must "
-            f"divide parallel.dp={parallel.dp}: replicas form so many groups, and those of a group "
-            f"share sequences; change one of them."
         )
     if parallel.dp_replicate > 1 and not parallel.zero_stage:
         raise ConfigError(
@@ -102,4 +81,4 @@ def _check_method(config: Config) -> None:
         raise ConfigError(sentence)
 
 
-SEQUENCE_CHECKS = (_check_replicas, _check_parts, _check_method)
+SEQUENCE_CHECKS = (_check_settings, _check_parts, _check_method)

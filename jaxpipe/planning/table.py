@@ -33,7 +33,7 @@ class _Extra(NamedTuple):
 
     name: str
     legend: str
-    of: Callable[[Estimate], float | None]
+    value: Callable[[Estimate], float | None]
     form: str
 
 
@@ -72,7 +72,7 @@ class Plan:
     def show(self, console: Console) -> None:
         """Print the table, its legend, the reasons of refused schedules, and the advice."""
         parallel, train = self.config.parallel, self.config.train
-        ticks = {str(one.candidate.choice.lockstep.transfer_ticks) for one in self.estimates}
+        ticks = {str(one.plan.lockstep.transfer_ticks) for one in self.estimates}
         model = self.config.model
         every, active = model.parameter_count(), model.active_parameter_count()
         of_token = f" ({active:,} for a token)" if active < every else ""
@@ -89,9 +89,7 @@ class Plan:
             labels = ", ".join(label for label, reason in self.refused.items() if reason == why)
             console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
         if self.advice.best:
-            fastest = next(
-                one.candidate for one in self.estimates if one.candidate.label == self.advice.best
-            )
+            fastest = next(one for one in self.estimates if one.label == self.advice.best)
             console.print(
                 f"fastest within {self.memory / _GIB:.1f} GiB: {self.advice.best} "
                 f"({FAMILIES[fastest.variant.family].summary})",
@@ -106,17 +104,17 @@ class Plan:
             justify = "left" if name in ("schedule", "ends") else "right"
             table.add_column(name, justify=justify, no_wrap=True)
         for one in sorted(self.estimates, key=lambda e: -e.tokens_per_second):
-            label, report = one.candidate.label, one.report
+            label, report = one.label, one.report
             fits = one.bytes.total <= self.memory
             chosen = label == self.advice.best
             table.add_row(
-                label + (" *" if one.candidate.configured else ""),
+                label + (" *" if one.configured else ""),
                 _ends(one), f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
                 f"{report.bubble_scan:.1%}", str(one.held),
                 f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
                 f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
                 f"{one.tokens_per_second:,.0f}",
-                *(_formed(extra.of(one), extra.form) for extra in self._extras),
+                *(_format(extra.value(one), extra.form) for extra in self._extras),
                 style="bold" if chosen else "" if fits else "dim",
             )  # fmt: skip
         return table
@@ -124,15 +122,17 @@ class Plan:
     @property
     def _extras(self) -> list[_Extra]:
         return [
-            extra for extra in _EXTRAS if any(extra.of(one) is not None for one in self.estimates)
+            extra
+            for extra in _EXTRAS
+            if any(extra.value(one) is not None for one in self.estimates)
         ]
 
     def as_json(self) -> dict[str, Any]:
         """The plan in plain types."""
         rows = [
             {
-                "schedule": one.candidate.label,
-                "configured": one.candidate.configured,
+                "schedule": one.label,
+                "configured": one.configured,
                 "ends": _ends(one),
                 "fits": one.bytes.total <= self.memory,
                 "tokens_per_second": one.tokens_per_second,
@@ -143,7 +143,7 @@ class Plan:
                 "waiting_for_replicas": one.exposed,
                 "sent_bytes": one.sent,
                 "saved_by_overlap": one.saved,
-                "layers": one.candidate.choice.layers,
+                "layers": one.plan.layers,
             }
             for one in self.estimates
         ]
@@ -176,8 +176,8 @@ def _traffic(config: Config) -> Iterator[str]:
 
 
 def _ends(one: Estimate) -> str:
-    return "shared" if one.candidate.choice.lockstep.vocab_parallel else "own"
+    return "shared" if one.plan.lockstep.vocab_parallel else "own"
 
 
-def _formed(value: float | None, form: str) -> str:
+def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)

@@ -51,13 +51,19 @@ def check_devices() -> None:
         ) from error
 
 
+def data_sheet_of(device_kind: str) -> str | None:
+    """Key in `DEVICES` of a device by jax's name for it; None if unknown."""
+    return next((name for name in DEVICES if name in device_kind), None)
+
+
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of a device by jax's name for it; None if unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)
     """
-    return next((device.flops for name, device in DEVICES.items() if name in device_kind), None)
+    name = data_sheet_of(device_kind)
+    return DEVICES[name].flops if name else None
 
 
 def device_memory(device_kind: str) -> int | None:
@@ -66,20 +72,13 @@ def device_memory(device_kind: str) -> int | None:
     >>> device_memory("NVIDIA H100 80GB HBM3"), device_memory("cpu")
     (80000000000, None)
     """
-    return next((device.memory for name, device in DEVICES.items() if name in device_kind), None)
+    name = data_sheet_of(device_kind)
+    return DEVICES[name].memory if name else None
 
 
 def host_memory() -> int:
     """Bytes of this machine's memory, which virtual CPU devices share."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def compute_capability() -> float | None:
-    """Compute capability of this process's GPUs, 9.0 for an H100; None without GPUs."""
-    import jax
-
-    found = getattr(jax.local_devices()[0], "compute_capability", None)
-    return None if found is None else float(found)
 
 
 def memory_peak() -> int | None:

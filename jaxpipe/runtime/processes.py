@@ -98,6 +98,13 @@ def largest(value: int) -> int:
     return max(map(int, _met[0].service.gather("largest", str(value)))) if several() else value
 
 
+def from_first(name: str, text_of: Callable[[], str]) -> str:
+    """The text that process 0 computes, in every process; all of them call it."""
+    if not several():
+        return text_of()
+    return _met[0].service.gather(name, text_of() if first() else "")[0]
+
+
 def refuse(reason: str) -> None:
     """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it."""
     reasons = _met[0].service.gather("refuse", reason) if several() else [reason]

@@ -12,7 +12,7 @@ import msgspec
 import jaxpipe
 from jaxpipe.config import Config
 from jaxpipe.data.sources import Data
-from jaxpipe.training.trainer import Trainer
+from jaxpipe.planning import RunPlan
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -37,17 +37,20 @@ def programs_of(config: Config) -> dict[str, str]:
     }
 
 
-def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
-    """A process's data fingerprints, layers per stage, and a digest of its schedule and tables."""
-    tables = trainer.pipeline.tables
-    described = (tables.slots, tables.lanes, tables.permute_pairs, tables.pairs, tables.lockstep)
+def results_of(plan: RunPlan, data: Data) -> dict[str, str]:
+    """A process's data fingerprints, layers per stage, and a digest of its plan with its tables."""
+    tables = plan.tables
+    described = (
+        plan.config, plan.layers, plan.seconds, tables.slots, tables.lanes, tables.permute_pairs,
+        tables.pairs, tables.lockstep,
+    )  # fmt: skip
     columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
     digest = _digest([repr(described).encode(), *columns])
     return {
         "the training data": data.train.fingerprint,
         "the held-out data": data.heldout.fingerprint,
-        "the layers of each stage": str(tuple(trainer.choice.layers)),
-        "the schedule": f"{trainer.schedule.name} ({digest})",
+        "the layers of each stage": str(plan.layers),
+        "the schedule and its plan": f"{plan.schedule.name} ({digest})",
     }
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.ticks import closing_tick
-from jaxpipe.planning import op_seconds
 from jaxpipe.schedule import simulate
 from jaxpipe.schedule.lower import build_grid
 from jaxpipe.schedule.recording import Event, ProfileError, RankTicks, match_ticks, rank_bubbles
@@ -54,29 +53,28 @@ class BubbleMeter:
             return step(state, batch)
         state = jax.block_until_ready(state)
         pipeline = self._steps.fused.pipeline if several else self._trainer.pipeline
-        made: list[tuple[State, dict[str, Any]]] = []
+        results: list[tuple[State, dict[str, Any]]] = []
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                _, events = recorded(lambda: _kept(made, step(state, batch)), Path(folder))
+                _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
                 found = rank_bubbles(ticks(pipeline, events))
         except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
             self._say(f"log.bubble_every: {error}; no more steps are recorded")
             self._every = 0
-            return made[0] if made else step(state, batch)
-        state, metrics = made[0]
+            return results[0] if results else step(state, batch)
+        state, metrics = results[0]
         both = {"bubble": fmean(found.values()), "bubble_predicted": self._predicted(pipeline)}
         if several:
             both = {name: np.full(len(numbers), value) for name, value in both.items()}
         return state, metrics | both
 
     def _predicted(self, pipeline: Pipeline) -> float:
-        config, choice = self._trainer.config, self._trainer.choice
-        costs = choice.costs(choice.settled(config), op_seconds(config))
-        return simulate(pipeline.schedule, costs, choice.lockstep).bubble_scan
+        plan = self._trainer.plan
+        return simulate(pipeline.schedule, plan.costs, plan.lockstep).bubble_scan
 
 
-def _kept(made: list[Tree], result: Tree) -> Tree:
-    made.append(jax.block_until_ready(result))
+def _keep(results: list[Tree], result: Tree) -> Tree:
+    results.append(jax.block_until_ready(result))
     return result
 
 
@@ -86,9 +84,9 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
     The profiler's files stay in `folder`. Raises `OSError` where they cannot be written.
     """
     with recording(folder):
-        made = jax.block_until_ready(run())
+        result = jax.block_until_ready(run())
     newest = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    return made, events_of(newest)
+    return result, events_of(newest)
 
 
 def ticks(pipeline: Pipeline, events: Iterator[Event]) -> RankTicks:

@@ -60,11 +60,11 @@ class FusedSteps:
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         config = self.trainer.config
-        made = self.pipeline.run_updates(state.params, state.optimizer, batch, self._update)
-        of_steps = made.losses, made.counts, made.aux_losses
+        outputs = self.pipeline.run_updates(state.params, state.optimizer, batch, self._update)
+        of_steps = outputs.losses, outputs.counts, outputs.aux_losses
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
         has_targets = (of_steps[1] > 0).any(1).all()
-        norms = jnp.sqrt(made.squares)
+        norms = jnp.sqrt(outputs.squares)
         goes_on = state.guard.in_row <= config.train.skip_non_finite
         most = (config.optimizer.clip_norm or _MOST) * (1 - _MARGIN)
         metrics = [
@@ -74,16 +74,16 @@ class FusedSteps:
         metrics = jax.tree.map(lambda *of_each: jnp.stack(of_each), *metrics)
         valid = goes_on & has_targets & jnp.isfinite(metrics["loss"]).all() & (norms < most).all()
 
-        def taken() -> tuple[State, dict[str, jax.Array]]:
+        def accept() -> tuple[State, dict[str, jax.Array]]:
             guard = state.guard
             for _ in range(self.count):
                 guard, _ = guard.after(jnp.bool_(True), config.train.skip_non_finite)
             more = {"skipped_steps": jnp.full(self.count, guard.skipped)}
             step = state.step + self.count
-            after = State(made.params, made.moments, step, state.variables, guard)
+            after = State(outputs.params, outputs.moments, step, state.variables, guard)
             return after, metrics | more
 
-        return lax.cond(valid, taken, lambda: self._in_turn(state, batch))
+        return lax.cond(valid, accept, lambda: self._in_turn(state, batch))
 
     def _in_turn(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         by_step = jax.tree.map(lambda leaf: leaf.reshape(self.count, -1, *leaf.shape[1:]), batch)

@@ -23,7 +23,7 @@ from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
-from jaxpipe.training.start import Seen, describe
+from jaxpipe.training.start import DataPosition, describe
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -34,8 +34,8 @@ class _Dispatched:
 
     step: int
     program: range  # numbers of all steps of its program
-    before: Seen  # data position before the step
-    after: Seen
+    before: DataPosition  # data position before the step
+    after: DataPosition
     contents: Contents | None  # documents and padding of its rows; None: rows have no padding
     metrics: dict[str, Any]  # stacked over the steps of its program if there are several
     started: float  # host time before its batch was read [s]
@@ -66,7 +66,7 @@ class Run:
         """The compiled steps."""
         return CompiledSteps(self.trainer, self.progress.say)
 
-    def loop(self, state: State, seen: Seen) -> int:
+    def loop(self, state: State, seen: DataPosition) -> int:
         """Train until the last step, a signal, or too many non-finite steps; return the exit code.
 
         The metrics of a step are read after the next step is dispatched, so devices never wait for
@@ -157,7 +157,7 @@ class Run:
                 )
         return None
 
-    def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
+    def _see(self, seen: DataPosition) -> tuple[DataPosition, Contents | None]:
         """The data position after the next step, and the contents of that step."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
         contents = self.data.train.contents(seen.position, samples) if config.pads else None
@@ -165,7 +165,7 @@ class Run:
         after = seen._replace(samples=seen.samples + samples, tokens=seen.tokens + tokens)
         return after, contents
 
-    def _save(self, step: int, state: State, seen: Seen) -> None:
+    def _save(self, step: int, state: State, seen: DataPosition) -> None:
         meta = describe(self.trainer, self.data, seen, state.guard)
         self.checkpoints.save(step, state.parts(), meta)
 

@@ -45,7 +45,7 @@ def _of_moments(change: Callable[[Any], Any], state: Tree) -> Tree:
     {'count': 3, 'mu': {'embed_head': -1, 'layers': (-2,)}}
     """
 
-    def of(node: Tree) -> Tree:
+    def apply(node: Tree) -> Tree:
         return jax.tree.map(change, node) if is_stage_stacked(node) else node
 
-    return jax.tree.map(of, state, is_leaf=is_stage_stacked)
+    return jax.tree.map(apply, state, is_leaf=is_stage_stacked)

@@ -178,9 +178,9 @@ def _loops(
         x, rings = state
         parts = tuple(plan.written_by(own, Op.F) for own in rings)
         before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
-        made = chunk(given).forward(of_microbatch(given, row), before)
-        after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, made.rings))
-        return made.y, tuple(after)
+        outputs = chunk(given).forward(of_microbatch(given, row), before)
+        after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, outputs.rings))
+        return outputs.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: TableRow) -> Tree:
@@ -188,12 +188,12 @@ def _loops(
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
             before = BackwardOutputs(dy, parts, totals, observed)
-            made = chunk(given).gradient(
+            outputs = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
                 lambda ring, part: plan.read(plan.with_written(rings[ring], op, part), row, op),
             )  # fmt: skip
-            after = (plan.with_written(own, op, part) for own, part in zip(rings, made.rings))
-            return made.dx, tuple(after), made.grad_sums
+            after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
+            return outputs.dx, tuple(after), outputs.grad_sums
 
         return run
 

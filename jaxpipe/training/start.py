@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import msgspec
 
 from jaxpipe import config as configs
@@ -15,7 +16,7 @@ from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.opening import prepared_folders
 from jaxpipe.data.sources import Data
-from jaxpipe.planning.checks import filled
+from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -24,7 +25,7 @@ Say = Callable[[str], None]
 Check = Callable[[Path, dict[str, Any]], None]
 
 
-class Seen(NamedTuple):
+class DataPosition(NamedTuple):
     """A run's position in its training data."""
 
     samples: int = 0  # trained on in the run so far
@@ -37,7 +38,9 @@ class Seen(NamedTuple):
         return self.samples - self.restarted_at
 
 
-def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
+def start(
+    trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
+) -> tuple[State, DataPosition]:
     """The state and the data position to continue from.
 
     Sets `checkpoints.carried`, so that the run's checkpoints keep the tokenizer and the EOS token
@@ -53,7 +56,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
 
 def _started(
     trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
-) -> tuple[State, Seen, dict[str, Any]]:
+) -> tuple[State, DataPosition, dict[str, Any]]:
     """State, data position and the checkpoint's metadata, which is empty for a new state."""
     resume = trainer.config.checkpoint.resume
     if resume == "none" and checkpoints.steps:
@@ -73,7 +76,7 @@ def _started(
             f"to begin anew, or use another run.dir."
         )
     if resume in ("auto", "none"):
-        return trainer.init(), Seen(), {}
+        return trainer.init(), DataPosition(), {}
     path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
@@ -82,7 +85,7 @@ def _started(
         like = {"params": shapes.params}
         restored, meta = _read(path, checkpoints, like, exclusion, say, check)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        return trainer.fresh(restored["params"]), Seen(), meta
+        return trainer.fresh(restored["params"]), DataPosition(), meta
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
     restored, meta = _read(path, checkpoints, shapes.parts(), exclusion, say, check)
     return *_resumed(trainer, restored, meta, data, say, but), meta
@@ -98,7 +101,7 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
     return serving
 
 
-def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:
+def describe(trainer: Trainer, data: Data, seen: DataPosition, guard: Guard) -> dict[str, Any]:
     """The metadata of a checkpoint: data position, guard, data, layout and configuration."""
     parallel = trainer.config.parallel
     return {
@@ -112,10 +115,10 @@ def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str
     }
 
 
-def on_one_device(config: Config) -> Config:
-    """The configuration on one device, whose initial state equals that on any mesh."""
+def resolve_on_one_device(config: Config, device: jax.Device) -> RunPlan:
+    """The plan of a run on one device, whose initial state equals that on any mesh."""
     alone = msgspec.structs.replace(config, parallel=ParallelConfig(schedule="gpipe"))
-    return filled(alone, 1)
+    return resolve(alone, Devices.present([device]))
 
 
 def _resumed(
@@ -125,7 +128,7 @@ def _resumed(
     data: Data,
     say: Say,
     but: str = "",
-) -> tuple[State, Seen]:
+) -> tuple[State, DataPosition]:
     seen, restarts = _seen(meta, trainer.config), not data.train.has(meta["data"])
     if restarts and not trainer.config.data.restart:
         raise ConfigError(
@@ -147,14 +150,14 @@ def _resumed(
     return trainer.state_of(parts, meta.get("guard", {})), seen
 
 
-def _seen(meta: dict[str, Any], config: Config) -> Seen:
+def _seen(meta: dict[str, Any], config: Config) -> DataPosition:
     """The data position in a checkpoint's metadata.
 
     Older metadata has no `tokens`; the rows of these checkpoints had no padding.
     """
     restarted_at = meta.get("restarted_at", 0)
     samples = restarted_at + meta["position"]
-    return Seen(samples, meta.get("tokens", samples * config.train.seq_len), restarted_at)
+    return DataPosition(samples, meta.get("tokens", samples * config.train.seq_len), restarted_at)
 
 
 def _read(

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.planning import rank_bytes
 from jaxpipe.schedule import SimulationReport, Tables, draw_timeline, simulate
 from jaxpipe.training.moments import HOST
 from jaxpipe.training.trainer import Trainer
@@ -80,7 +79,7 @@ def _learning_rate(config: Config) -> str:
 
 def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
-    planned = rank_bytes(trainer.config, trainer.layout, tables)
+    planned = trainer.plan.memory
     per_rank = {
         "parameters": _bytes_per_rank(shapes.params, trainer.state_shardings.params),
         "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),

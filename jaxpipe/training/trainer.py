@@ -1,11 +1,11 @@
-"""The objects of a run, built from its configuration: mesh, model, state and compiled steps."""
+"""The objects of a run, built from its plan: mesh, model, state and compiled steps."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.planning import Choice, chosen, decided
+from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
-from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training import optimizer as optimizers
@@ -48,18 +47,27 @@ class Trainer:
     """The parts of a run that do not read or write files.
 
     Attributes:
-      config: the run's configuration; "auto" settings are decided for the devices.
+      plan: of the run: its concrete configuration, schedule and stages.
       devices: the devices of the mesh, in order; None: all devices.
-      memory: memory of a device [bytes]; None: from its data sheet, if known.
     """
 
-    config: Config
-    devices: tuple[jax.Device, ...] | None = None
-    memory: float | None = None
+    plan: RunPlan
+    devices: Sequence[jax.Device] | None = None
 
-    def __post_init__(self) -> None:
-        platform = self.devices[0].platform if self.devices else jax.default_backend()
-        object.__setattr__(self, "config", decided(self.config, platform))
+    @classmethod
+    def resolve(
+        cls, config: Config, devices: Sequence[jax.Device] | None = None, **more: Any
+    ) -> Self:
+        """The trainer of a configuration, resolved for these devices; None: all devices.
+
+        `more` are fields of a subclass. Raises `ConfigError` as `planning.resolve` does.
+        """
+        return cls(resolve(config, Devices.present(devices or jax.devices())), devices, **more)
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration, with concrete settings."""
+        return self.plan.config
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -75,28 +83,21 @@ class Trainer:
     def layout(self) -> StageLayout:
         """The layers of each stage, and the pipeline rank of each stage."""
         kinds = self.model.functions.layer_kinds(self.config.model.n_layers)
-        return StageLayout(self.choice.layers, self.schedule.placement, kinds)
-
-    @cached_property
-    def choice(self) -> Choice:
-        """Layers per stage, schedule and lockstep parameters for the configuration and devices."""
-        device = self.mesh.devices.flat[0]
-        memory = self.memory or device_memory(device.device_kind)
-        return chosen(self.config, platform=device.platform, memory=memory)
+        return StageLayout(self.plan.layers, self.schedule.placement, kinds)
 
     @property
     def schedule(self) -> Schedule:
         """The order of actions on every pipeline rank."""
-        return self.choice.schedule
+        return self.plan.schedule
 
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is executed on this kind of device."""
         parallel, train, debug = self.config.parallel, self.config.train, self.config.debug
         printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self.plan.devices.on_cpu
         return Execution(
-            lockstep=self.choice.lockstep,
+            lockstep=self.plan.lockstep,
             remat=train.remat,
             compute_dtype=jnp.dtype(train.compute_dtype),
             zero_stage=parallel.zero_stage,
@@ -149,12 +150,12 @@ class Trainer:
     def state_shardings(self) -> State:
         """Shardings of the state: moments like parameters, all other arrays replicated."""
 
-        def of(node: Tree) -> Tree:
+        def sharding_of(node: Tree) -> Tree:
             if is_stage_stacked(node):
                 return self.sharding.named_shardings(node)
             return NamedSharding(self.mesh, PartitionSpec())
 
-        every = jax.tree.map(of, self.state_shapes, is_leaf=is_stage_stacked)
+        every = jax.tree.map(sharding_of, self.state_shapes, is_leaf=is_stage_stacked)
         if self.config.train.offload_moments:
             every = every._replace(optimizer=moments.kept_on_host(every.optimizer))
         return every
@@ -174,8 +175,8 @@ class Trainer:
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
-        made = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
-        return made(params)
+        init = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
+        return init(params)
 
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
@@ -224,11 +225,11 @@ class Trainer:
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         """The function of `train_step`, for use within compiled functions."""
-        made = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
-        has_targets = (made.counts > 0).any()
-        loss = self.first_loss(made.losses)
-        state, metrics = self.update(state, loss, made.gradients, made.aux, has_targets)
-        return state, metrics | self.losses_of(made.losses, made.counts, made.aux_losses)
+        outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
+        has_targets = (outputs.counts > 0).any()
+        loss = self.first_loss(outputs.losses)
+        state, metrics = self.update(state, loss, outputs.gradients, outputs.aux, has_targets)
+        return state, metrics | self.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
 
     def first_loss(self, shares: jax.Array) -> jax.Array:
         """The first of the head's K losses from shares `[M]` or `[M, K]`; 0 without targets."""
@@ -262,12 +263,12 @@ class Trainer:
         offloads, before = self.config.train.offload_moments, state.optimizer
         if offloads:
             before, updates = moments.fetched(before, updates)
-        params, made = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
+        params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
             variables = optimizers.chosen(updates, following(variables, side), variables)
-        made = moments.returned(made) if offloads else made
-        return State(params, made, state.step + ~stops, variables, guard), metrics
+        after = moments.returned(after) if offloads else after
+        return State(params, after, state.step + ~stops, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:
@@ -278,12 +279,12 @@ class Trainer:
         """
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            held = state.optimizer
+            moment_tree = state.optimizer
             if self.config.train.offload_moments:
-                held, _ = moments.fetched(held, state.step)
-            params = optimizers.averaged(self.config.optimizer, held, state.params)
-            made = self.pipeline.forward(params, batch, state.variables)
-            return self.first_loss(made.losses), made.counts
+                moment_tree, _ = moments.fetched(moment_tree, state.step)
+            params = optimizers.averaged(self.config.optimizer, moment_tree, state.params)
+            outputs = self.pipeline.forward(params, batch, state.variables)
+            return self.first_loss(outputs.losses), outputs.counts
 
         return jax.jit(
             loss,
@@ -294,8 +295,7 @@ class Trainer:
     @cached_property
     def feed(self) -> Feed:
         """Shards host batches over the mesh."""
-        numbered = "samples" in (self.model.functions.batch_keys or ())
-        return Feed(self.config, self.mesh, numbered)
+        return Feed(self.config, self.mesh, "samples" in (self.model.functions.batch_keys or ()))
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
         """Put a host batch on the devices by `Feed.put`."""

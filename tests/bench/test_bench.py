@@ -18,9 +18,10 @@ from jaxpipe.bench import costs, memory, rounds, step, worker
 from jaxpipe.bench.results import Result
 from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
 from jaxpipe.planning import (
+    Devices,
     LayerSeconds,
     OpSeconds,
-    candidate,
+    arrange_variant,
     estimate,
     op_seconds,
 )
@@ -74,7 +75,7 @@ def test_every_schedule_can_be_built(variant):
 
 
 def test_timers_give_every_op_a_positive_time():
-    trainer = Trainer(small(), tuple(jax.devices()[:1]))
+    trainer = Trainer.resolve(small(), tuple(jax.devices()[:1]))
     seconds = OpTimer(trainer, layers=2).seconds()
     complete = msgspec.convert(seconds | {"transfer": 1.0}, OpSeconds)
     assert min(seconds["layer"].values()) > 0
@@ -100,7 +101,7 @@ def test_exported_values_are_the_trainers(tmp_path):
     config = single_config(small(), 4)
     worker.Worker().export(str(tmp_path / "values.npz"), msgspec.to_builtins(config))
     values = np.load(tmp_path / "values.npz")
-    params = Trainer(config, tuple(jax.devices()[:1])).init().params
+    params = Trainer.resolve(config, tuple(jax.devices()[:1])).init().params
     np.testing.assert_array_equal(values["layers/1/attn/wq"], params["layers"][1]["attn"]["wq"])
     np.testing.assert_array_equal(values["embed_head/head"], params["embed_head"]["head"])
     assert values["inputs"].shape == (4, 1, 32)
@@ -234,7 +235,7 @@ def test_the_published_comparison_of_schedules_is_reproduced():
     config = configs.load(path, own_ends)
     seconds = op_seconds(config)
     plain, interleaved = (
-        estimate(config, candidate(config, seconds, variant), seconds)
+        estimate(arrange_variant(config, Devices(), variant, seconds), seconds)
         for variant in (
             ScheduleVariant("1f1b"),
             ScheduleVariant("interleaved_1f1b", virtual_stages=2),

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
 from jaxpipe.bench import correct, report
 from jaxpipe.bench.items import MODEL, Item, items
-from jaxpipe.planning.checks import validate
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -122,7 +122,7 @@ def test_the_commands_of_a_report_can_be_read(cpu):
             _, _, path, *words = item.words
             overrides = [word for word in words if "=" in word]
             config = configs.load(ROOT / path, overrides)
-            validate(config)
+            resolved(config)
             assert config.runtime.cpu_devices == (cpu and config.parallel.pp)
             assert config.train.seq_len == (64 if cpu else 32768 if item.name == "long" else 4096)
 

@@ -55,7 +55,7 @@ def config_of(layout, model):
 def trainer_of(index, model):
     layout = LAYOUTS[index]
     sizes = [layout.get(name, 1) for name in ("pp", "dp", "tp")]
-    return Trainer(config_of(layout, model), tuple(jax.devices()[: int(np.prod(sizes))]))
+    return Trainer.resolve(config_of(layout, model), tuple(jax.devices()[: int(np.prod(sizes))]))
 
 
 def batch(step):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL
+from resolving import resolved
 
 from jaxpipe import plan, profile, train
 from jaxpipe.checkpoint.safetensors_directory import INDEX, TensorFiles
 from jaxpipe.config import ConfigError, load
 from jaxpipe.data.readers import Part, Reader
 from jaxpipe.data.records import Records
-from jaxpipe.planning.checks import filled, validate
 from jaxpipe.training.summary import _learning_rate
 
 CONFIG = str(SMALL)
@@ -133,7 +133,7 @@ def test_a_typo_names_the_nearest_key_alone(capsys):
 def test_a_run_may_end_within_its_warm_up():
     """Its rates are those of a longer run; the summary shows where the run ends."""
     config = load("configs/quickstart.toml", ["train.steps=20"])
-    validate(filled(config, 8), devices=8)
+    resolved(config, count=8)
     assert _learning_rate(config).endswith("of which this run has 20: it ends at 2.00e-03")
 
 
@@ -142,10 +142,13 @@ def test_a_step_has_a_number_of_tokens_and_forwards_that_can_be_counted():
         (["train.seq_len=100000", "train.microbatch_size=10000"], "as far as its targets"),
         (["train.grad_accum_steps=20000"], "80000 forwards, but a schedule has at most 65536"),
         (["train.batch_tokens=2560000", "train.grad_accum_steps=0"], "160000 forwards"),
-        (["train.fused_steps=10000"], "160000 forwards"),
+        (
+            ["train.fused_steps=10000", "train.eval_every=0", "checkpoint.every=0"],
+            "160000 forwards",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            validate(filled(load(CONFIG, more), 8), devices=8)
+            resolved(load(CONFIG, more), count=8)
 
 
 def test_a_model_that_no_memory_holds(capsys):
@@ -155,7 +158,7 @@ def test_a_model_that_no_memory_holds(capsys):
     config = load(CONFIG, ["model.d_ff=10000000"])
     assert config.model.parameter_count() * 8 > 28.6 * 2**30  # four layers of 3 x 32 x d_ff
     with pytest.raises(ConfigError, match="have 28.6 GiB together"):
-        validate(config, devices=8, platform="cuda", memory=28.6 * 2**27)
+        resolved(config, count=8, platform="cuda", memory=28.6 * 2**27)
 
 
 def test_too_little_memory_is_a_sentence(monkeypatch, capsys):

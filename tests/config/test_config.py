@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import jax
 import msgspec
 import pytest
+from resolving import resolved
 
 from jaxpipe.config import Config, ConfigError, from_builtins, load, to_toml
 from jaxpipe.model import PRESETS
-from jaxpipe.planning.checks import validate
-from jaxpipe.runtime.devices import compute_capability
+from jaxpipe.planning import Devices
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
@@ -27,10 +28,10 @@ def test_reads_overrides_and_names_the_run(path):
     config = load(path, ["parallel.pp=4", "parallel.schedule=gpipe", "optimizer.lr = 1e-2"])
     assert (config.parallel.pp, config.parallel.schedule, config.optimizer.lr) == (4, "gpipe", 0.01)
     assert config.run.dir == "runs/small"
-    validate(load(path, ["parallel.schedule=1F1B"]), devices=2)
+    resolved(load(path, ["parallel.schedule=1F1B"]), count=2)
     assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
     assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
-    validate(config, devices=4)
+    resolved(config, count=4)
 
 
 def test_a_saved_configuration_may_have_older_names(path):
@@ -91,7 +92,7 @@ def test_shipped_configurations_are_valid(shipped):
     config = load(shipped)
     parallel = config.parallel
     every = parallel.pp * parallel.dp * parallel.tp
-    validate(config, devices=config.runtime.cpu_devices or every, devices_of_host=8)
+    resolved(config, count=config.runtime.cpu_devices or every, per_host=8)
 
 
 def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
@@ -104,14 +105,14 @@ def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
         (["parallel.zero_stage=3", "parallel.reshard_after_forward=true"], True),
     ):
         config = load(path, how)
-        validate(config)
+        resolved(config)
         assert config.parallel.reshards == reshards
 
 
 def test_underfilled_schedules_can_be_allowed(path):
     few = "train.grad_accum_steps=1"
-    validate(load(path, [few, "parallel.allow_underfilled=true"]), devices=2)
-    validate(load(path, [few, "parallel.schedule=gpipe"]), devices=2)
+    resolved(load(path, [few, "parallel.allow_underfilled=true"]), count=2)
+    resolved(load(path, [few, "parallel.schedule=gpipe"]), count=2)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -141,28 +142,27 @@ def test_configurations_compare_by_value(path):
     assert hash(load(path).model) == hash(load(path).model)
 
 
-@pytest.mark.parametrize("platform", [None, "cuda"])
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_fused_attention_needs_a_gpu(platform):
-    config = load(Path(__file__).parents[1] / "data" / "small.toml", ["model.attention=cudnn"])
-    validate(config, platform=platform)
+    config = load(Path(__file__).parent / "data" / "small.toml", ["model.attention=cudnn"])
+    resolved(config, platform=platform)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
-        validate(config, platform="cpu")
+        resolved(config, platform="cpu")
 
 
-def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
+def test_packed_rows_with_fused_attention_need_a_hopper():
     given = ["model.attention=cudnn", "data.packing=sequential", "train.compute_dtype=bfloat16"]
     small = Path(__file__).parents[1] / "data" / "small.toml"
     config = load(small, given)
-    validate(config, platform="cuda")
+    resolved(config, platform="cuda")
     with pytest.raises(ConfigError, match=r"takes bfloat16 or float16, .* these are float32 of"):
-        validate(load(small, given[:-1]))
+        resolved(load(small, given[:-1]))
     long = ["model.max_seq_len=0", "train.seq_len=65536", "train.microbatch_size=1024"]
     with pytest.raises(ConfigError, match=r"1024 rows of 65536 tokens with .* are 2\^31 or more"):
-        validate(load(small, [*given, *long]))
-    monkeypatch.setattr("jaxpipe.planning.checks.compute_capability", lambda: 8.0)
+        resolved(load(small, [*given, *long]))
     with pytest.raises(ConfigError, match=r"compute capability 9.0 .* but these have 8.0"):
-        validate(config, platform="cuda")
+        resolved(config, platform="cuda", capability=8.0)
 
 
 def test_no_device_here_has_a_compute_capability():
-    assert compute_capability() is None
+    assert Devices.present(jax.devices()).capability is None

@@ -6,10 +6,10 @@ from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
+from resolving import resolved
 
 from jaxpipe.config import Config, ConfigError, SourceConfig, load
 from jaxpipe.model import FAMILIES
-from jaxpipe.planning.checks import filled, validate
 from jaxpipe.schedule import ScheduleError
 
 FILE = """
@@ -86,7 +86,7 @@ def test_an_extreme_value_is_answered_at_once(files, family, key):
         with at_most(5):
             try:
                 config = load(files / family, [f"{key}={value}"])
-                validate(filled(config, 1), devices=1)
+                resolved(config, count=1)
             except (ConfigError, ScheduleError):
                 continue
         # Accepted: a number that devices can represent.

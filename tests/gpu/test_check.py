@@ -311,7 +311,7 @@ def test_without_a_compiler_it_says_what_to_install():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "9"], "--devices 9: parallel.pp=4 x parallel.dp=2 x parallel.tp=1 = 8 must"),
+        (["--devices", "9"], "parallel.pp=4 x parallel.dp=2 x parallel.tp=1 = 8 must equal"),
         (["parallel.pp=64"], "parallel.pp=64"),
         (["--devices", "8,10"], "are not a multiple of parallel.pp=4 x parallel.tp=1 = 4"),
     ],

@@ -3,10 +3,10 @@
 import jax
 import pytest
 from commands import SMALL
+from resolving import resolved
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError, load
-from jaxpipe.planning.checks import validate
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
@@ -94,7 +94,7 @@ def test_a_deterministic_step_is_told_so(monkeypatch):
     monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
     for deterministic in (True, False):
         config = load(SMALL, [f"train.deterministic={str(deterministic).lower()}"])
-        assert Trainer(config).train_step
+        assert Trainer.resolve(config).train_step
         assert asked.pop() == ("cpu", *["deterministic"] * deterministic)
 
 
@@ -107,7 +107,7 @@ def test_a_step_that_offloads_is_told_so(monkeypatch):
     jax.jit(lambda: 0, compiler_options=more).lower().compile()
     asked = []
     monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
-    trainer = Trainer(load(SMALL, ["train.offload_layers=1"]))
+    trainer = Trainer.resolve(load(SMALL, ["train.offload_layers=1"]))
     assert trainer.train_step
     assert asked.pop() == ("cpu", "offload")
     assert trainer.execution.offload_layers == 1
@@ -118,7 +118,7 @@ def test_a_step_whose_moments_are_on_the_host_is_told_so(monkeypatch):
     assert own == ("xla_gpu_memory_limit_slop_factor", 190)
     asked = []
     monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
-    assert Trainer(load(SMALL, ["train.offload_moments=true"])).train_step
+    assert Trainer.resolve(load(SMALL, ["train.offload_moments=true"])).train_step
     assert asked.pop() == ("cpu", "moments")
 
 
@@ -132,34 +132,34 @@ def test_permutes_of_a_ring_wait_for_its_devices_alone(monkeypatch):
     assert compiler.options("cpu", "ring") == {}
     asked = []
     monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
-    assert Trainer(load(SMALL, RING), jax.devices()[:4]).train_step
+    assert Trainer.resolve(load(SMALL, RING), jax.devices()[:4]).train_step
     assert asked.pop() == ("cpu", "ring")
 
 
 def test_a_ring_that_could_wait_for_ever_is_refused(monkeypatch):
     config = load(SMALL, RING)
-    validate(config, platform="gpu")
+    resolved(config, platform="gpu")
     (option,) = compiler.of_purpose("ring")
     monkeypatch.setenv("XLA_FLAGS", f"--{option.name}=false")
     with pytest.raises(ConfigError, match="'ring' gives xla_gpu_coll.* set parallel.cp_method=uly"):
-        validate(config, platform="gpu")
-    validate(config, platform="cpu")
+        resolved(config, platform="gpu")
+    resolved(config, platform="cpu")
 
 
 def test_what_cannot_be_deterministic_is_refused(monkeypatch):
     config = load(SMALL, ["train.deterministic=true"])
-    validate(config, platform="cpu")
-    validate(config, platform="gpu")
+    resolved(config, platform="cpu")
+    resolved(config, platform="gpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
     with pytest.raises(ConfigError, match="autotune_level its value, but XLA_FLAGS names it"):
-        validate(config, platform="cuda")
-    validate(config, platform="cpu")
-    validate(load(SMALL), platform="cuda")
+        resolved(config, platform="cuda")
+    resolved(config, platform="cpu")
+    resolved(load(SMALL), platform="cuda")
     monkeypatch.delenv("XLA_FLAGS")
     other = (option("xla_no_such", True, "deterministic"),)
     monkeypatch.setattr(compiler, "TABLE", other)
     with pytest.raises(ConfigError, match="needs xla_no_such=True, but this XLA says .*No such"):
-        validate(config, platform="gpu")
+        resolved(config, platform="gpu")
 
 
 def test_gpus_need_a_jax_that_copies_no_rings(monkeypatch, tmp_path, capsys):

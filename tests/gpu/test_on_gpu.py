@@ -37,7 +37,7 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_gradients_are_the_references(schedule):
     with jax.default_matmul_precision("highest"):
-        trainer = Trainer(configs.load(SMALL, [*SIZES, f"parallel.schedule={schedule}"]))
+        trainer = Trainer.resolve(configs.load(SMALL, [*SIZES, f"parallel.schedule={schedule}"]))
         params = trainer.init().params
         ids = np.random.default_rng(0).integers(0, 256, (4, 2, 257), np.int32)
         batch = {"inputs": ids[..., :-1], "targets": ids[..., 1:]}

@@ -13,7 +13,7 @@ from jaxpipe.gpu import cards, several
 from jaxpipe.gpu.program import Copy, Program
 from jaxpipe.gpu.seconds import Seconds, seconds_of
 from jaxpipe.gpu.temporaries import Lines, Temporary, temporaries
-from jaxpipe.planning import Hardware, chosen, op_seconds
+from jaxpipe.planning import arrange
 from jaxpipe.runtime.devices import Device
 
 SHEET = Device(flops=1e3, memory=1, fp8=2e3)
@@ -85,11 +85,12 @@ def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
 
 def test_a_step_by_the_plans_own_seconds_is_the_plans():
     config = load(SMALL)
-    choice, ops = chosen(config), op_seconds(config)
+    plan = arrange(config)
+    ops = plan.seconds
     mine = Seconds({"F": ops.layer.F, "BW": ops.layer.whole_backward}, ops.head, 0.5)
-    step, planned = mine.step(config, choice, 1, Hardware())
+    step, planned = mine.step(plan, 1)
     assert step == pytest.approx(planned + 0.5)
-    assert Seconds({"F": 1.0}, 0, 0).step(config, choice, 1, Hardware()) == (None, planned)
+    assert Seconds({"F": 1.0}, 0, 0).step(plan, 1) == (None, planned)
 
 
 HEAD = """HloModule jit_step
@@ -159,15 +160,16 @@ def test_the_largest_arrays_at_the_peak_and_who_made_them(tmp_path):
 
 
 def test_several_are_asked_for_at_once():
-    asked = several.asked(SMALL, ["parallel.pp=2"], ["h100", "a100"], [4, 8], ["1f1b", "zb_h1"])
-    found = [(o.card, o.config.parallel.dp, o.config.parallel.schedule) for o in asked]
+    asked = several.requests(SMALL, ["parallel.pp=2"], ["h100", "a100"], [4, 8], ["1f1b", "zb_h1"])
+    found = [(o.card, o.plan.config.parallel.dp, o.plan.config.parallel.schedule) for o in asked]
     assert sorted(found) == sorted(
         (card, dp, name)
         for card in ("h100", "a100") for dp in (2, 4) for name in ("1f1b", "zb_h1")
     )  # fmt: skip
-    assert several.asked(SMALL, [], ["b200"], [], []) == [several.Asked("b200", load(SMALL))]
+    (one,) = several.requests(SMALL, [], ["b200"], [], [])
+    assert (one.card, one.plan.devices.hardware.device) == ("b200", "B200")
     with pytest.raises(ConfigError, match="multiple of parallel.pp=4"):
-        several.asked(SMALL, [], ["h100"], [8, 10], [])
+        several.requests(SMALL, [], ["h100"], [8, 10], [])
     report = SimpleNamespace(
         card="h100", devices=8, bytes=SimpleNamespace(peak=2**30), fits=True, step=(None, 0.25),
         program=SimpleNamespace(hidden=False, buffer_copies=(Copy("f32[2]", 8, 3),)), graphs=None,
@@ -175,7 +177,7 @@ def test_several_are_asked_for_at_once():
     )  # fmt: skip
     console = Console(width=140)
     with console.capture() as said:
-        console.print(several.table(asked[:1], [report]))
+        console.print(several.table_of(asked[:1], [report]))
     _, line = said.get().splitlines()
     assert line.split()[:2] == ["h100", "8"]
     assert line.split()[-8:] == ["GiB", "yes", "NOT", "HIDDEN", "3", "parts", "0.25", "12"]

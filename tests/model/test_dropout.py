@@ -14,7 +14,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.planning.checks import check_sizes
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
 
 
@@ -114,7 +114,7 @@ def test_steps_drop_the_same_on_every_layout():
         ]
         config = configs.load(SMALL, [*overrides, "optimizer.lr=1e-2"])
         parallel = config.parallel
-        trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+        trainer = Trainer.resolve(config, jax.devices()[: parallel.devices])
         state, losses = trainer.init(), []
         ids = np.random.default_rng(0).integers(0, 256, (4, 2, 33)).astype(np.int32)
         batch = {"inputs": ids[..., :-1], "targets": ids[..., 1:]}
@@ -129,7 +129,7 @@ def test_steps_drop_the_same_on_every_layout():
 def test_shares_that_a_kernel_keeps_to_itself_cannot_be_dropped():
     given = ["model.attention=cudnn", "model.attention_dropout=0.1"]
     with pytest.raises(ConfigError, match="attention_dropout=0.1 drops shares that the kernel"):
-        check_sizes(configs.load(SMALL, given))
+        check_settings(configs.load(SMALL, given))
 
 
 def test_all_cannot_be_dropped():

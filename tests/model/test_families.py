@@ -6,13 +6,13 @@ import tomllib
 import jax
 import numpy as np
 import pytest
+from resolving import resolved
 from tiny import TINY, TinyConfig
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES
 from jaxpipe.plan import main as plan
-from jaxpipe.planning.checks import validate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.train import main as train
 
@@ -80,12 +80,12 @@ def test_it_is_read_and_written(file):
 )
 def test_what_it_does_not_have_is_refused(file, override, message):
     with pytest.raises(ConfigError) as error:
-        validate(configs.load(file, override.split()))
+        resolved(configs.load(file, override.split()))
     assert message in str(error.value)
 
 
 def test_it_needs_nothing_of_a_device(file):
-    validate(configs.load(file), platform="gpu")
+    resolved(configs.load(file), platform="gpu")
 
 
 def test_its_costs_are_those_of_its_kinds(file):
@@ -116,4 +116,4 @@ def test_it_trains_and_goes_on_under_another_mesh(file, tmp_path):
 
 def test_documents_that_it_does_not_keep_apart_cannot_share_a_row(file):
     with pytest.raises(ConfigError, match="documents of a packed row see each other in .* 'tiny'"):
-        validate(configs.load(file, ["data.packing=best_fit"]))
+        resolved(configs.load(file, ["data.packing=best_fit"]))

@@ -12,8 +12,9 @@ from jaxpipe.contract import Aux, Context
 from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, scale_of
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.planning import fp8_checks
+from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.hardware import Hardware, analytic
 
 NAMES = ("up", "gate")
@@ -157,16 +158,15 @@ def settings(parallel=None, train=None, **model):
 )
 def test_what_does_not_fit_is_refused(config, message):
     with pytest.raises(ConfigError, match="train.fp8=none") as caught:
-        fp8_checks.check_fp8(config, None)
+        check_fp8(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    fp8_checks.check_fp8(settings(), "cpu")
+    check_fp8(settings())
 
 
-def test_gpus_without_8_bit_products_are_refused(monkeypatch):
-    monkeypatch.setattr(fp8_checks, "compute_capability", lambda: 8.0)
+def test_gpus_without_8_bit_products_are_refused():
     with pytest.raises(ConfigError, match=r"Hopper\) or later, but these have 8.0"):
-        fp8_checks.check_fp8(settings(), "cuda")
+        resolve(settings(), Devices("cuda", count=1, capability=8.0))
     with pytest.raises(ConfigError, match="the device 'A100', which does not multiply 8-bit"):
         analytic(settings(), Hardware("A100"))
 

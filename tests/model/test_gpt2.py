@@ -11,11 +11,11 @@ from meshes import MODELS, problem, run, without_key_biases
 from msgspec.structs import replace
 from oracles.flops import OpFlops
 from oracles.vanilla import VanillaSizes, vanilla_flops
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError, ParallelConfig
 from jaxpipe.contract import Context
-from jaxpipe.planning.checks import validate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import Lockstep
 from jaxpipe.train import main as train
@@ -163,7 +163,7 @@ def test_a_plan_counts_the_products_of_a_vanilla_transformer(file, tp):
 )
 def test_what_it_does_not_have_is_refused(file, overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(configs.load(file, overrides), platform="cpu")
+        resolved(configs.load(file, overrides), platform="cpu")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -171,4 +171,4 @@ def test_what_it_does_not_have_is_refused(file, overrides, message):
 def test_its_keys_go_round_with_the_fused_kernel(file):
     """It has no window, which the kernel could not apply."""
     words = "parallel.dp=2 parallel.cp=2 parallel.cp_method=ring model.attention=cudnn"
-    validate(configs.load(file, [*words.split(), "train.compute_dtype=bfloat16"]))
+    resolved(configs.load(file, [*words.split(), "train.compute_dtype=bfloat16"]))

@@ -4,14 +4,13 @@
 today.
 """
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 import transformers_records as records
 from updates import STEPS
 
 from jaxpipe.parallel import ContextParallel
+from jaxpipe.planning import Devices
 
 DENSE = ("llama", "qwen3", "gpt2")
 LAYOUTS = {
@@ -61,9 +60,7 @@ def test_a_ring_of_permutes(monkeypatch):
 )
 def test_what_is_decided_for_gpus_alone(name, layout, monkeypatch):
     """Two-tick messages, paired halves, shared vocabulary, overlapping sums: run on CPUs."""
-    monkeypatch.setattr(
-        import_module("jaxpipe.planning.chosen"), "_on_cpu", lambda config, platform: False
-    )
+    monkeypatch.setattr(Devices, "on_cpu", False)
     record, how = records.read(name), LAYOUTS[layout] | {"vocab_parallel_pp": name == "llama"}
     lockstep = records.trainer_of(record, how).execution.lockstep
     assert lockstep.transfer_ticks == 2 or lockstep.turns > 1

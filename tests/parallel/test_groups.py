@@ -9,12 +9,12 @@ import pytest
 from commands import SMALL
 from compare import assert_same
 from meshes import pipeline_of, run
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import RP, make_mesh
 from jaxpipe.parallel.mesh import ReplicaFactors
-from jaxpipe.planning.checks import check_sizes
 from jaxpipe.training.trainer import Trainer
 
 GROUPS = ["parallel.pp=2", "parallel.dp=4", "parallel.dp_replicate=2"]
@@ -53,8 +53,8 @@ def test_what_is_gathered_comes_from_the_group():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_device_holds_what_it_would_in_its_group_alone(stage):
     zero = f"parallel.zero_stage={stage}"
-    groups = Trainer(configs.load(SMALL, [*GROUPS, zero]))
-    alone = Trainer(
+    groups = Trainer.resolve(configs.load(SMALL, [*GROUPS, zero]))
+    alone = Trainer.resolve(
         configs.load(SMALL, ["parallel.pp=2", "parallel.dp=2", zero]), tuple(jax.devices()[:4])
     )
 
@@ -74,7 +74,7 @@ def test_groups_train_as_plain_replicas_do():
     found = []
     for groups in (1, 2):
         overrides = [*GROUPS, f"parallel.dp_replicate={groups}", "parallel.zero_stage=2"]
-        trainer = Trainer(configs.load(SMALL, overrides))
+        trainer = Trainer.resolve(configs.load(SMALL, overrides))
         state, _ = trainer.train_step(trainer.init(), trainer.put(batch))
         _, metrics = trainer.train_step(state, trainer.put(batch))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
@@ -97,4 +97,4 @@ def test_replicas_of_a_group_are_neighbours():
 )
 def test_groups_that_cannot_be(overrides, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        check_sizes(configs.load(SMALL, [*GROUPS, *overrides]))
+        resolved(configs.load(SMALL, [*GROUPS, *overrides]))

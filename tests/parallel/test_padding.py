@@ -121,7 +121,7 @@ def trained(trainer, state, steps):
 def trainer_of(mesh, *overrides):
     config = configs.load(SMALL, [*ODD, *MESHES[mesh], *overrides])
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_padded_bytes_are_planned(mesh, optimizer):
     trainer = trainer_of(mesh, f"optimizer.name={optimizer}")
     seconds = analytic(trainer.config, Hardware())
     found, _ = estimates(trainer.config, seconds)
-    planned = next(each for each in found if each.candidate.label == "1f1b").bytes
+    planned = next(each for each in found if each.label == "1f1b").bytes
     state, _ = trained(trainer, trainer.init(), range(1))
     first = jax.devices()[0]
 

@@ -22,7 +22,7 @@ from layer_outputs import recording
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import Keying
 from jaxpipe.pipeline import Aux
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48
@@ -108,9 +108,8 @@ def trainer_of(base, name):
     settings["train.microbatch_size"] = sequences * shared // settings.get("parallel.dp", 1)
     as_toml = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
     config = configs.load(base, [f"{key}={as_toml(value)}" for key, value in settings.items()])
-    validate(config)
-    mesh = config.parallel.pp * config.parallel.dp * config.parallel.tp
-    return Trainer(config, tuple(jax.devices()[:mesh]))
+    check_settings(config)
+    return Trainer.resolve(config, jax.devices()[: config.parallel.devices])
 
 
 def batches_of(trainer):

@@ -150,7 +150,7 @@ def gradients_of(run, dtype, batch, path):
     path.write_text(text.replace("n_kv_heads = 2", "") if run == "gpt2" else text)
     config = configs.load(path, [*RUN, *RUNS[run], f"train.compute_dtype={dtype}"])
     parallel = config.parallel
-    trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.tp]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[: parallel.pp * parallel.tp]))
     made = jax.jit(trainer.pipeline.losses_and_gradients)(trainer.init().params, trainer.put(batch))
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), made[1])
 

@@ -101,7 +101,7 @@ def trained(trainer, state, steps):
 def trainer_of(mesh, *overrides):
     config = configs.load(SMALL, ["model.vocab_size=257", *MESHES[mesh], *overrides])
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 def saved(trainer, state, directory):
@@ -142,7 +142,7 @@ def test_training_is_that_of_one_device(mesh, tmp_path):
 def test_padded_bytes_are_planned(mesh):
     trainer = trainer_of(mesh)
     found, _ = estimates(trainer.config, analytic(trainer.config, Hardware()))
-    planned = next(each for each in found if each.candidate.label == "1f1b").bytes
+    planned = next(each for each in found if each.label == "1f1b").bytes
     params = jax.tree.leaves(trainer.init().params)
     first = jax.devices()[0]
     shards = (shard for leaf in params for shard in leaf.addressable_shards)

@@ -87,7 +87,7 @@ def test_what_ticks_hand_on_is_what_a_plan_counts(overrides):
     """The scan's carry has ring buffers, messages and gradient sums, plus losses and counts."""
     config = configs.load(SMALL, [*SPARSE, "parallel.pp=2", *overrides])
     parallel = config.parallel
-    trainer = Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[: parallel.pp * parallel.dp]))
     batch = trainer.feed.shapes(config.train.seq_len)
     trace = trainer.train_step.trace(trainer.state_shapes, batch)
     carried = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].out_avals

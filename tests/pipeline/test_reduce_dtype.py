@@ -34,7 +34,7 @@ def trainer_of(*overrides):
     how = ["parallel.pp=2", "parallel.dp=2", "train.seq_len=16", "train.grad_accum_steps=2"]
     config = configs.load(SMALL, [*how, *overrides])
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 def gradients(trainer):

@@ -15,13 +15,13 @@ from signature import signature
 from jaxpipe import config as configs
 from jaxpipe.plan import main
 from jaxpipe.planning import (
+    Devices,
     Hardware,
     analytic,
-    candidate,
-    chosen,
+    arrange,
+    arrange_variant,
     estimate,
     estimates,
-    layout_of,
 )
 from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.memory import mirrored_bytes
@@ -45,13 +45,13 @@ OWN = {
 
 @pytest.fixture(autouse=True)
 def _quick_searches(monkeypatch):
-    for module in ("candidates", "chosen"):
+    for module in ("candidates", "resolve"):
         monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", QUICK)
 
 
 def candidates(config):
     found, _ = estimates(config, analytic(config, Hardware()))
-    return [one.candidate for one in found]
+    return found
 
 
 @pytest.mark.parametrize("label", OWN)
@@ -61,8 +61,7 @@ def test_one_candidate_is_the_runs_own(label):
     assert len({row.label for row in rows}) == len(rows)
     (own,) = (row for row in rows if row.configured)
     assert own.label == label
-    assert own.choice == chosen(config)
-    assert own.choice.schedule is chosen(config).schedule
+    assert own.plan == arrange(config)
 
 
 def test_processes_estimate_what_one_does(monkeypatch):
@@ -76,10 +75,10 @@ def test_processes_estimate_what_one_does(monkeypatch):
         found, refused = estimates(config, seconds, helpers=pool)
     alone, refused_here = estimates(config, seconds)
     assert list(refused.items()) == list(refused_here.items())
-    assert [one.candidate for one in found] == [one.candidate for one in alone]
+    assert [one.plan for one in found] == [one.plan for one in alone]
     for one, other in zip(found, alone):
         assert (one.report, one.bytes, one.sent) == (other.report, other.bytes, other.sent)
-        assert signature(one.tables) == signature(other.tables)
+        assert signature(one.plan.tables) == signature(other.plan.tables)
     with helpers(10) as pool:
         assert pool is None
 
@@ -99,11 +98,11 @@ def test_a_process_begins_without_a_search_for_cycles():
 def test_its_tables_are_those_that_run(label, on_cpu):
     """On virtual CPU devices of the configuration, and compiled for GPUs that are not present."""
     config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
-    own = candidates(config)[0].choice.tables
+    own = candidates(config)[0].plan.tables
     if on_cpu:
-        run = Trainer(config, tuple(jax.devices()[:2])).pipeline.tables
+        run = Trainer.resolve(config, tuple(jax.devices()[:2])).pipeline.tables
     else:
-        run = chosen(config, platform="cuda").tables
+        run = arrange(config, Devices()).tables
     assert signature(own) == signature(run)
     assert all(map(np.array_equal, *map(jax.tree.leaves, (own.columns, run.columns))))
 
@@ -120,8 +119,8 @@ def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():
         for ticks, meets in ((1, True), (2, False))
     }
     assert searched[1] != searched[2]
-    assert chosen(config, platform="cpu", effort=QUICK).schedule == searched[1]
-    assert chosen(config, platform="gpu", effort=QUICK).schedule == searched[2]
+    assert arrange(config, Devices("cpu"), effort=QUICK).schedule == searched[1]
+    assert arrange(config, Devices(), effort=QUICK).schedule == searched[2]
 
 
 @pytest.mark.parametrize("label", ["1f1b in_flight=5", "interleaved_1f1b v=2"])
@@ -140,7 +139,7 @@ def test_a_schedule_of_a_file_is_marked_too(tmp_path):
     how = ["parallel.schedule=custom", f"parallel.schedule_file={tmp_path / 'mine.csv'}"]
     config = configs.load(SMALL, [*SIZES, *how])
     (own,) = (row for row in candidates(config) if row.configured)
-    assert (own.label, own.choice) == ("custom", chosen(config))
+    assert (own.label, own.plan) == ("custom", arrange(config))
 
 
 WRITTEN = ("1f1b in_flight=5", "interleaved_zb v=4", "zb_auto 3.0", "dualpipe")
@@ -155,7 +154,7 @@ def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
     said = capsys.readouterr().err.partition("to run it: ")[2].split()
     planned, written = configs.load(SMALL, how), configs.load(SMALL, [*how, *said])
     assert (written.parallel.schedule, written.parallel.schedule_file) == ("custom", str(file))
-    wanted, got = chosen(planned).tables, chosen(written).tables
+    wanted, got = arrange(planned).tables, arrange(written).tables
     assert all(map(np.array_equal, *map(jax.tree.leaves, (wanted.columns, got.columns))))
 
 
@@ -177,13 +176,11 @@ def test_what_a_sequence_parallel_run_sends():
         )
         seconds = analytic(config, Hardware(link=1e12))
         one, both = (
-            estimate(config, candidate(config, seconds, ScheduleVariant(name)), seconds)
+            estimate(arrange_variant(config, Devices(), ScheduleVariant(name), seconds), seconds)
             for name in ("1f1b", "dualpipe")
         )
-        choice = both.candidate.choice
-        layout = layout_of(config, choice.schedule.placement, choice.layers)
-        assert both.mirroring == pytest.approx(mirrored_bytes(config, layout) / 1e12)
-        plans[sequence] = seconds.transfer, one.sent / one.tables.ticks, both.mirroring
+        assert both.mirroring == pytest.approx(mirrored_bytes(config, both.plan.layout) / 1e12)
+        plans[sequence] = seconds.transfer, one.sent / one.plan.tables.ticks, both.mirroring
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)
     assert cut[2] == whole[2] > 0

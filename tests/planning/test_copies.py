@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, advise, analytic, chosen, configured, estimate, op_seconds
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning import Devices, Hardware, advise, analytic, arrange, estimate, op_seconds
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import Copies
 
@@ -22,7 +22,7 @@ def priced(layers, *overrides, host=50e9):
     """Return a configuration with four layers per stage, its op seconds, and its estimate."""
     config = configs.load(SMALL, [*SIZES, f"train.offload_layers={layers}", *overrides])
     seconds = analytic(config, Hardware(host=host))
-    return config, seconds, estimate(config, configured(config), seconds)
+    return config, seconds, estimate(arrange(config), seconds)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
@@ -38,7 +38,7 @@ def test_what_the_device_gives_the_host_has(schedule):
 def test_the_stash_is_counted_on_the_device():
     config, _, none = priced(0, "parallel.schedule=zb_h1")
     _, _, every = priced(4, "parallel.schedule=zb_h1")
-    layer, slots = costs_of(config).kinds["layer"], none.tables.slots
+    layer, slots = costs_of(config).kinds["layer"], none.plan.tables.slots
     assert every.bytes.host == 4 * (slots.for_b * layer.for_b + slots.for_w * layer.for_w)
     messages = every.bytes.activations - 4 * slots.stash * layer.stash
     assert messages == (slots.inbox + 3) * costs_of(config).message
@@ -81,11 +81,11 @@ def test_advice_names_the_most_layers_whose_copies_hide():
     # In F a copy takes as long as compute: all but that of the last layer overlap.
     equal = (layer.for_b + layer.for_w) / seconds.layer.F
     config, seconds, one = priced(4, host=equal)
-    (sentence,) = advise(config, [one], seconds, memory=80e9, bubble=None).sentences
+    (sentence,) = advise(config, [one], memory=80e9, bubble=None).sentences
     assert "1f1b: compute waits for copies with the host" in sentence
     assert "(train.offload_layers=4); those of 3 layers would be hidden." in sentence
     config, seconds, one = priced(3, host=equal)
-    assert advise(config, [one], seconds, memory=80e9, bubble=None).sentences == ()
+    assert advise(config, [one], memory=80e9, bubble=None).sentences == ()
 
 
 def test_copies_are_computed_where_ops_are_measured(tmp_path):
@@ -111,7 +111,7 @@ def test_copies_are_computed_where_ops_are_measured(tmp_path):
 )
 def test_what_is_refused(overrides, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        validate(configs.load(SMALL, [*SIZES, "runtime.cpu_devices=2", *overrides]))
+        resolved(configs.load(SMALL, [*SIZES, "runtime.cpu_devices=2", *overrides]))
 
 
 def test_a_limit_counts_what_stays_on_the_device():
@@ -128,18 +128,18 @@ def test_a_limit_counts_what_stays_on_the_device():
                 f"parallel.memory_limit={size}B",
             ])  # fmt: skip
             if fits:
-                assert chosen(config, platform="gpu").schedule
+                assert arrange(config, Devices()).schedule
             else:
                 with pytest.raises(ValueError, match="memory_limit"):
-                    chosen(config, platform="gpu")
+                    arrange(config, Devices())
     assert held[0] == held[1]
 
 
 def test_pairs_do_without_the_host():
     config = configs.load(SMALL, [*SIZES, "parallel.schedule=dualpipe"])
-    assert chosen(config, platform="gpu").tables.pairs
+    assert arrange(config, Devices()).tables.pairs
     config, _, one = priced(1, "parallel.schedule=dualpipe")
-    assert not chosen(config, platform="gpu").tables.pairs
+    assert not arrange(config, Devices()).tables.pairs
     assert one.bytes.host > 0
 
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.planning.checks import validate
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 LONG = ["train.seq_len=4096", "train.variable_length=true"]
@@ -28,7 +28,7 @@ def loaded(*overrides):
 )
 def test_lengths_of_steps(overrides, lengths):
     config = loaded(*overrides)
-    validate(config)
+    resolved(config)
     assert {longest: config.length_of(longest) for longest in lengths} == lengths
 
 
@@ -53,4 +53,4 @@ def test_lengths_of_steps(overrides, lengths):
 )
 def test_what_does_not_fit_is_one_sentence(overrides, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        validate(loaded(*overrides))
+        resolved(loaded(*overrides))

@@ -4,23 +4,16 @@ import json
 from dataclasses import make_dataclass
 from importlib import import_module
 
+import jax
 import pytest
 from commands import SMALL
 from msgspec.structs import replace
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
-from jaxpipe.planning import (
-    Hardware,
-    analytic,
-    chosen,
-    decided,
-    estimates,
-    op_seconds,
-    write_own,
-)
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning import Devices, Hardware, analytic, arrange, estimates, op_seconds, write_own
 from jaxpipe.schedule import FAMILIES
 from jaxpipe.training.trainer import Trainer
 
@@ -28,12 +21,16 @@ from jaxpipe.training.trainer import Trainer
 LARGE = ["parallel.pp=2", "parallel.dp=1", "model.vocab_size=131072", "model.d_model=256",
          "train.seq_len=256", "train.grad_accum_steps=8"]  # fmt: skip
 LARGE += ["train.compute_dtype=bfloat16"]
+EFFORT = 20_000  # of quick searches
 
 
 @pytest.fixture(autouse=True)
 def _quick_searches(monkeypatch):
-    for module in ("candidates", "chosen"):
-        monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", 20_000)
+    for module in ("candidates", "resolve"):
+        monkeypatch.setattr(import_module(f"jaxpipe.planning.{module}"), "QUICK", EFFORT)
+
+
+Gpu = make_dataclass("Gpu", ["platform", "device_kind"], frozen=True)
 
 
 def large(*overrides):
@@ -41,22 +38,23 @@ def large(*overrides):
 
 
 def shares(config, platform=None):
-    return decided(config, platform).parallel.vocab_parallel_pp
+    devices = platform and Devices(platform)
+    return arrange(config, devices, effort=EFFORT).config.parallel.vocab_parallel_pp
 
 
 def estimated(config):
     """Return every schedule's estimate, by its name."""
     seconds = analytic(config, Hardware())
     found, _ = estimates(config, seconds)
-    return {one.candidate.label: one for one in found}
+    return {one.label: one for one in found}
 
 
 def test_who_asks_is_told_alike():
     config = large()
-    gpus = (make_dataclass("Device", ["platform"], frozen=True)("gpu"),) * 2
+    gpus = (Gpu("gpu", "NVIDIA H100"),) * 2
     assert shares(config) is True
-    assert chosen(config).lockstep.vocab_parallel
-    trainer = Trainer(config, gpus)
+    assert arrange(config).lockstep.vocab_parallel
+    trainer = Trainer.resolve(config, gpus)
     assert trainer.config.parallel.ends_shared_by == 2
     assert trainer.model.functions.embed_head_specs["embed"].sharded_axes >= {"pp"}
     for given in (True, False):
@@ -74,11 +72,11 @@ def test_every_schedule_has_the_better_ends():
     met = set()
     for label in common:
         auto, shared, own = (found[label] for found in either.values())
-        takes = auto.candidate.choice.lockstep.vocab_parallel
+        takes = auto.plan.lockstep.vocab_parallel
         met.add(takes)
         assert auto.seconds == (shared if takes else own).seconds
         assert auto.bytes == (shared if takes else own).bytes
-        if not FAMILIES[auto.candidate.variant.family].is_searched:
+        if not FAMILIES[auto.variant.family].is_searched:
             assert takes == (shared.seconds <= 1.01 * own.seconds), label
         assert shared.bytes.total < own.bytes.total
     assert True in met
@@ -105,11 +103,10 @@ def test_a_vocabulary_that_is_small_is_not_shared():
 )
 def test_where_it_cannot_be_it_is_as_without(how):
     """It causes no error that false would not cause, and otherwise the same one."""
-    assert shares(large(*how)) is False
     said = []
     for word in ("auto", "false"):
         try:
-            validate(large(*how, f"parallel.vocab_parallel_pp={word}"))
+            resolved(large(*how, f"parallel.vocab_parallel_pp={word}"))
         except ConfigError as error:
             said.append(str(error))
         else:
@@ -119,8 +116,8 @@ def test_where_it_cannot_be_it_is_as_without(how):
 
 def test_cpus_compute_their_own_ends():
     assert shares(large(), "cpu") is False
-    assert not chosen(large(), platform="cpu").lockstep.vocab_parallel
-    assert Trainer(large()).config.parallel.vocab_parallel_pp is False
+    assert not arrange(large(), Devices("cpu")).lockstep.vocab_parallel
+    assert Trainer.resolve(large(), jax.devices()[:2]).config.parallel.vocab_parallel_pp is False
 
 
 @pytest.mark.slow
@@ -128,7 +125,8 @@ def test_the_memory_of_the_device_decides_nothing():
     """Nor does knowing it: a run that resumes on other devices resolves alike."""
     config = large("parallel.schedule=zb_auto", "parallel.memory_limit=auto")
     for memory in (2.0**31, 2.0**36):
-        assert chosen(config, memory=memory).lockstep.vocab_parallel is shares(config)
+        plan = arrange(config, Devices(memory=memory))
+        assert plan.lockstep.vocab_parallel is shares(config)
 
 
 def test_what_a_run_has_measured_decides_nothing(tmp_path):
@@ -136,10 +134,9 @@ def test_what_a_run_has_measured_decides_nothing(tmp_path):
     config = large("parallel.costs=measure", f"run.dir={tmp_path}")
     seconds = analytic(config, Hardware())
     before = shares(config)
-    for one in (config, decided(config)):
+    for one in (config, arrange(config).config):
         write_own(one, replace(seconds, transfer=1.0))  # would make sums expensive
         assert op_seconds(one).transfer == 1.0
-        import_module("jaxpipe.planning.chosen")._gains_by_sharing.cache_clear()
         assert shares(config) is before is True
 
 

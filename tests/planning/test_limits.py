@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from legal import QUICK
+from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
-from jaxpipe.planning import chosen, layout_of, rank_bytes
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning import arrange, rank_bytes
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.limits import room_of
+from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.schedule import FAMILIES, MemoryCosts, Op, ScheduleError, build, peak_memory
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -26,18 +26,18 @@ def seventy(*overrides):
     return configs.load(SEVENTY, [*sizes, *overrides])
 
 
-def of_a_stage(config, choice):
+def of_a_stage(plan):
     """Return the bytes of a microbatch in the largest stage from F to B, and from B to W."""
-    layer = costs_of(config).kinds["layer"]
-    most = max(choice.layers)
+    layer = costs_of(plan.config).kinds["layer"]
+    most = max(plan.layers)
     return most * (layer.for_b + layer.for_w), most * (layer.for_w + layer.stash)
 
 
-def most_held(choice, until_b, until_w):
+def most_held(plan, until_b, until_w):
     """Return the peak bytes of any rank, in the order in which cells run."""
     change = {Op.F: until_b, Op.B: until_w - until_b, Op.W: -until_w, Op.BW: -until_b}
     most = 0
-    for order in choice.schedule.ranks:
+    for order in plan.schedule.ranks:
         held = 0
         for action in (action for cell in order for action in cell.actions):
             held += change[action.op]
@@ -56,21 +56,19 @@ def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
     )
     if (name, limit, remat) == ("zb_auto", "1p", "full"):
         with pytest.raises(ScheduleError, match=r"4 is less than one .* takes on a rank, 5.59375"):
-            chosen(config, effort=QUICK)
+            arrange(config, effort=QUICK)
         return
-    choice = chosen(config, memory=H100, effort=QUICK)
-    until_b, until_w = of_a_stage(config, choice)
+    plan = arrange(config, effort=QUICK)
+    until_b, until_w = of_a_stage(plan)
     assert until_w / until_b == pytest.approx(1.771 if remat == "selective" else 5.594, abs=1e-3)
-    config = choice.settled(config)
-    layout = layout_of(config, choice.schedule.placement, choice.layers)
     allowed = {
-        "1p": choice.schedule.stages * until_b,
-        "2p": 2 * choice.schedule.stages * until_b,
+        "1p": plan.schedule.stages * until_b,
+        "2p": 2 * plan.schedule.stages * until_b,
         9.0: 9 * until_b,
         "40GiB": 40 * GIB,
-        "auto": H100 * 0.92 - rank_bytes(config, layout, None).total,
+        "auto": H100 * 0.92 - rank_bytes(plan.config, plan.layout, None).total,
     }
-    held = most_held(choice, until_b, until_w)
+    held = most_held(plan, until_b, until_w)
     assert held <= allowed[limit] * (1 + 1e-9)
     assert held > allowed[limit] / 2  # the limit is used
 
@@ -80,18 +78,18 @@ def test_others_are_refused_where_w_keeps_too_much():
     for limit, fits in (("1p", False), ("59GiB", True), ("58GiB", False)):
         config = seventy("parallel.schedule=zb_h1", f"parallel.memory_limit={limit}")
         if fits:
-            choice = chosen(config)
-            assert 58 * GIB < most_held(choice, *of_a_stage(config, choice)) < 59 * GIB
+            plan = arrange(config)
+            assert 58 * GIB < most_held(plan, *of_a_stage(plan)) < 59 * GIB
         else:
             with pytest.raises(ScheduleError, match="the least that works for it is 7.08"):
-                chosen(config)
+                arrange(config)
 
 
 def test_running_ahead_is_counted():
     run = ("parallel.pp=4", "parallel.dp=1", "train.grad_accum_steps=8", "parallel.memory_limit=4")
-    assert chosen(configs.load(SMALL, run)).schedule.name == "1f1b"
+    assert arrange(configs.load(SMALL, run)).schedule.name == "1f1b"
     with pytest.raises(ScheduleError, match="holds up to 7 on a rank, more than memory_limit=4.0"):
-        chosen(configs.load(SMALL, [*run, "parallel.in_flight=7"]))
+        arrange(configs.load(SMALL, [*run, "parallel.in_flight=7"]))
 
 
 def test_slices_keep_keys_values_and_their_gradients():
@@ -114,7 +112,7 @@ def test_slices_keep_keys_values_and_their_gradients():
         SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "parallel.memory_limit=5"]
     )
     with pytest.raises(ScheduleError, match=r"1f1b holds up to 6\.45455 on a rank"):
-        chosen(config)
+        arrange(config)
 
 
 def test_deferred_ends_are_kept_too():
@@ -127,8 +125,7 @@ def test_deferred_ends_are_kept_too():
     units = []
     for more in ((), ("parallel.defer_ends=true",)):
         config = configs.load(SMALL, [*sizes, *more])
-        choice = chosen(config)
-        room = room_of(config, layout_of(config, choice.schedule.placement, choice.layers), None)
+        room = activation_limit_of(config, arrange(config).layout, None)
         units.append(room.unit)
     logits, message = 32 * 256 * 4, costs_of(config).message
     assert units[1] - units[0] == logits + message
@@ -150,12 +147,12 @@ def test_limits_that_are_none(limit, memory, message):
                 f"parallel.memory_limit='{limit}'"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message) as caught:
-        validate(config, platform="cpu", memory=memory)
+        resolved(config, platform="cpu", memory=memory)
     assert "\n" not in str(caught.value)
 
 
 def test_auto_waits_until_the_devices_are_known(capsys):
     how = ["parallel.pp=2", "parallel.dp=1", "parallel.memory_limit=auto"]
-    validate(configs.load(SMALL, how))
+    resolved(configs.load(SMALL, how))
     assert main([str(SMALL), *how, "--memory", "80GiB"]) == 0
     assert "1f1b auto *" in capsys.readouterr().out

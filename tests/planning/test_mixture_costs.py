@@ -13,7 +13,7 @@ from jaxpipe.config import Config, ParallelConfig, TrainConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, analytic, configured, costs_of, estimate
+from jaxpipe.planning import Hardware, analytic, arrange, costs_of, estimate
 from jaxpipe.training.trainer import Trainer
 
 BATCH, LENGTH = 2, 16
@@ -58,7 +58,7 @@ def estimate_of(*overrides, **hardware):
         SMALL, [*SPARSE, "parallel.dp=4", "parallel.transfer_ticks=2", *overrides]
     )
     seconds = analytic(config, Hardware(**hardware))
-    return config, estimate(config, configured(config), seconds)
+    return config, estimate(arrange(config), seconds)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -68,7 +68,7 @@ def test_bytes_are_the_trainers(ep, zero, optimizer):
         "parallel.pp=2", f"parallel.ep={ep}", f"parallel.zero_stage={zero}",
         f"optimizer.name={optimizer}",
     )  # fmt: skip
-    trainer = Trainer(config)
+    trainer = Trainer.resolve(config)
 
     def on_a_device(part):
         shapes, shardings = (

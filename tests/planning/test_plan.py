@@ -14,7 +14,7 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, analytic, chosen, configured, estimate, estimates
+from jaxpipe.planning import Hardware, analytic, arrange, estimate, estimates
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import ring_bytes
 from jaxpipe.schedule import BUILDERS, Lockstep, MemoryCosts, lower, peak_memory
@@ -28,13 +28,13 @@ def estimates_of(*overrides, ticks=1):
     config = configs.load(SMALL, [*overrides, f"parallel.transfer_ticks={ticks}"])
     seconds = analytic(config, Hardware(link=1e15))
     found, refused = estimates(config, seconds)
-    return config, refused, {one.candidate.label: one for one in found}
+    return config, refused, {one.label: one for one in found}
 
 
 def estimate_of(*overrides):
     """Return the configuration, and the estimate of the schedule that it names."""
     config = configs.load(SMALL, [*overrides, "parallel.transfer_ticks=1"])
-    return config, estimate(config, configured(config), analytic(config, Hardware()))
+    return config, estimate(arrange(config), analytic(config, Hardware()))
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
@@ -43,7 +43,7 @@ def test_bytes_are_the_trainers(pp, remat):
     overrides = (f"parallel.pp={pp}", "model.n_layers=6", f"train.remat={remat}",
                  "train.grad_accum_steps=8", "parallel.dp=1")  # fmt: skip
     config, estimated = estimate_of(*overrides)
-    trainer = Trainer(config, tuple(jax.devices()[:pp]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[:pp]))
     predicted = estimated.bytes
 
     def on_a_device(shapes, shardings):
@@ -66,7 +66,7 @@ def test_bytes_are_the_trainers(pp, remat):
     split = split_layer(
         trainer.model.layer, layer, x, Context({"inputs": ids, "targets": ids}), POLICIES[remat]
     )
-    slots = lower(trainer.schedule, estimated.candidate.choice.lockstep).slots
+    slots = lower(trainer.schedule, estimated.plan.lockstep).slots
     kept = (split.residuals.for_b, split.residuals.for_w, split.stash)
     rings = len(trainer.layout.ring_slot_kinds) * sum(
         n * sum(r.size * r.dtype.itemsize for r in values) for n, values in zip(slots[1:], kept)
@@ -80,13 +80,13 @@ def test_rings_are_what_the_fullest_rank_holds(schedule):
     """From the orders alone: the bytes that F allocates, B allocates and frees, and W frees."""
     path = CONFIGS / "llama3_70b_plan.toml"
     config = configs.load(path, [f"parallel.schedule={schedule}"])
-    choice = chosen(config)
+    plan = arrange(config)
     (kind,) = costs_of(config).kinds.values()
     memory = MemoryCosts(
         F=kind.for_b + kind.for_w, B=kind.stash - kind.for_b, W=-kind.for_w - kind.stash
     )
-    held = max(peak_memory(choice.schedule, memory))
-    assert held <= ring_bytes(kind, choice.tables).device <= 1.15 * held
+    held = max(peak_memory(plan.schedule, memory))
+    assert held <= ring_bytes(kind, plan.tables).device <= 1.15 * held
 
 
 def test_slices_are_planned_as_they_are_run():
@@ -101,8 +101,8 @@ def test_slices_are_planned_as_they_are_run():
     layer = 5 * (kept.for_b + kept.for_w) + 3 * state_bytes(model, **sizes)
     messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
     assert one.bytes.activations == 2 * layer + messages
-    schedule = Trainer(config, tuple(jax.devices()[:2])).schedule
-    assert one.tables.ticks == lower(schedule, one.candidate.choice.lockstep).ticks
+    schedule = Trainer.resolve(config, tuple(jax.devices()[:2])).schedule
+    assert one.tables.ticks == lower(schedule, one.plan.lockstep).ticks
     assert "zbv has no slices" in refused["zbv"]
 
 
@@ -117,7 +117,7 @@ def test_parameter_bytes_on_whole_meshes(mesh, zero_stage, vocab):
     overrides += ["train.grad_accum_steps=8", f"parallel.zero_stage={zero_stage}"]
     overrides += [f"parallel.vocab_parallel_pp={vocab}"]
     config, estimated = estimate_of(*overrides)
-    trainer = Trainer(config)
+    trainer = Trainer.resolve(config)
     predicted = estimated.bytes
     held = zip(
         jax.tree.leaves(trainer.state_shapes.params),
@@ -171,7 +171,7 @@ def test_a_shared_vocabulary_makes_stages_equal():
 def test_bytes_of_moments(optimizer):
     sizes = ("parallel.pp=2", "parallel.tp=2", "train.grad_accum_steps=8")
     config, estimated = estimate_of(*sizes, f"optimizer.name={optimizer}")
-    trainer = Trainer(config)
+    trainer = Trainer.resolve(config)
     held = zip(
         jax.tree.leaves(trainer.state_shapes.optimizer),
         jax.tree.leaves(trainer.state_shardings.optimizer),
@@ -186,7 +186,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
     config, _, at_once = estimates_of(*sizes)
     _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
-    trainer = Trainer(config, tuple(jax.devices()[:2]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
     decoder, shared = trainer.model, trainer.state_shapes.params["embed_head"]
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
     microbatch = {"inputs": ids, "targets": ids}
@@ -194,7 +194,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = EmbedHeadFunction.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].candidate.choice.schedule, Lockstep(defer_ends=True)).slots
+        slots = lower(at_once[label].plan.schedule, Lockstep(defer_ends=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
 from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.planning import decided
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning import Devices, arrange
 
 BASE = Path(__file__).parents[1] / "data" / "base.toml"
 SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
@@ -240,8 +240,9 @@ def test_load_rejects(overrides, message):
     ],
 )
 def test_validate_rejects(overrides, message):
+    count = {"count": 2} if "must equal" in message else {}
     with pytest.raises(ConfigError, match=message) as caught:
-        validate(load(BASE, overrides), devices=2, devices_of_host=1)
+        resolved(load(BASE, overrides), per_host=1, **count)
     assert "\n" not in str(caught.value)
 
 
@@ -271,12 +272,12 @@ def test_validate_rejects(overrides, message):
 )
 def test_validate_rejects_steps_in_one_program(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        validate(load(BASE, ["train.fused_steps=4", *overrides]), devices=2)
+        resolved(load(BASE, ["train.fused_steps=4", *overrides]), count=2)
     assert "\n" not in str(caught.value)
 
 
 def test_ends_are_not_shared_by_steps_in_one_program():
     """With "auto". The head of a GPT-2 is always its embedding."""
     config = load(BASE, ["train.fused_steps=4"])
-    assert decided(config, "gpu").parallel.vocab_parallel_pp is False
+    assert arrange(config, Devices()).config.parallel.vocab_parallel_pp is False
     assert GPT2Config(n_layers=1, d_model=8, n_heads=1, d_ff=8, vocab_size=8).tied

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe import planning
 from jaxpipe.plan import main
-from jaxpipe.planning.checks import RULES
+from jaxpipe.planning.rules import RULES
 
 PAGE = Path(planning.__file__).parents[1] / "config" / "README.md"
 CHECKS = [

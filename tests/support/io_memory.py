@@ -29,7 +29,8 @@ def main(mode, directory, pp):
 
     overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
     overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
-    trainer = Trainer(configs.load(Path(__file__).parents[1] / "data" / "small.toml", overrides))
+    small = Path(__file__).parent / "data" / "small.toml"
+    trainer = Trainer.resolve(configs.load(small, overrides))
     keying = Keying(trainer.layout, trainer.sharding)
     with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
         state = jax.block_until_ready(trainer.init()) if mode == "save" else None

@@ -81,10 +81,9 @@ class RoutedTrainer(Trainer):
 def trainer_of(*overrides, ep=1):
     """Return a trainer on as many devices as the mesh needs; every mesh has the same batch."""
     config = configs.load(SMALL, [*SIZES, *overrides])
-    size = config.parallel.pp * config.parallel.dp * config.parallel.tp
     examples = EXAMPLES // config.parallel.dp
     config = configs.load(SMALL, [*SIZES, *overrides, f"train.microbatch_size={examples}"])
-    return RoutedTrainer(config, tuple(jax.devices()[:size]), ep)
+    return RoutedTrainer.resolve(config, jax.devices()[: config.parallel.devices], ep=ep)
 
 
 def batch_at(position, microbatches, batch_size):

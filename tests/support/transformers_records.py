@@ -15,7 +15,7 @@ from jaxpipe.checkpoint.naming import parameters
 from jaxpipe.checkpoint.streaming import nested
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
 
 DATA = Path(__file__).parents[1] / "data" / "outside"
@@ -78,9 +78,8 @@ def trainer_of(record, layout, optimizer="adamw", **execution):
         "optimizer": settings,
     }
     config = from_builtins(tree)
-    size = config.parallel.pp * config.parallel.dp * config.parallel.tp
-    validate(filled(config, size), devices=size, platform="cpu")
-    trainer = Trainer(filled(config, size), tuple(jax.devices()[:size]))
+    check_settings(config)
+    trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
     how = replace(trainer.execution, compute_dtype=None, **execution)
     trainer.__dict__["execution"] = how  # a cached property that everything else derives from
     return trainer

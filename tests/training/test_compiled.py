@@ -15,7 +15,7 @@ from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.config import load
 from jaxpipe.data.batches import Contents
 from jaxpipe.data.sources import open_data
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.training import compiled
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.loop import Run
@@ -47,11 +47,11 @@ def run(directory, shard):
         "train.seq_len=80", "train.steps=12", "train.eval_every=12", "checkpoint.every=6",
         "data.source=file", f"data.path={shard}", f"run.dir={directory}",
     ])  # fmt: skip
-    validate(config, devices=1)
+    check_settings(config)
     data = open_data(
         config.data, seq_len=80, vocab_size=256, seed=0, directory=directory, variable_length=True
     )
-    trainer, said = Trainer(config, jax.devices()[:1]), []
+    trainer, said = Trainer.resolve(config, jax.devices()[:1]), []
     keying = Keying(trainer.layout, trainer.sharding)
     saves = Checkpoints(directory / "checkpoints", keep=10, asynchronous=False, keying=keying)
     with saves as checkpoints, Progress(12, config.log, silent=True) as progress:
@@ -92,7 +92,7 @@ def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_padding_changes_neither_loss_nor_gradient(packing):
     """And microbatches that are all padding contribute zeros."""
-    trainer = Trainer(load(SMALL, [*TINY, f"data.packing={packing}"]), jax.devices()[:2])
+    trainer = Trainer.resolve(load(SMALL, [*TINY, f"data.packing={packing}"]), jax.devices()[:2])
     names, params = trainer.feed.leaves, trainer.init().params
     tokens = np.random.default_rng(0).integers(0, 256, (2, 1, 17), np.int32)
     short = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:].copy()}

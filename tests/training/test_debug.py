@@ -15,7 +15,7 @@ from jaxpipe.contract import Context
 from jaxpipe.parallel import make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.planning.checks import filled, validate
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.schedule import Lockstep, build
 from jaxpipe.training.feed import random_batch
 from jaxpipe.training.trainer import Trainer
@@ -95,9 +95,9 @@ MESH = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.schedule=zb
 
 
 def trainer_of(*overrides):
-    config = filled(load(SMALL, [*MESH, *overrides, "runtime.cpu_devices=8"]), 8)
-    validate(config, devices=8)
-    return Trainer(config)
+    config = load(SMALL, [*MESH, *overrides, "runtime.cpu_devices=8"])
+    check_settings(config)
+    return Trainer.resolve(config)
 
 
 def one_step(trainer, pipeline=None):

@@ -144,7 +144,7 @@ def trainer_of(*overrides):
              *overrides]  # fmt: skip
     config = configs.load(SMALL, given)
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def trainer_of(*overrides, **more):
     parallel = configs.load(SMALL, overrides).parallel
     examples = f"train.microbatch_size={EXAMPLES // parallel.dp}"
     config = configs.load(SMALL, [*SIZES, *overrides, examples])
-    return ToyTrainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp]), **more)
+    return ToyTrainer.resolve(config, tuple(jax.devices()[: parallel.pp * parallel.dp]), **more)
 
 
 def one_by_one(trainer, batches, state=None):

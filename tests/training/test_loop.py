@@ -17,7 +17,7 @@ from jaxpipe.training import loop
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.start import Seen
+from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
 
 SAMPLES = 8  # in a step of `SMALL`
@@ -93,7 +93,7 @@ class Recorder:
     def run(self):
         with MetricsLog(self.directory, last_step=0) as log:
             fresh = State(None, None, 0, None, Guard.fresh(self.config.train))
-            return Run(self, self, self, self, log).loop(fresh, Seen())
+            return Run(self, self, self, self, log).loop(fresh, DataPosition())
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]

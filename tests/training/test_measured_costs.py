@@ -1,5 +1,8 @@
 """A run that measures its own ops: on its mesh, once, and the schedule that follows from them."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 from commands import SMALL, metrics
 
@@ -7,19 +10,23 @@ from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.planning import (
+    Devices,
     Hardware,
     LayerSeconds,
     OpSeconds,
     analytic,
-    chosen,
+    arrange,
     op_seconds,
     own_costs,
     read_own,
+    resolve,
     write_own,
 )
+from jaxpipe.runtime import processes
 from jaxpipe.training import measured_costs
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
+CPUS = Devices("cpu", count=2)
 SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.0625)
 
 
@@ -38,7 +45,7 @@ def test_a_run_measures_before_its_first_step_and_goes_on_with_the_same(tmp_path
     seconds = read_own(config)
     assert min(seconds.layer.F, seconds.layer.B, seconds.layer.W, seconds.transfer) > 0
     assert op_seconds(config) == seconds
-    assert chosen(config).schedule == chosen(config, seconds=seconds).schedule
+    assert arrange(config).schedule == arrange(config, seconds=seconds).schedule
     written = own_costs(config).read_text()
     assert train.main([*command, "train.steps=3"]) == 0
     assert f"ops were measured before: {own_costs(config)}" in capsys.readouterr().out
@@ -63,20 +70,33 @@ def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
 def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     """Ops very different from a data sheet's lead to another order, with a shorter span."""
     config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
-    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
-    first, second = measured_costs.measure(config).splitlines()
+    monkeypatch.setattr(measured_costs, "_measure_ops", lambda trainer: SECONDS)
+    before = resolve(config, CPUS)
+    found, message = measured_costs.measure(before)
+    first, second = message.splitlines()
     assert first.startswith("ops measured on this mesh, in ms of a layer: F 1e+03, B 2e+03, W 250")
-    found = chosen(config, platform="cpu")
-    other = chosen(config, platform="cpu", seconds=analytic(config, Hardware()))
-    assert found.schedule != other.schedule
+    assert found.seconds == SECONDS
+    assert found.schedule == resolve(config, CPUS).schedule != before.schedule
     gained = float(second.partition(" s, ")[2].split("%")[0])
     assert gained > 0
-    plain = load(tmp_path, "parallel.schedule=1f1b")
-    assert measured_costs._gain(plain, None).startswith("1f1b has one order, whatever ops cost; ")
+    assert measured_costs.measure(found)[1].startswith("ops were measured before: ")
+    plain = load(tmp_path / "plain", "parallel.schedule=1f1b")
+    _, message = measured_costs.measure(resolve(plain, CPUS))
+    assert "1f1b has one order, whatever ops cost; " in message
+
+
+def test_process_0_reads_for_the_others(tmp_path, monkeypatch):
+    """This process has no file: its directory is on another host."""
+    sent = msgspec.json.encode(SECONDS).decode()
+    service = SimpleNamespace(gather=lambda name, text: [sent, text])
+    monkeypatch.setattr(processes, "_met", [SimpleNamespace(service=service)])
+    monkeypatch.setattr(processes, "first", lambda: False)
+    assert op_seconds(load(tmp_path)) == SECONDS
+    assert op_seconds(load(tmp_path, f"parallel.costs={tmp_path}/none.json")) == SECONDS
 
 
 def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(measured_costs, "_measured", lambda trainer: SECONDS)
+    monkeypatch.setattr(measured_costs, "_measure_ops", lambda trainer: SECONDS)
     with pytest.raises(ConfigError, match=r"costs.json cannot be written \(File exists\)"):
-        measured_costs.measure(load(tmp_path / "file"))
+        measured_costs.measure(resolve(load(tmp_path / "file"), CPUS))

@@ -46,7 +46,7 @@ def test_flops_of_llama3_8b():
 def test_rates_of_a_step():
     """Rates of the third step, after as many tokens of other steps, on eight devices."""
     config = load(SMALL)
-    rates = Trainer(config).rates(3, (8 + 8) * 32, seconds=0.5)
+    rates = Trainer.resolve(config).rates(3, (8 + 8) * 32, seconds=0.5)
     per_second = 8 * 32 / 0.5
     assert rates == {
         "lr": pytest.approx(1e-2),
@@ -67,7 +67,7 @@ def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
 
     monkeypatch.setattr(optimizers, "learning_rate", rate)
     with jax.default_device(jax.devices()[5]):
-        assert Trainer(load(SMALL)).rates(3, 1, seconds=0.5)["lr"] == 0.5
+        assert Trainer.resolve(load(SMALL)).rates(3, 1, seconds=0.5)["lr"] == 0.5
     assert where == [{jax.local_devices(backend="cpu")[0]}]
 
 
@@ -75,7 +75,7 @@ def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
     """8 rows of 32 tokens, 200 of them not padding; half of these in documents of 25."""
     config = load(SMALL, ["data.packing=best_fit"])
     contents = Contents(8, 30, np.array([25] * 4 + [10] * 10))
-    rates = Trainer(config).rates(3, 700, seconds=0.5, contents=contents)
+    rates = Trainer.resolve(config).rates(3, 700, seconds=0.5, contents=contents)
     of_model = config.model.flops_per_token
     flops = 100 * of_model(25) + 100 * of_model(10)
     assert flops < 200 * of_model(32)
@@ -91,7 +91,7 @@ def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
 
 def test_the_largest_loss_of_a_microbatch():
     """Of four, that with the least likely text, as a mean over its tokens."""
-    trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
+    trainer = Trainer.resolve(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
     batch = {"inputs": tokens, "targets": tokens}
     state = trainer.init()
@@ -106,7 +106,8 @@ def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
     batch, alone = {"inputs": tokens, "targets": tokens}, ["parallel.pp=1", "parallel.dp=1"]
     trainers = [
-        Trainer(load(SMALL, [*alone, f"train.z_loss={z}"]), jax.devices()[:1]) for z in (0, 0.5)
+        Trainer.resolve(load(SMALL, [*alone, f"train.z_loss={z}"]), jax.devices()[:1])
+        for z in (0, 0.5)
     ]
     (_, plain), (state, both) = (t.train_step(t.init(), t.put(batch)) for t in trainers)
     assert "z_loss" not in plain

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 from commands import SMALL
+from resolving import resolved
 from routed import restored, run
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.data.samples import PADDING
-from jaxpipe.planning.checks import validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.train import train
 from jaxpipe.training.trainer import Trainer
@@ -32,7 +32,7 @@ MESHES = {
 def trainer_of(mesh, *overrides):
     config = configs.load(SMALL, [*SIZES, *MESHES[mesh], *overrides])
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 def batches(position, microbatches, batch_size, rows=None):
@@ -124,7 +124,7 @@ def test_rows_of_any_length_leave_the_same_loads():
 )
 def test_meshes_that_do_not_go_with_the_experts(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        validate(configs.load(SMALL, [*SIZES, *overrides]))
+        resolved(configs.load(SMALL, [*SIZES, *overrides]))
 
 
 @pytest.mark.parametrize("override", ["model.capacity_factor=-1", "model.router_score=tanh"])
@@ -135,7 +135,7 @@ def test_values_that_are_none(override):
 
 def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
     dense = configs.load(SMALL, [*MESHES["one"], "train.eval_every=0", "train.steps=1"])
-    assert run(Trainer(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
+    assert run(Trainer.resolve(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
     first = r"params/layers/1/mlp/w_down has shape \(64, 32\) there and none \(absent\) in this"
     with pytest.raises(ConfigError, match=f"is of another model: {first}"):
         restored(trainer_of("one"), tmp_path)

@@ -13,7 +13,7 @@ from routed import restored, run, trainer_of
 
 from jaxpipe import config as configs
 from jaxpipe.parallel import is_stage_stacked
-from jaxpipe.planning import chosen
+from jaxpipe.planning import Devices, arrange
 from jaxpipe.planning.memory import rank_bytes
 from jaxpipe.training.trainer import Trainer
 
@@ -34,7 +34,7 @@ def test_a_step_leaves_moments_where_they_were(name):
     made = {}
     for away in (False, True):
         config = configs.load(SMALL, [*how, AWAY] if away else how)
-        trainer = Trainer(config, tuple(jax.devices()[:2]))
+        trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
         state = trainer.init()
         for _ in range(2):
             state, _ = trainer.train_step(state, trainer.put(batch))
@@ -69,9 +69,9 @@ def test_a_plan_counts_them_on_the_host():
     counted = []
     for more in ([], [AWAY]):
         config = configs.load(SMALL, [*SIZES, *more])
-        choice = chosen(config, platform="gpu")
-        layout = Trainer(config, tuple(jax.devices()[:2])).layout
-        counted.append(rank_bytes(config, layout, choice.tables))
+        plan = arrange(config, Devices())
+        layout = Trainer.resolve(config, tuple(jax.devices()[:2])).layout
+        counted.append(rank_bytes(config, layout, plan.tables))
     everything, away = counted
     assert (away.optimizer, away.host) == (0, everything.optimizer)
     assert everything.total - away.total == everything.optimizer == 2 * everything.parameters

@@ -204,7 +204,7 @@ def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
     """With sharded parameters: two ranks of two replicas."""
     how = ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.lr=0.1"]
     config = load(SMALL, ["parallel.pp=2", "parallel.dp=2", *how])
-    trainer = Trainer(config, tuple(jax.devices()[:4]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[:4]))
     ids = np.random.default_rng(0).integers(0, 256, (4, 2, 32), np.int32)
     batch, state = trainer.put({"inputs": ids, "targets": ids}), trainer.init()
     for _ in range(3):

@@ -31,7 +31,8 @@ def run(tmp_path, monkeypatch, capsys):
         return put(self, batch, position)
 
     monkeypatch.setattr(Trainer, "put", note)
-    monkeypatch.setattr(Trainer, "__init__", _on_one_device(Trainer.__init__))
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: first)
 
     def of(steps, *more, directory="run", code=0):
         taken.clear()
@@ -48,13 +49,6 @@ def run(tmp_path, monkeypatch, capsys):
     return of
 
 
-def _on_one_device(init):
-    def one(self, config, devices=None, **more):
-        init(self, config, tuple(jax.devices()[:1]), **more)
-
-    return one
-
-
 def assert_equal_batches(got, want):
     assert len(got) == len(want)
     for one, other in zip(got, want):
@@ -62,8 +56,7 @@ def assert_equal_batches(got, want):
             np.testing.assert_array_equal(one[name], other[name])
 
 
-def test_it_goes_on_from_the_beginning_of_the_new_data_once(run, monkeypatch):
-    monkeypatch.setattr(train, "_for_devices", lambda config: config)
+def test_it_goes_on_from_the_beginning_of_the_new_data_once(run):
     fresh, _ = run(8, *OTHER, directory="fresh")
     run(4)
     _, refusal = run(8, *OTHER, code=2)
@@ -91,16 +84,15 @@ def test_it_goes_on_from_the_beginning_of_the_new_data_once(run, monkeypatch):
     assert max(complete(run.directory)) == 10
 
 
-def test_moments_step_and_rate_go_on(run, monkeypatch):
+def test_moments_step_and_rate_go_on(run):
     """Steps 5 and 6 are bitwise those of the state after step 4 with the new data's first batches,
     computed here from `Trainer` alone.
     """
-    monkeypatch.setattr(train, "_for_devices", lambda config: config)
     run(4, "train.seed=7")
     run(6, "train.seed=0", "data.restart=true")
     got = metrics(run.directory)
     config = load(SMALL, [*ONE, "train.steps=6", "train.seed=7"])
-    trainer = Trainer(config)
+    trainer = Trainer.resolve(config, jax.devices())
     old, new = (
         train._data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
     )

@@ -134,7 +134,7 @@ def test_variables_go_on_elsewhere(tmp_path, other):
 
 def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
     """A checkpoint without variables can be resumed; variables then have their initial values."""
-    plain = Trainer(load(SMALL, ALONE), jax.devices()[:1])
+    plain = Trainer.resolve(load(SMALL, ALONE), jax.devices()[:1])
     before = {"params", "optimizer", "step"}
     assert plain.state_shapes.parts().keys() == before
     routed = trainer_of(*ALONE)

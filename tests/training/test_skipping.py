@@ -84,7 +84,7 @@ def test_a_resumed_run_knows_how_many_it_left_out(tmp_path):
 def half_precision(steps, *overrides):
     """Return a trainer of the decoder in float16."""
     settings = [*FLOAT16, f"train.steps={steps}", "train.eval_every=0", "checkpoint.every=0"]
-    return Trainer(configs.load(SMALL, [*settings, *overrides]))
+    return Trainer.resolve(configs.load(SMALL, [*settings, *overrides]))
 
 
 @pytest.mark.slow

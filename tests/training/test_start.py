@@ -101,7 +101,7 @@ def test_leaves_that_are_excluded_are_new(tmp_path, run, mesh):
            f"checkpoint.exclude={json.dumps(patterns)}"]  # fmt: skip
     config = load(SMALL, [*mesh, *how, "train.seed=7", "model.vocab_size=320"])
     size = config.parallel.pp * config.parallel.dp * config.parallel.tp
-    trainer, said = Trainer(config, tuple(jax.devices()[:size])), []
+    trainer, said = Trainer.resolve(config, tuple(jax.devices()[:size])), []
     keying = Keying(trainer.layout, trainer.sharding)
     with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
         state, _ = start(trainer, None, checkpoints, said.append)
@@ -119,7 +119,7 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
     excluded = ["ends/head", "layers/2/mlp/*"]
     how = [f"checkpoint.resume={run}", f"checkpoint.exclude={json.dumps(excluded)}"]
     config = load(SMALL, [*mesh, *how])
-    trainer, said = Trainer(config), []
+    trainer, said = Trainer.resolve(config), []
     keying, data = Keying(trainer.layout, trainer.sharding), train._data(config, tmp_path)
     with Checkpoints(tmp_path / "c", keep=1, asynchronous=False, keying=keying) as checkpoints:
         state, seen = start(trainer, data, checkpoints, said.append)

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.planning import chosen, rank_bytes
-from jaxpipe.planning.checks import validate
+from jaxpipe.planning import Devices, arrange, rank_bytes
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training.summary import summary
 from jaxpipe.training.trainer import Trainer
@@ -29,7 +29,7 @@ def test_deferred_ends_are_counted():
         SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.schedule=zb_h1",
                 "parallel.defer_ends=true", "train.grad_accum_steps=8"],
     )  # fmt: skip
-    trainer = Trainer(config, tuple(jax.devices()[:2]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
 
     def activations(lockstep):
         planned = rank_bytes(config, trainer.layout, lower(trainer.schedule, lockstep))
@@ -41,7 +41,7 @@ def test_deferred_ends_are_counted():
 
 def test_what_waits_on_the_host_is_shown():
     more = ["parallel.pp=2", "parallel.dp=1", "train.offload_layers=1"]
-    trainer = Trainer(configs.load(SMALL, more), tuple(jax.devices()[:2]))
+    trainer = Trainer.resolve(configs.load(SMALL, more), tuple(jax.devices()[:2]))
     planned = rank_bytes(trainer.config, trainer.layout, trainer.pipeline.tables)
     assert "on the host" in (shown := printed(trainer))
     assert readable_bytes(planned.host) in shown
@@ -56,7 +56,7 @@ def test_what_waits_on_the_host_is_shown():
 )
 def test_it_says_whose_the_ends_are(given, said):
     mesh = ["parallel.pp=2", "parallel.dp=1", f"parallel.vocab_parallel_pp={given}"]
-    trainer = Trainer(configs.load(SMALL, mesh), tuple(jax.devices()[:2]))
+    trainer = Trainer.resolve(configs.load(SMALL, mesh), tuple(jax.devices()[:2]))
     assert said in printed(trainer)
 
 
@@ -73,9 +73,9 @@ def test_checks_summary_and_executor_share_one_set_of_tables(more):
     mesh = ("parallel.pp=2", "parallel.dp=4", "runtime.cpu_devices=8")
     config = configs.load(SMALL, [*mesh, *more])
     lower.cache_clear()
-    validate(config, devices=8)
-    trainer = Trainer(config)
+    check_settings(config)
+    trainer = Trainer.resolve(config)
     assert f"{trainer.pipeline.tables.ticks} ticks" in printed(trainer)
     assert lower.cache_info().misses == 1
-    assert trainer.choice == chosen(config, platform="cpu")
-    assert trainer.pipeline.tables is trainer.choice.tables
+    assert trainer.plan.schedule == arrange(config, Devices("cpu")).schedule
+    assert trainer.pipeline.tables is trainer.plan.tables

@@ -44,7 +44,7 @@ def samples():
 def trainer_for(*overrides):
     config = configs.load(SMALL, [f"train.seq_len={LENGTH}", "optimizer.lr=1e-2", *overrides])
     parallel = config.parallel
-    return Trainer(config, tuple(jax.devices()[: parallel.pp * parallel.dp * parallel.tp]))
+    return Trainer.resolve(config, jax.devices()[: parallel.devices])
 
 
 def heldout_loss(trainer, count=ROWS):

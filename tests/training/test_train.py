@@ -36,7 +36,7 @@ def spawn(directory, *overrides, devices=8):
 
 def devices_of(overrides):
     parallel = load(SMALL, overrides).parallel
-    return parallel.pp * parallel.dp * parallel.tp
+    return parallel.devices
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_deterministic_run_is_bitwise_the_same_again(tmp_path, uninterrupted):
 
 
 def trainer_of(*overrides):
-    return Trainer(load(SMALL, overrides), devices=tuple(jax.devices()[: devices_of(overrides)]))
+    return Trainer.resolve(load(SMALL, overrides), jax.devices()[: devices_of(overrides)])
 
 
 def restored(directory, *overrides):
@@ -126,7 +126,7 @@ def test_initial_values_are_the_same_on_every_layout(layout):
 
 
 def test_a_step_does_not_recompile_or_move_the_state():
-    trainer = Trainer(load(SMALL))
+    trainer = Trainer.resolve(load(SMALL))
     state = trainer.init()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch = {name: np.zeros((4, 2, 32), np.int32) for name in ("inputs", "targets")}
@@ -143,7 +143,7 @@ def test_a_step_does_not_recompile_or_move_the_state():
     jax.__version_info__ < (0, 12), reason="seen with jax 0.10: its XLA copies the moments"
 )
 def test_an_update_overwrites_the_state_and_copies_none_of_it():
-    trainer = Trainer(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
+    trainer = Trainer.resolve(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
     state = trainer.init()
     update = jax.jit(lambda *given: trainer.update(*given)[0], donate_argnums=0)
     program = update.lower(state, np.float32(0), state.params, Aux()).compile().as_text()

@@ -1,0 +1,271 @@
+"""Resolves a configuration into the plan of a run: concrete settings, schedule, stages, costs.
+
+Train, plan, profile, bench and the check for GPUs all resolve here, so they mean the same run.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning.device_checks import check_devices
+from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.hardware import OpSeconds, op_seconds
+from jaxpipe.planning.limits import activation_limit_of
+from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
+from jaxpipe.planning.size_checks import resolve_sizes
+from jaxpipe.runtime.devices import DEVICES
+from jaxpipe.schedule import (
+    Costs,
+    Lockstep,
+    Op,
+    Schedule,
+    ScheduleError,
+    Tables,
+    assign_layers,
+    build,
+    check_memory,
+    find_family,
+    lower,
+    validate,
+)
+from jaxpipe.schedule.scan import optimize_pace, scan_time
+
+if TYPE_CHECKING:
+    from jaxpipe.parallel import StageLayout
+
+QUICK = 100_000  # effort of a search that takes less than a second
+_AS_FAST = 1.01  # times that differ by less count as equal: a plan is not more exact
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run executes, and on which devices.
+
+    Attributes:
+      config: the configuration with concrete sizes and `parallel.vocab_parallel_pp`.
+      devices: of the run.
+      schedule: the order of actions on every pipeline rank.
+      layers: number of layers of each stage.
+      lockstep: how the scan lays the schedule out in ticks.
+      seconds: seconds of ops, measured (`parallel.costs`) or by the data sheet of the devices.
+    """
+
+    config: Config
+    devices: Devices
+    schedule: Schedule
+    layers: tuple[int, ...]
+    lockstep: Lockstep
+    seconds: OpSeconds
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Tables that the scan reads; raises `ScheduleError` if it cannot run the schedule."""
+        return lower(self.schedule, self.lockstep)
+
+    @cached_property
+    def layout(self) -> "StageLayout":
+        """The layers of each stage by kind, and the pipeline rank of each stage."""
+        return layout_of(self.config, self.schedule.placement, self.layers)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of the schedule's stages, from `seconds`."""
+        return self.seconds.costs(
+            self.layers,
+            shared_by=self.config.parallel.ends_shared_by,
+            split=any(action.op is Op.B for _, action in self.schedule.actions()),
+            pairs=self.lockstep.pairs,
+        )
+
+    @cached_property
+    def memory(self) -> RankBytes:
+        """Bytes of a device; `devices.memory` is what it has."""
+        return rank_bytes(self.config, self.layout, self.tables)
+
+
+def resolve(config: Config, devices: Devices | None = None) -> RunPlan:
+    """Return what a run of a configuration executes on these devices.
+
+    Args:
+      config: of the run, with its static rules checked (`checks.check_settings`).
+      devices: of the run; None: none is present (`Devices.planned`).
+
+    Raises `ConfigError` if the configuration breaks a rule of sizes, devices or schedules.
+
+    `parallel.schedule` must exist for the given `parallel.pp`, `parallel.virtual_stages`,
+    `parallel.breadth`, `parallel.slices`, `parallel.in_flight` and microbatches, with
+    `parallel.layer_split` giving every stage a layer, and fit within `parallel.memory_limit`.
+    """
+    devices = devices or Devices.planned(config)
+    config = resolve_sizes(config, devices.count)
+    check_devices(config, devices)
+    try:
+        plan = arrange(config, devices)
+        _ = plan.tables
+    except ScheduleError as error:
+        raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
+    return plan
+
+
+def arrange(
+    config: Config,
+    devices: Devices | None = None,
+    *,
+    seconds: OpSeconds | None = None,
+    effort: int | None = None,
+) -> RunPlan:
+    """Return the plan of a configuration whose sizes are concrete; no other rules are checked.
+
+    A search minimises `parallel.objective` for the costs of the configuration's own stages. Under
+    `parallel.memory_limit` a microbatch takes the bytes that it keeps for B and for W in this
+    configuration; without a limit, searches keep to the number of microbatches that their families
+    set. Every schedule is validated (`schedule.validate`).
+
+    Args:
+      config: of the run.
+      devices: of the run; None: none is present (`Devices.planned`).
+      seconds: seconds of ops, in place of measured ones and those of the devices.
+      effort: of a search, as in `build`; `QUICK` is for comparing many candidates, and leaves
+        pacing out (`schedule.scan.optimize_pace`).
+
+    Raises `ScheduleError` if there is no such schedule, none within `parallel.memory_limit`, or a
+    stage has fewer layers than are to be offloaded.
+    """
+    devices = devices or Devices.planned(config)
+    if config.parallel.vocab_parallel_pp == "auto":
+        shared = not devices.on_cpu and _gains_by_sharing(config, devices)
+        config = _with_vocabulary(config, shared=shared)
+    seconds = seconds or op_seconds(config, devices.hardware)
+    parallel, lockstep = config.parallel, _lockstep_of(config, devices)
+    schedule = _schedule_of(config, devices, lockstep, seconds, effort)
+    layers = layers_of(config, schedule.stages)
+    if config.train.offload_layers > min(layers):
+        raise ScheduleError(
+            f"train.offload_layers={config.train.offload_layers} exceeds the layers of the "
+            f"shortest stage, {min(layers)}: every rank copies as many; offload at most so many."
+        )
+    plan = RunPlan(config, devices, schedule, layers, lockstep, seconds)
+    if parallel.memory_limit:
+        limit = activation_limit_of(config, plan.layout, devices.memory)
+        with limit.explaining():
+            check_memory(schedule, limit.memory, limit.limit, lockstep)
+    if effort == QUICK:
+        return plan
+    turns = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
+    return replace(plan, lockstep=optimize_pace(schedule, plan.costs, lockstep, turns=turns))
+
+
+def layers_of(config: Config, stages: int) -> tuple[int, ...]:
+    """Number of layers per stage; raises `ScheduleError` if the layers do not fit the stages."""
+    parallel = config.parallel
+    return assign_layers(
+        config.model.n_layers, stages, parallel.layer_split,
+        weights=(parallel.input_weight, parallel.output_weight),
+        pinned=(parallel.first_stage_layers, parallel.last_stage_layers),
+    )  # fmt: skip
+
+
+def with_known_vocabulary(config: Config) -> list[Config]:
+    """The configurations from which "auto" chooses: embed_head on the end stages, or over pp."""
+    parallel = config.parallel
+    if parallel.vocab_parallel_pp != "auto":
+        return [config]
+    alone = parallel.pp == 1 or parallel.defer_ends or config.train.fused_steps > 1
+    ways = (False,) if alone else (False, True)
+    return [_with_vocabulary(config, shared=shared) for shared in ways]
+
+
+def _with_vocabulary(config: Config, *, shared: bool) -> Config:
+    parallel = structs.replace(config.parallel, vocab_parallel_pp=shared)
+    return structs.replace(config, parallel=parallel)
+
+
+def _gains_by_sharing(config: Config, devices: Devices) -> bool:
+    """Whether a vocabulary-parallel embedding and head are possible, and take no longer.
+
+    They may take 1 % longer. Both variants are timed with one order of actions, searched for
+    embedding and head on the end stages. A run's own measurements and the memory of a device are
+    not used, since each start of a run must decide alike.
+    """
+    if len(with_known_vocabulary(config)) == 1:
+        return False
+    if config.parallel.costs == "measure":
+        config = structs.replace(config, parallel=structs.replace(config.parallel, costs=""))
+    devices = replace(devices, memory=DEVICES[devices.hardware.device].memory)
+    try:
+        own = arrange(_with_vocabulary(config, shared=False), devices, effort=QUICK)
+        shared = replace(
+            own,
+            config=_with_vocabulary(config, shared=True),
+            lockstep=replace(own.lockstep, vocab_parallel=True),
+        )
+        return _scan_time(shared) <= _scan_time(own) * _AS_FAST
+    except ScheduleError:
+        return False
+
+
+def _scan_time(plan: RunPlan) -> float:
+    return scan_time(plan.schedule, plan.costs, plan.lockstep)
+
+
+def _lockstep_of(config: Config, devices: Devices) -> Lockstep:
+    """How the scan lays a configuration's schedule out in ticks.
+
+    On CPU a collective blocks whatever compute stands next to it, and all ranks meet in it. So
+    messages have no tick of their own there, and halves of a cell in one branch would gain nothing.
+    Paired halves read residuals before their branch, in every tick, so there are none if residuals
+    wait on the host.
+
+    Raises `ScheduleError` for embedding and head that are both vocabulary-parallel and deferred.
+    """
+    parallel, on_cpu = config.parallel, devices.on_cpu
+    return Lockstep(
+        transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
+        in_flight=parallel.in_flight or None,
+        vocab_parallel=bool(parallel.ends_shared_by),
+        defer_ends=parallel.defer_ends,
+        pairs=not on_cpu and not config.train.offload_layers,
+        synchronizes_all=on_cpu,
+    )
+
+
+def _schedule_of(
+    config: Config, devices: Devices, lockstep: Lockstep, seconds: OpSeconds, effort: int | None
+) -> Schedule:
+    """Build the configuration's schedule; a searched one for its costs and memory limit."""
+    parallel, family = config.parallel, find_family(config.parallel.schedule)
+    sizes = family.name, parallel.pp, config.train.grad_accum_steps
+    options: dict[str, Any] = {
+        "virtual_stages": parallel.virtual_stages or None,
+        "breadth": parallel.breadth or None,
+        "slices": parallel.slices,
+    }
+    if parallel.schedule_file:
+        options["path"] = parallel.schedule_file
+    if not family.is_searched:
+        return _build(*sizes, tuple(options.items()))
+    placement = family.place_stages(parallel.pp)
+    layers = layers_of(config, placement.stages)
+    options |= {
+        "objective": parallel.objective,
+        "effort": effort,
+        "costs": seconds.costs(layers, shared_by=parallel.ends_shared_by),
+    }
+    if parallel.objective == "scan":
+        options["lockstep"] = replace(lockstep, in_flight=None)
+    if not parallel.memory_limit:
+        return _build(*sizes, tuple(options.items()))
+    limit = activation_limit_of(config, layout_of(config, placement, layers), devices.memory)
+    options |= {"memory": limit.memory, "memory_limit": limit.limit}
+    with limit.explaining():
+        return _build(*sizes, tuple(options.items()))
+
+
+@lru_cache(maxsize=8)  # "auto" compares two plans that mostly have the same schedule
+def _build(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
+    validate(schedule)
+    return schedule
