@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import Grouped
@@ -34,7 +35,6 @@ from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import device_memory
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
-from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
@@ -281,7 +281,7 @@ class Trainer:
             held = state.optimizer
             if self.config.train.offload_moments:
                 held, _ = moments.fetched(held, state.step)
-            params = optimizers.averaged(self.config.optimizer, held, state.params)
+            params = optimizers.averaged(held, state.params)
             made = self.pipeline.forward(params, batch, state.variables)
             return self.first_loss(made.losses), made.counts
 
