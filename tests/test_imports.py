@@ -16,7 +16,7 @@ ROWS = [
     {"config"},
     {"runtime"},
     {"parallel"},
-    {"pipeline"},
+    {"pipeline", "optimizer"},
     {"planning"},
     {"checkpoint", "data"},
     {"training"},

@@ -1,7 +1,7 @@
 """Parameters that a run initialises anew instead of reading them from a checkpoint, by name.
 
 A state in keyed form is a pytree of dicts and optimizer named tuples. A leaf's name is its path,
-such as `params/layers/17/attn/wq`; the names of a parameter's moments end with the same path.
+such as `params/layers/17/attn/wq`; the names of a parameter's moments contain the same path.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ class Exclusion:
         Raises `ConfigError` where a pattern matches no parameter.
         """
         every = list(leaves_by_name(keyed["params"]))
-        ends: set[str] = set()
+        paths: set[str] = set()
         for pattern in self.patterns:
             matching = fnmatch.filter(every, pattern)
             if not matching:
@@ -43,8 +43,10 @@ class Exclusion:
                     f"checkpoint.exclude has {pattern!r}, but no parameter is named so: names are "
                     f"{', '.join(every[:4])}, ..., {every[-1]}; `*` stands for anything."
                 )
-            ends.update(f"/{name}" for name in matching)
-        return frozenset(name for name in leaves_by_name(keyed) if name.endswith(tuple(ends)))
+            paths.update(f"/{name}/" for name in matching)
+        return frozenset(
+            name for name in leaves_by_name(keyed) if any(path in f"{name}/" for path in paths)
+        )
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:

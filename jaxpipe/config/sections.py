@@ -190,9 +190,10 @@ class TrainConfig(_Section, kw_only=True):
 class OptimizerConfig(_Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
-    # muon: Muon on the layers' matrices, AdamW on the rest; schedule_free: schedule-free AdamW,
-    # needs decay=constant
-    name: Literal["adamw", "lion", "muon", "schedule_free"] = "adamw"
+    # adafactor, adamw, lion, muon (the layers' matrices; AdamW on the rest), nadamw, schedule_free
+    # (AdamW; needs decay=constant), sgd (momentum beta1), or "module:function" of your own, which
+    # returns an optax.GradientTransformation for (learning_rate schedule, this section)
+    name: str = "adamw"
     lr: PositiveFloat = 3e-4  # peak learning rate
     beta1: DecayRate = 0.9  # decay rate of the first moment
     beta2: DecayRate = 0.95  # decay rate of the second moment

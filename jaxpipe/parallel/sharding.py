@@ -1,7 +1,9 @@
 """How each parameter is stored on the mesh, and the collectives that follow from it.
 
 A stage-stacked tree (parameters, gradients or moments) is sharded by the rule of
-`jaxpipe.partition.leaf`. Where several mesh axes shard one dim, tp has the largest shards, then pp,
+`jaxpipe.partition.leaf`. An array of another shape than its parameter, such as a row of factored
+second moments or a preconditioner, lives with its layer too, and replicas shard its first dim that
+they divide. Where several mesh axes shard one dim, tp has the largest shards, then pp,
 then the replicas. Where the replicas divide no dim, one is padded with zeros at its end. The
 padding stays zero because its gradients, moments and updates are zero. Layers never see this
 padding; only the padding of a vocabulary that its devices do not divide reaches them, and they
@@ -9,6 +11,7 @@ ignore it.
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -221,14 +224,22 @@ class Sharding:
             of_layer = path[0].key == "layers"
             return _undeclared(array.ndim - of_layer, of_layer=of_layer)
         for key in keys:
+            if isinstance(node, ParamSpec):  # an optimizer may keep several arrays of a parameter
+                break
             node = node[key.key]
         return node
 
     def _stored(self, path: Sequence[Any], array: Any) -> ParamSharding:
         of_layer, leaf = path[0].key == "layers", self._leaf(path, array)
-        shape = array.shape
-        if leaf.shape is not None:
-            shape = (*array.shape[:1], *leaf.shape) if of_layer else leaf.shape
+        if leaf.shape is None:
+            return self._planned(array.shape, leaf, of_layer=of_layer)
+        shape = (*array.shape[:1], *leaf.shape) if of_layer else leaf.shape
+        how = self._planned(shape, leaf, of_layer=of_layer)
+        if array.shape in (shape, tuple(map(operator.add, shape, how.padding))):
+            return how
+        return self._planned(array.shape, _PLAIN, of_layer=of_layer)
+
+    def _planned(self, shape: Sequence[int], leaf: ParamSpec, *, of_layer: bool) -> ParamSharding:
         how = plan_sharding(
             shape, leaf, self.mesh.shape, is_layer=of_layer, zero_stage=self.zero_stage
         )

@@ -3,20 +3,19 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
-from jaxpipe.partition.leaf import ParamSpec
 
 if TYPE_CHECKING:
     import jax
 
 
-class Parameter(NamedTuple):
-    """One parameter: its full shape, and how devices share it."""
+class Parameters(NamedTuple):
+    """Named parameters: a tree of their full float32 shapes, and the same tree of their specs."""
 
-    shape: tuple[int, ...]
-    leaf: ParamSpec
+    shapes: Any
+    specs: Any
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class LayerCosts:
     in_fp8: Mapping[str, float]
     waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
-    parameters: tuple[Parameter, ...]
+    parameters: Parameters
     exchanged: Mapping[str, float]
     shared: Mapping[str, float]
     turned: Mapping[str, float]
@@ -86,7 +85,7 @@ class ModelCosts:
     order: tuple[str, ...]
     head: float
     message: int
-    ends: tuple[Parameter, ...]
+    ends: Parameters
 
 
 _traced: dict[Config, ModelCosts] = {}

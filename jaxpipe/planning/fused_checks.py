@@ -15,7 +15,8 @@ def check_fused(config: Config) -> None:
     schedule whose ranks have stages of both directions (dualpipe) also `log.bubble_every`, and with
     any other: `debug.skip_update`, `debug.print_messages`, a head that is the embedding,
     `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
-    `parallel.slices`, `parallel.reshard_after_forward`, and optimizers other than adamw and lion.
+    `parallel.slices`, `parallel.reshard_after_forward`, and optimizers that do not update value by
+    value.
     """
     steps = config.train.fused_steps
     if steps == 1:
@@ -65,6 +66,8 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         yield f"parallel.slices={parallel.slices}", "slices of sequences do not overlap"
     if parallel.reshards:
         yield "parallel.reshard_after_forward=true", "ops gather what others have updated already"
-    if config.optimizer.name not in ("adamw", "lion"):
-        name = config.optimizer.name
-        yield f"optimizer.name={name!r}", "a rank updates value by value; adamw and lion do"
+    from jaxpipe.optimizer import KINDS, kind_of  # needs jax
+
+    if not kind_of(config.optimizer.name).by_value:
+        name, fit = config.optimizer.name, [name for name, kind in KINDS.items() if kind.by_value]
+        yield f"optimizer.name={name!r}", f"a rank updates value by value, as {', '.join(fit)} do"

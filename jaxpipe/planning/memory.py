@@ -1,11 +1,13 @@
 """Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpipe.config import Config
-from jaxpipe.partition.leaf import PP, ZERO_AXES, plan_sharding
-from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, costs_of, size_of
+from jaxpipe.config import Config, OptimizerConfig
+from jaxpipe.partition.leaf import DP, EP, PP, RP, TP, ZERO_AXES, ShardingPlan
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, costs_of, essentials, size_of
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.schedule import Placement, Tables
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
 
 _FLOAT32 = 4
+Part = Callable[[Any], Any]  # a stage-stacked tree to the subtree of a layer, or of embed_head
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class RankBytes:
     Attributes:
       parameters: float32 values of the rank's layers, and of its shard of embedding and head; both
         sharded over replicas from ZeRO stage 1 on.
-      optimizer: the moments of these parameters.
+      optimizer: what the optimizer keeps of these parameters, without its counters.
       gradients: float32 sums. Layers' are sharded if layers are all-gathered for every action;
         those of embedding and head are full unless they are vocabulary-parallel over pp.
       copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
@@ -59,9 +62,8 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
-    by_kind = {name: _values(config, costs, name) for name in costs.kinds}
+    by_kind, end = _values(config)
     held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
-    end = _values(config, costs)
     sums = held.part if parallel.reshards else held.whole
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
@@ -79,7 +81,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         rings = _rings(costs, layout, tables, train.offload_layers)
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
-    moments = _FLOAT32 * (held.moments + end.moments)
+    moments = held.moments + end.moments
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part),
         optimizer=0 if train.offload_moments else moments,
@@ -88,7 +90,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
-        kept=_FLOAT32 * overlaps * (held.part + held.moments + end.of_rank),
+        kept=overlaps * (_FLOAT32 * held.part + held.moments + end.of_rank),
     )
 
 
@@ -156,8 +158,8 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     """
     if not layout.mirrored:
         return 0
-    costs = costs_of(config)
-    values = [_values(config, costs, kind) for kind in layout.slot_kinds]
+    by_kind, _ = _values(config)
+    values = [by_kind[kind] for kind in layout.slot_kinds]
     sent = sum(kind.part if config.parallel.reshards else kind.whole for kind in values)
     return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
 
@@ -170,13 +172,13 @@ def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> 
 
 
 class _Values(NamedTuple):
-    """Numbers of values on one device.
+    """What one device stores of a layer of some kind, or of embedding, final norm and head.
 
     Attributes:
-      part: stored parameters.
+      part: number of values of the stored parameters.
       whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
-      moments: optimizer moments.
-      of_rank: parameters and moments, those of embed_head all-gathered over pp.
+      moments: bytes of the optimizer's moments.
+      of_rank: bytes of parameters and moments, those of embed_head all-gathered over pp.
     """
 
     part: int
@@ -185,32 +187,63 @@ class _Values(NamedTuple):
     of_rank: int
 
 
-def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Values:
-    """Sums over the parameters of one layer of a kind; None: of embedding, final norm and head."""
-    of_layer = kind is not None
-    parameters = costs.kinds[kind].parameters if kind is not None else costs.ends
-    every = [_values_of(config, parameter, of_layer=of_layer) for parameter in parameters]
-    return _Values(*map(sum, zip(*every)))
-
-
-def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
-    parallel, leaf = config.parallel, parameter.leaf
+def _values(config: Config) -> tuple[dict[str, _Values], _Values]:
+    """What one device stores of a layer of each kind, and of embed_head."""
+    parallel = config.parallel
     shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
-    mesh = {"pp": parallel.pp, "dp": shards, "ep": parallel.ep, "tp": parallel.tp}
-    shape = (parallel.pp, *parameter.shape) if of_layer else parameter.shape
-    how = plan_sharding(shape, leaf, mesh, is_layer=of_layer, zero_stage=parallel.zero_stage)
-    stored = how.shard_size(shape, mesh)
-    ranks = () if of_layer else (PP,)
-    gathered = tuple(axis for axis in (*ZERO_AXES, *ranks) if axis not in leaf.sharded_axes)
-    moments = _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
-    return _Values(
-        part=stored,
-        whole=how.shard_size(shape, mesh, gathered=gathered),
-        moments=stored * moments,
-        of_rank=how.shard_size(shape, mesh, gathered=ranks) * (1 + moments),
-    )
+    sizes = parallel.pp, parallel.dp_replicate, shards, parallel.ep, parallel.tp
+    return _values_on(essentials(config), config.optimizer, sizes, parallel.zero_stage)
 
 
-def _moments(optimizer: str, matrix: bool) -> int:
-    """Number of moments per value; `matrix`: whether the parameter is a matrix of a layer."""
-    return 1 if optimizer == "lion" or (optimizer == "muon" and matrix) else 2
+@lru_cache(maxsize=256)  # candidates differ in their schedules alone
+def _values_on(
+    model: Config, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero_stage: int
+) -> tuple[dict[str, _Values], _Values]:
+    """`_values` on a mesh of these sizes. Moments are what the optimizer's `init` returns.
+
+    Arrays of an optimizer that belong to no parameter, such as a count, are left out.
+    """
+    import jax  # imported here: planning imports no jax
+
+    from jaxpipe.optimizer import build
+    from jaxpipe.parallel import Sharding, is_stage_stacked
+
+    costs = costs_of(model)
+    kinds = [kind.parameters for kind in costs.kinds.values()]
+    names = PP, RP, DP, EP, TP
+    mesh = jax.sharding.AbstractMesh(sizes, names)
+    sharding = Sharding(mesh, costs.ends.specs, lambda slot: kinds[slot].specs, zero_stage)
+    stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
+    layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
+    params = {"embed_head": costs.ends.shapes, "layers": layers}
+    params = jax.eval_shape(sharding.pad, params)
+    state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
+    state = [
+        tree for tree in jax.tree.leaves(state, is_leaf=is_stage_stacked) if is_stage_stacked(tree)
+    ]
+
+    def held(tree: Any, part: Part, gathered: tuple[str, ...] = (), unit: int = 0) -> int:
+        """Bytes of a part of `tree` on a device, gathered over some axes; `unit`: of a value."""
+        stored = part(sharding.param_shardings(tree))
+        return sum(
+            (unit or leaf.dtype.itemsize)
+            * ShardingPlan(how.dim_axes, how.padding).shard_size(
+                how.unpadded_shape(leaf.shape), mesh.shape,
+                gathered=tuple(axis for axis in gathered if axis not in how.param.sharded_axes),
+            )
+            for leaf, how in zip(jax.tree.leaves(part(tree)), jax.tree.leaves(stored))
+        )  # fmt: skip
+
+    def values(part: Part, ranks: tuple[str, ...] = ()) -> _Values:
+        return _Values(
+            part=held(params, part, unit=1),
+            whole=held(params, part, (*ZERO_AXES, *ranks), unit=1),
+            moments=sum(held(tree, part) for tree in state),
+            of_rank=sum(held(tree, part, ranks) for tree in (params, *state)),
+        )
+
+    by_kind = {
+        name: values(lambda tree, slot=slot: tree["layers"][slot])
+        for slot, name in enumerate(costs.kinds)
+    }
+    return by_kind, values(lambda tree: tree["embed_head"], (PP,))

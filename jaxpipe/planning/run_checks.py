@@ -3,17 +3,31 @@
 from importlib.util import find_spec
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning.costs import costs_of
 
 
 def _check_optimizer(config: Config) -> None:
-    """Raise `ConfigError` if settings of the optimizer exclude each other.
+    """Raise `ConfigError` if there is no such optimizer, or its settings exclude each other.
+
+    `optimizer.name` must be a name of the table, or `module:function` with a function of
+    `(learning_rate, config)` that returns an `optax.GradientTransformation` which updates every
+    parameter by itself.
 
     `optimizer.muon_lr` needs `optimizer.name='muon'`.
 
     `optimizer.name='schedule_free'` needs `optimizer.decay='constant'` and an `optimizer.beta1`
     above 0.
     """
+    from jaxpipe.optimizer import check_independent, is_custom, kind_of, learning_rate, load_custom
+
     optimizer = config.optimizer
+    kind_of(optimizer.name)
+    if is_custom(optimizer.name):
+        made = load_custom(optimizer, learning_rate(optimizer, config.train.steps))
+        costs = costs_of(config)
+        layers = tuple(kind.parameters.shapes for kind in costs.kinds.values())
+        params = {"embed_head": costs.ends.shapes, "layers": layers}
+        check_independent(optimizer.name, made, params)
     if optimizer.muon_lr and optimizer.name != "muon":
         raise ConfigError(
             f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "

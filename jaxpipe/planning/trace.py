@@ -21,7 +21,7 @@ from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
-from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameter, size_of
+from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameters, size_of
 from jaxpipe.planning.model import model_of
 
 Tree = Any
@@ -45,8 +45,8 @@ def trace(config: Config) -> ModelCosts:
         for name, layer in layers.items()
     }
     end_leaves = param_specs_of(functions.embed_head_specs, ends, of_layer=False)
-    of_ends = _parameters(ends, end_leaves)
-    of_layers = {name: _parameters(layer, leaves_of[name]) for name, layer in layers.items()}
+    of_ends = Parameters(ends, end_leaves)
+    of_layers = {name: Parameters(layer, leaves_of[name]) for name, layer in layers.items()}
     costs: list[ModelCosts] = []
 
     def on_device(ends: Tree, layers: dict[str, Tree], rows: Tree) -> None:
@@ -170,7 +170,7 @@ def _ragged_flops(eqn: JaxprEqn) -> float:
 
 
 def _layer_costs(
-    run: TracedKind, params: Tree, x: Any, context: Context, parameters: tuple[Parameter, ...],
+    run: TracedKind, params: Tree, x: Any, context: Context, parameters: Parameters,
     parallel: ParallelConfig,
 ) -> LayerCosts:  # fmt: skip
     """Costs of a layer for an average sequence slice, which half of the other slices precede."""
@@ -237,9 +237,3 @@ def _flops(function: Callable[..., Any], *args: Any) -> float:
 
 def _bytes(tree: Tree) -> int:
     return size_of(jax.tree.leaves(tree))
-
-
-def _parameters(tree: Tree, leaves: Tree) -> tuple[Parameter, ...]:
-    return tuple(
-        Parameter(whole.shape, leaf) for whole, leaf in zip(*map(jax.tree.leaves, (tree, leaves)))
-    )

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe import optimizer as optimizers
 from jaxpipe.pipeline import Aux, Pipeline
 from jaxpipe.schedule import fuse_steps
-from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer

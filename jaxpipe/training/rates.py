@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.data.batches import Contents
 from jaxpipe.pipeline import Aux, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
-from jaxpipe.training import optimizer as optimizers
 
 Report = Callable[[Aux], Mapping[str, jax.Array]]
 

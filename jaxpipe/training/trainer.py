@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import Grouped
@@ -33,7 +34,6 @@ from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
-from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
@@ -282,7 +282,7 @@ class Trainer:
             moment_tree = state.optimizer
             if self.config.train.offload_moments:
                 moment_tree, _ = moments.fetched(moment_tree, state.step)
-            params = optimizers.averaged(self.config.optimizer, moment_tree, state.params)
+            params = optimizers.averaged(moment_tree, state.params)
             outputs = self.pipeline.forward(params, batch, state.variables)
             return self.first_loss(outputs.losses), outputs.counts
 

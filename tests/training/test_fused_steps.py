@@ -114,6 +114,8 @@ class Overlapping(FusedSteps):
         ([*TWO, "parallel.schedule=dualpipev"], False),
         (["parallel.pp=4", "parallel.dp=1", "parallel.in_flight=7"], True),
         (["parallel.pp=1", "parallel.dp=1", "optimizer.name=lion"], False),
+        (["parallel.pp=1", "parallel.dp=1", "optimizer.name=nadamw"], False),
+        ([*TWO, "optimizer.name=sgd"], False),
         (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_h2"], False),
         (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=1"], False),
         (["parallel.pp=2", "parallel.dp=2", "parallel.zero_stage=2"], False),

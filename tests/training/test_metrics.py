@@ -11,12 +11,12 @@ from commands import SMALL
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxpipe import optimizer as optimizers
 from jaxpipe.config import LogConfig, load
 from jaxpipe.data.batches import Contents
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
-from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.boards import boards
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe

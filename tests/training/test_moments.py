@@ -26,7 +26,7 @@ def memories(tree):
 
 
 @pytest.mark.slow(unless=["adamw"])
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "lion", "muon", "schedule_free"])
 def test_a_step_leaves_moments_where_they_were(name):
     """All other state stays on the device, and all bits equal those of a state entirely there."""
     how = [*SIZES, f"optimizer.name={name}", "optimizer.decay=constant"]

@@ -11,8 +11,8 @@ from flax.traverse_util import flatten_dict
 from jaxpipe.checkpoint import Checkpoints, Keying
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
-from jaxpipe.parallel import Sharding, make_mesh
-from jaxpipe.training.optimizer import (
+from jaxpipe.optimizer import (
+    KINDS,
     averaged,
     build,
     clip_by_global_norm,
@@ -20,6 +20,7 @@ from jaxpipe.training.optimizer import (
     groups,
     learning_rate,
 )
+from jaxpipe.parallel import Sharding, make_mesh
 from jaxpipe.training.trainer import Trainer
 
 pytestmark = pytest.mark.versions
@@ -85,7 +86,7 @@ def test_groups():
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free"])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_group_decays_at_its_own_rate(name):
     """With zero gradients an update is decay alone."""
     config = OptimizerConfig(
@@ -192,12 +193,12 @@ def test_schedule_free_is_that_of_optax():
         more, states[0] = ours.update(gradients[0], states[0], got)
         other, states[1] = theirs.update(gradients[1], states[1], want)
         got, want = optax.apply_updates(got, more), optax.apply_updates(want, other)
-    mean = averaged(config, states[0], got)
+    mean = averaged(states[0], got)
     wanted = optax.contrib.schedule_free_eval_params(states[1], want)
     for one, other in ((got, want), (mean, wanted)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
     assert not np.allclose(mean["embed_head"]["embed"], got["embed_head"]["embed"], rtol=1e-4)
-    assert averaged(OptimizerConfig(), states[0], got) is got
+    assert averaged(states[0].base_optimizer_state, got) is got
 
 
 def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
@@ -209,7 +210,7 @@ def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
     batch, state = trainer.put({"inputs": ids, "targets": ids}), trainer.init()
     for _ in range(3):
         state, _ = trainer.train_step(state, batch)
-    mean = averaged(config.optimizer, state.optimizer, state.params)
+    mean = averaged(state.optimizer, state.params)
     of_mean, trained = (
         float(jax.jit(trainer.pipeline.losses)(params, batch).sum())
         for params in (mean, state.params)

@@ -1,0 +1,25 @@
+"""Optimizers on stage-stacked parameters, learning rates, clipping by norm, and the update."""
+
+from jaxpipe.optimizer.build import KINDS, averaged, build, kind_of
+from jaxpipe.optimizer.custom import is_custom, load_custom
+from jaxpipe.optimizer.groups import groups
+from jaxpipe.optimizer.layerwise import check_independent, layerwise
+from jaxpipe.optimizer.rate import learning_rate
+from jaxpipe.optimizer.update import apply, chosen, clip_by_global_norm, global_norm
+
+__all__ = [
+    "KINDS",
+    "apply",
+    "averaged",
+    "build",
+    "check_independent",
+    "chosen",
+    "clip_by_global_norm",
+    "global_norm",
+    "groups",
+    "is_custom",
+    "kind_of",
+    "layerwise",
+    "learning_rate",
+    "load_custom",
+]

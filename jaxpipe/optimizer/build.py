@@ -1,0 +1,145 @@
+"""The optimizers by name, and how one is built on stage-stacked parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxpipe.config import ConfigError, OptimizerConfig
+from jaxpipe.optimizer.custom import is_custom, load_custom
+from jaxpipe.optimizer.groups import Stores, weight_decay
+from jaxpipe.optimizer.layerwise import layerwise
+from jaxpipe.optimizer.muon import muon_on_matrices, muon_rate
+from jaxpipe.optimizer.rate import learning_rate
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What an optimizer is built from.
+
+    Attributes:
+      config: the section `[optimizer]`.
+      rate: the learning rate as a function of the number of updates before.
+      stored: `Sharding.param_shardings`; it tells which parameters are matrices, and their dims.
+    """
+
+    config: OptimizerConfig
+    rate: optax.Schedule
+    stored: Stores
+
+    def descend(
+        self, direction: optax.GradientTransformation, *after: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """The update against `direction` with decoupled weight decay, at the learning rate.
+
+        `after` changes the direction once the decay is added to it.
+        """
+        decay = weight_decay(self.config, self.stored)
+        decay = optax.chain(decay, *after) if after else decay
+        return optax.chain(direction, decay, optax.scale_by_learning_rate(self.rate))
+
+
+class Kind(NamedTuple):
+    """How an optimizer of the table is built, and what it needs.
+
+    Attributes:
+      make: the transformation from its ingredients.
+      by_value: whether it updates value by value: every value from what stands at its own position,
+        with the same bits in every program. A device can then apply it to its own shards
+        (`train.fused_steps`). Others need the full matrices of a layer, or round differently where
+        XLA fuses them differently (schedule-free's averages).
+    """
+
+    make: Callable[[Ingredients], optax.GradientTransformation]
+    by_value: bool = True
+
+
+def _adam(config: OptimizerConfig, *, nesterov: bool = False) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2, config.eps, nesterov=nesterov)
+
+
+def _adafactor(made: Ingredients) -> optax.GradientTransformation:
+    """optax's Adafactor with its defaults, except that the decay follows the learning rate."""
+    direction = optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
+    return made.descend(layerwise(direction, made.stored))
+
+
+def _muon(made: Ingredients) -> optax.GradientTransformation:
+    config, stored = made.config, made.stored
+    after = [muon_rate(config, stored)] if config.muon_lr else []
+    return made.descend(muon_on_matrices(config, stored, _adam(config)), *after)
+
+
+def _schedule_free(made: Ingredients) -> optax.GradientTransformation:
+    config = made.config
+    square = optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True)
+    # optax's schedule-free counts updates from 1.
+    rate = lambda count: made.rate(count - 1)  # noqa: E731
+    return optax.contrib.schedule_free(made.descend(square), rate, config.beta1)
+
+
+KINDS = {
+    "adafactor": Kind(_adafactor, by_value=False),
+    "adamw": Kind(lambda made: made.descend(_adam(made.config))),
+    "lion": Kind(lambda m: m.descend(optax.scale_by_lion(m.config.beta1, m.config.beta2))),
+    "muon": Kind(_muon, by_value=False),
+    "nadamw": Kind(lambda made: made.descend(_adam(made.config, nesterov=True))),
+    "schedule_free": Kind(_schedule_free, by_value=False),
+    "sgd": Kind(lambda made: made.descend(optax.trace(made.config.beta1))),
+}
+_CUSTOM = Kind(
+    lambda made: layerwise(load_custom(made.config, made.rate), made.stored), by_value=False
+)
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of an `optimizer.name`; raises `ConfigError` where the table has no such name."""
+    if is_custom(name):
+        return _CUSTOM
+    if name not in KINDS:
+        near = get_close_matches(name, KINDS, n=1)
+        raise ConfigError(
+            f"unknown optimizer.name={name!r}: use one of {', '.join(map(repr, KINDS))}"
+            f"{f' (did you mean {near[0]!r}?)' if near else ''}, or 'module:function' for your own."
+        )
+    return KINDS[name]
+
+
+def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.GradientTransformation:
+    """The configured optimizer on stage-stacked trees, without clipping.
+
+    Weight decay is decoupled and multiplied by the learning rate. The optimizers are Adafactor
+    (Shazeer and Stern 2018), AdamW (Loshchilov and Hutter 2019) and NAdamW, which is AdamW with
+    Nesterov's momentum (Dozat 2016), Lion (Chen et al. 2023), Muon (Jordan et al. 2024),
+    schedule-free AdamW (Defazio et al. 2024), whose beta1 weighs the average of the iterates, and
+    SGD with the momentum beta1. Muon applies to the layers' matrices, with updates scaled to the
+    size of Adam's (Liu et al. 2025, "Muon is scalable", equation 4); Adam applies to all other
+    parameters.
+
+    Args:
+      config: the section `[optimizer]`.
+      steps: updates in the run.
+      stored: `Sharding.param_shardings`; it tells which parameters are matrices, and their dims.
+
+    Raises `ConfigError` for an unknown name, or a function that returns no optimizer.
+    """
+    made = Ingredients(config, learning_rate(config, steps), stored)
+    return kind_of(config.name).make(made)
+
+
+def averaged(moments: Tree, params: Tree) -> Tree:
+    """The parameters to evaluate: `params`, or their average where the optimizer is schedule-free.
+
+    `moments` is the state of the optimizer from `build`.
+    """
+    if not isinstance(moments, optax.contrib.ScheduleFreeState):
+        return params
+    return optax.contrib.schedule_free_eval_params(moments, params)

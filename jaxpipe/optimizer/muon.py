@@ -1,0 +1,81 @@
+"""Muon on the matrices of layers."""
+
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+
+from jaxpipe.config import OptimizerConfig
+from jaxpipe.optimizer.groups import Stores, groups
+from jaxpipe.parallel import ParamSharding
+
+Tree = Any
+_AT_ONCE = 2  # parameters that Muon handles at once: one is gathered while another is multiplied
+
+
+def muon_on_matrices(
+    config: OptimizerConfig, stored: Stores, others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Muon on the matrices of layers, and `others` on all other parameters."""
+    return optax.partition(
+        {"muon": _muon(config, stored), "adam": others},
+        lambda params: jax.tree.map(_muon_or_adam, groups(params, stored)),
+    )
+
+
+def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
+    """Muon on the layers' parameters `[P, ...]`; each matrix is orthogonalised by itself.
+
+    Padding with zeros stays zero and does not change the result.
+    """
+
+    def dims(how: ParamSharding) -> optax.contrib.MuonDimensionNumbers:
+        rows, columns = how.param.matrix
+        return optax.contrib.MuonDimensionNumbers(1 + rows, 1 + columns)
+
+    def orthogonal(tree: Tree) -> optax.GradientTransformation:
+        return optax.contrib.scale_by_muon(
+            beta=config.muon_momentum, weight_dimension_numbers=jax.tree.map(dims, tree)
+        )
+
+    def in_turn(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        """optax's update, but each parameter waits for the one `_AT_ONCE` positions before.
+
+        Otherwise XLA may start all parameters at once, and the temporary arrays of all are live.
+        """
+        (leaves, tree), made = jax.tree.flatten(updates), []
+        hows = tree.flatten_up_to(stored(updates))
+        for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
+            if at >= _AT_ONCE:  # both results must be read, or XLA drops one from the barrier
+                before = at - _AT_ONCE
+                leaf, made[before] = lax.optimization_barrier((leaf, made[before]))
+            made.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
+        # The moments use no barrier: `apply` also computes them alone, and XLA then removes the
+        # orthogonalisation.
+        return tree.unflatten(made), orthogonal(stored(updates)).update(updates, state)[1]
+
+    def scale(update: jax.Array, how: ParamSharding) -> jax.Array:
+        shape = how.unpadded_shape(update.shape)
+        return update * (0.2 * max(shape[1 + dim] for dim in how.param.matrix) ** 0.5)
+
+    sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
+    made = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
+    return optax.chain(made, sized)
+
+
+def muon_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
+    """A transformation that scales Muon's updates, weight decay included, by `muon_lr / lr`."""
+    ratio = config.muon_lr / config.lr
+
+    def scale(updates: Tree, _: Tree) -> Tree:
+        return jax.tree.map(
+            lambda update, group: update * ratio if group == "matrix" else update,
+            updates, groups(updates, stored),
+        )  # fmt: skip
+
+    return optax.stateless(scale)
+
+
+def _muon_or_adam(group: str) -> str:
+    return "muon" if group == "matrix" else "adam"
