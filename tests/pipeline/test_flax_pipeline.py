@@ -12,6 +12,8 @@ from flax_models import (
     MLP,
     WIDTH,
     Attention,
+    Embed,
+    Head,
     Model,
     loss_terms,
     pipelined,
@@ -21,7 +23,10 @@ from flax_models import (
 )
 from legal import near
 
+from jaxpipe.parallel import make_mesh
+from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import Execution
+from jaxpipe.pipeline.flax_module import ModuleFunction
 from jaxpipe.schedule import BUILDERS, ScheduleError, build
 
 
@@ -79,6 +84,34 @@ def test_metadata_shards_over_tp(pp, dp, tp, name, execution):
     pipeline = check(small_model(layers), schedule, dp, tp, execution=execution)
     up = next(slot["up"] for slot in pipeline.params["layers"] if "up" in slot)
     assert up["kernel"][...].sharding.shard_shape((pp, WIDTH, 16))[2] == 16 // tp
+
+
+def test_modules_created_on_the_mesh():
+    """Flax then shards parameters over tp as it creates them; values are the same."""
+    schedule, batch = build("gpipe", pp=1, microbatches=2), tokens(2, 2)
+    with jax.set_mesh(make_mesh(1, tp=2, devices=jax.devices()[:2])):
+        rngs = nnx.Rngs(0)
+        embed, head = Embed(rngs), Head(rngs)
+        model = Model(embed, [MLP(rngs)], head)
+    assert len(model.layers[0].up.kernel[...].sharding.device_set) == 2
+    loss = pipelined(model, schedule, tp=2).loss(batch)
+    np.testing.assert_allclose(loss, small_model([MLP]).loss(batch), rtol=FLOAT64)
+
+
+def test_specs_follow_metadata():
+    """Logical axes are resolved by their rules; other mesh axes than tp are left to ZeRO."""
+    rules = {"sharding_rules": (("hidden", ("dp", "tp")), ("model", None))}
+    init = nnx.initializers.normal()
+    with nnx.use_eager_sharding(False):
+        layer = nnx.Linear(
+            4, 6, rngs=nnx.Rngs(0), bias_init=nnx.with_partitioning(init, ("tp2",)),
+            kernel_init=nnx.with_partitioning(init, ("model", "hidden"), **rules),
+        )  # fmt: skip
+    function, _ = ModuleFunction.split("layer", layer, 2)
+    assert function.specs == {
+        "bias": ParamSpec(),
+        "kernel": ParamSpec(sharded=(("tp", 1),), matrix=(0, 1)),
+    }
 
 
 @pytest.mark.parametrize("tp", [1, 2])
