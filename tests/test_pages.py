@@ -49,7 +49,7 @@ def run(folder, page, more):
     """Run the page's code and `more`; return what it prints."""
     program = folder / "page.py"
     program.write_text("\n\n".join([*blocks(page, "python"), more]))
-    paths = os.pathsep.join(map(str, (HOME, HOME / "tests" / "pipeline")))
+    paths = os.pathsep.join(map(str, (HOME, HOME / "tests" / "support")))
     made = subprocess.run(
         [sys.executable, str(program)],
         capture_output=True, text=True, timeout=600, cwd=folder,

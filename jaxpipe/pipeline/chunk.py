@@ -14,7 +14,7 @@ from jaxpipe.parallel import DP, ParamSharding
 from jaxpipe.pipeline.kind import TracedKind, add_aux, elementwise_max
 from jaxpipe.pipeline.rings import GradientInputs, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
-from jaxpipe.schedule import Op, Row
+from jaxpipe.schedule import Op, TableRow
 
 Tree = Any
 
@@ -107,7 +107,7 @@ class ActionInputs(NamedTuple):
       dloss: cotangent of the layers' auxiliary losses, a scalar.
     """
 
-    row: Row
+    row: TableRow
     rows: Tree
     variables: Tree
     dloss: jax.Array

@@ -19,7 +19,7 @@ from jaxpipe.pipeline.executor import Pipeline
 from jaxpipe.pipeline.flax_module import ModuleFunction, check_modules
 from jaxpipe.pipeline.flax_stage import PipelineStage, Stage
 from jaxpipe.pipeline.partitioned import partition
-from jaxpipe.schedule import Schedule, assign_layers, build, family_of
+from jaxpipe.schedule import Schedule, assign_layers, build, find_family
 
 Tree = Any
 
@@ -196,7 +196,7 @@ def build_pipeline_schedule(
             f"list all stages in order, of which the first has the embedding and the last the head."
         )
     pp = mesh.shape[PP]
-    virtual = len(stages) // pp if family_of(schedule).takes("virtual_stages") else None
+    virtual = len(stages) // pp if find_family(schedule).has_option("virtual_stages") else None
     return from_flax(
         modules[0].embed,
         [layer for _, layer in layers],

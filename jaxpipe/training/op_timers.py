@@ -30,7 +30,7 @@ from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
-from jaxpipe.schedule import Buffers, Op, Row
+from jaxpipe.schedule import Buffers, Op, TableRow
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -171,10 +171,10 @@ def _loops(
         every = enumerate(given["layers"])
         return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
 
-    def of_microbatch(given: Tree, row: Row) -> ActionInputs:
+    def of_microbatch(given: Tree, row: TableRow) -> ActionInputs:
         return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1))
 
-    def forward(state: Tree, given: Tree, row: Row) -> Tree:
+    def forward(state: Tree, given: Tree, row: TableRow) -> Tree:
         x, rings = state
         parts = tuple(plan.written_by(own, Op.F) for own in rings)
         before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
@@ -183,7 +183,7 @@ def _loops(
         return made.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, given: Tree, row: Row) -> Tree:
+        def run(state: Tree, given: Tree, row: TableRow) -> Tree:
             dy, rings, totals = state
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
@@ -217,7 +217,7 @@ def _ends(
     head = EmbedHeadFunction.trace(functions.head, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
-    def leave(state: Tree, given: Tree, row: Row) -> Tree:
+    def leave(state: Tree, given: Tree, row: TableRow) -> Tree:
         params, y = head.pick(given["embed_head"]), buffers.read(given["inputs"], row.for_b_read)
         context = Context(given["microbatch"])
         output, kept = head_split.forward(params, y, context)
@@ -225,12 +225,12 @@ def _ends(
         dy, used = head_split.backward(params, context, kept, seed)
         return output.y, dy.value, head.add(state[2], used)
 
-    def enter(state: Tree, given: Tree, row: Row) -> Tree:
+    def enter(state: Tree, given: Tree, row: TableRow) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
         tokens = jax.tree.map(other, given["microbatch"])
         return functions.embed(given["embed_head"], tokens)
 
-    def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
+    def enter_gradient(state: Tree, given: Tree, row: TableRow) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
         return embed.add(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
 
@@ -261,7 +261,9 @@ def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
 
     def loop(state: Tree, given: Tree) -> Tree:
         def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-            every = Row._make([slot] * len(Row._fields))  # the same slot of every ring buffer
+            every = TableRow._make(
+                [slot] * len(TableRow._fields)
+            )  # the same slot of every ring buffer
             return run(state, given, every), None
 
         return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
