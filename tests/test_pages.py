@@ -1,4 +1,4 @@
-"""The page "Add a layer kind", followed literally: its code runs with the printed results."""
+"""The pages that a reader follows, followed literally: their code runs."""
 
 import os
 import re
@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 HOME = Path(__file__).parents[1]
-PAGE = HOME / "jaxpipe" / "contract" / "ADD_A_LAYER_KIND.md"
+LAYER_KIND = HOME / "jaxpipe" / "contract" / "ADD_A_LAYER_KIND.md"
+YOUR_MODEL = HOME / "jaxpipe" / "pipeline" / "BRING_YOUR_MODEL.md"
 
-# Claims of the page: results by the measures of the other tests; F stores the choice.
+# Claims of "Add a layer kind": results by the measures of the other tests; F stores the choice.
 MORE = """
 from compare import assert_same
 from jaxpipe.contract import Context
@@ -31,19 +32,36 @@ assert stored_integers(()) == []
 """
 
 
-def blocks(kind):
+# "Bring your model": the loss falls below a tenth, and the modules have learned it.
+LEARNED = """
+assert losses[-1] < 0.1 * losses[0], losses
+logits = pipeline.stage()(batch["inputs"][0])
+assert (logits.argmax(-1) == batch["targets"][0]).mean() > 0.9
+"""
+
+
+def blocks(page, kind):
     """Return the page's code blocks of that kind, in order."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_runs_and_prints_what_it_says(tmp_path):
-    program = tmp_path / "layer_kind.py"
-    program.write_text("\n\n".join([*blocks("python"), MORE]))
+def run(folder, page, more):
+    """Run the page's code and `more`; return what it prints."""
+    program = folder / "page.py"
+    program.write_text("\n\n".join([*blocks(page, "python"), more]))
     paths = os.pathsep.join(map(str, (HOME, HOME / "tests" / "support")))
     made = subprocess.run(
         [sys.executable, str(program)],
-        capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        capture_output=True, text=True, timeout=600, cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
-    assert made.stdout == "".join(blocks("text"))
+    return made.stdout
+
+
+def test_add_a_layer_kind_prints_what_it_says(tmp_path):
+    assert run(tmp_path, LAYER_KIND, MORE) == "".join(blocks(LAYER_KIND, "text"))
+
+
+def test_bring_your_model_learns(tmp_path):
+    assert run(tmp_path, YOUR_MODEL, LEARNED).startswith("loss ")

@@ -4,6 +4,8 @@ from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput, StageFunction
 from jaxpipe.pipeline.cut import POLICIES
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.executor import Pipeline, loss_and_gradients
+from jaxpipe.pipeline.flax_pipeline import FlaxPipeline, build_pipeline_schedule, from_flax
+from jaxpipe.pipeline.flax_stage import PipelineStage, Stage, build_pipeline_stage
 from jaxpipe.pipeline.reference import (
     StepOutput,
     losses_and_gradients_ref,
@@ -11,18 +13,26 @@ from jaxpipe.pipeline.reference import (
     total_count,
 )
 from jaxpipe.pipeline.split import LayerSplit, split_layer
+from jaxpipe.schedule import compute_layer_assignment
 
 __all__ = [
     "POLICIES",
     "Aux",
     "Context",
     "Execution",
+    "FlaxPipeline",
     "LayerKind",
     "LayerOutput",
     "LayerSplit",
     "Pipeline",
+    "PipelineStage",
+    "Stage",
     "StageFunctions",
     "StepOutput",
+    "build_pipeline_schedule",
+    "build_pipeline_stage",
+    "compute_layer_assignment",
+    "from_flax",
     "loss_and_gradients",
     "losses_and_gradients_ref",
     "split_layer",

@@ -4,7 +4,7 @@ Pure Python and numpy; this package does not import jax. "Rank" means pipeline r
 """
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
-from jaxpipe.schedule.assignment import assign_layers
+from jaxpipe.schedule.assignment import assign_layers, compute_layer_assignment
 from jaxpipe.schedule.builders import build, check_memory, forward_only
 from jaxpipe.schedule.cells import Costs, MemoryCosts
 from jaxpipe.schedule.custom import read_schedule, write_schedule
@@ -52,6 +52,7 @@ __all__ = [
     "assign_layers",
     "build",
     "check_memory",
+    "compute_layer_assignment",
     "draw_timeline",
     "find_family",
     "forward_only",

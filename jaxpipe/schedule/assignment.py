@@ -1,6 +1,7 @@
 """Assignment of layers to stages: even, weighted by embedding and head, pinned, or by list."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from jaxpipe.schedule.action import ScheduleError
 
@@ -68,6 +69,17 @@ def assign_layers(
             f"pins, or use fewer stages."
         )
     return counts
+
+
+def compute_layer_assignment(
+    n_layers: int, pp_size: int, policy: str | Sequence[int] = "even"
+) -> list[tuple[int, int]]:
+    """Return the layers of every stage as (start, end), end exclusive, under `assign_layers`.
+
+    >>> compute_layer_assignment(32, 3)
+    [(0, 11), (11, 22), (22, 32)]
+    """
+    return list(pairwise(accumulate(assign_layers(n_layers, pp_size, policy), initial=0)))
 
 
 def _split_evenly(items: int, stages: int) -> tuple[int, ...]:
