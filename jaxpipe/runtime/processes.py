@@ -151,6 +151,17 @@ def stops_after(step: int, received: int) -> int:
     return _met[0].reached(step, received) if several() else received
 
 
+def watch() -> Watch | None:
+    """The thread that reads events of the other processes; None with a single process."""
+    return _met[0] if several() else None
+
+
+def place() -> tuple[int, int]:
+    """The index of this process, and the number of processes."""
+    service = _met[0].service if several() else None
+    return (service.index, service.count) if service else (0, 1)
+
+
 def finish() -> None:
     """Wait for the other processes at the end of the run."""
     if several():
@@ -159,7 +170,11 @@ def finish() -> None:
 
 def leave(code: int, sentence: str) -> NoReturn:
     """Exit this process at once with a message, and make the others exit."""
-    _met[0].leave(code, sentence)
+    if several():
+        _met[0].leave(code, sentence)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, f"error: {sentence}\n".encode())
+    os._exit(code)
 
 
 def _places() -> dict[str, Any] | None:
