@@ -25,6 +25,7 @@ from jaxpipe.config.paths import local_path
 from jaxpipe.planning.checks import filled, validate
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
@@ -145,7 +146,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
-    processes.join()
+    with arriving(Path(config.run.dir)):
+        processes.join()
     check_devices()
     # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax

@@ -9,7 +9,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
@@ -17,6 +17,14 @@ from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
 
 class NotMetError(Exception):
     """The other processes of the run did not connect."""
+
+
+class Meeting(NamedTuple):
+    """Where processes meet, as a file name; this process's index; the number of processes."""
+
+    name: str
+    index: int
+    count: int
 
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -55,6 +63,22 @@ def join() -> None:
         _met.append(Watch(service))
         _met[0].start()
         _met[0].take_aborts()
+
+
+def meeting() -> Meeting | None:
+    """Where the processes of this run meet, according to its environment; None: a single one."""
+    if places := _places():
+        name, count, index = places.values()
+        return Meeting(name.replace("/", "-"), index, count)
+    names = {
+        "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        "OMPI": ("PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    }
+    for launcher, (job, index, count) in names.items():
+        if places is not None and int(os.environ.get(count, "1")) > 1 and index in os.environ:
+            name = f"{launcher}-{os.environ.get(job, '')}".replace("/", "-")
+            return Meeting(name, int(os.environ[index]), int(os.environ[count]))
+    return None
 
 
 def started() -> int:

@@ -31,6 +31,7 @@ import numpy as np
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.activity import activity, main_thread
 from jaxpipe.runtime.coordination import HANG
+from jaxpipe.runtime.directory import remove_with_folders
 from jaxpipe.runtime.verdict import Report, Verdict, verdict
 
 Result = TypeVar("Result")
@@ -111,9 +112,9 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             if self._stacks:
                 self._stacks.close()
-                _remove(Path(self._stacks.name), directory)
+                remove_with_folders(Path(self._stacks.name), directory)
             if is_refused:
-                _remove(directory / FILES / f"process-{self._index}.json", directory)
+                remove_with_folders(directory / FILES / f"process-{self._index}.json", directory)
 
     def _run(self) -> None:
         """Publish, and look at the others once this process is late."""
@@ -270,11 +271,3 @@ def _overwrite(path: Path, text: str) -> None:
         os.ftruncate(file, os.pwrite(file, text.encode(), 0))
     finally:
         os.close(file)
-
-
-def _remove(path: Path, directory: Path) -> None:
-    """Remove a file, and the folders around it that are then empty, up to the run directory."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        for folder in path.relative_to(directory).parents[:-1]:
-            (directory / folder).rmdir()
