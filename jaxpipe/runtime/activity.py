@@ -6,7 +6,6 @@ the coordination service waits for other processes; everything else is the proce
 """
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import NamedTuple
@@ -15,10 +14,14 @@ OWN_WORK, DEVICES, PROCESSES = range(3)  # the smaller, the likelier it holds up
 
 
 class Activity(NamedTuple):
-    """What a process waits for (`OWN_WORK`, `DEVICES` or `PROCESSES`), and in which function."""
+    """What a process waits for (`OWN_WORK`, `DEVICES` or `PROCESSES`), and in which function.
+
+    `compiles` is whether its main thread compiles, which may happen in any phase.
+    """
 
     waits: int
     where: str
+    compiles: bool = False
 
 
 # Ends of the files of Python's library in which a thread waits for another thread of its process.
@@ -29,6 +32,7 @@ _PROCESSES = (
     "/futures/signaling_client.py",
 )
 _CALLBACKS = ("/jax/_src/callback.py", "/jax/_src/debugging.py")
+_COMPILER = ("/jax/_src/compiler.py",)
 _DEVICES = ("/jax/", "/jaxlib/")
 
 
@@ -39,10 +43,12 @@ def activity(main: int, stacks: Mapping[int, FrameType] | None = None) -> Activi
     main thread waits for other threads, those that save a checkpoint are looked at in its place.
 
     Args:
-      main: identifier of the main thread.
+      main: identifier of the thread that trains.
       stacks: innermost frame by thread; None: those of this process.
     """
     stacks = sys._current_frames() if stacks is None else stacks
+    if any(_in(frame, _COMPILER) for frame in _outwards(stacks[main])):
+        return Activity(OWN_WORK, _named(stacks[main]), compiles=True)
     for thread, innermost in stacks.items():
         if thread != main and any(_in(frame, _CALLBACKS) for frame in _outwards(innermost)):
             return Activity(OWN_WORK, _named(innermost))
@@ -58,15 +64,10 @@ def activity(main: int, stacks: Mapping[int, FrameType] | None = None) -> Activi
     return Activity(_waits(frame), _named(frame))
 
 
-def main_thread() -> int:
-    """The identifier of this process's main thread."""
-    return threading.main_thread().ident or 0
-
-
 def _waits(innermost: FrameType) -> int:
     if _in(innermost, _PROCESSES):
         return PROCESSES
-    return DEVICES if any(part in innermost.f_code.co_filename for part in _DEVICES) else OWN_WORK
+    return DEVICES if _in_jax(innermost) else OWN_WORK
 
 
 def _waits_for_thread(innermost: FrameType) -> bool:
@@ -81,6 +82,10 @@ def _in(frame: FrameType, files: tuple[str, ...]) -> bool:
     return frame.f_code.co_filename.endswith(files)
 
 
+def _in_jax(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in _DEVICES)
+
+
 def _outwards(innermost: FrameType) -> Iterator[FrameType]:
     frame: FrameType | None = innermost
     while frame:
@@ -89,6 +94,7 @@ def _outwards(innermost: FrameType) -> Iterator[FrameType]:
 
 
 def _named(innermost: FrameType) -> str:
-    """The innermost function that is not a wait of Python's library, with its file and line."""
-    frame = next((f for f in _outwards(innermost) if not _in(f, _THREADS)), innermost)
+    """The innermost function outside jax and Python's own waits, with its file and line."""
+    callers = (f for f in _outwards(innermost) if not (_in(f, _THREADS) or _in_jax(f)))
+    frame = next(callers, innermost)
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -150,12 +150,13 @@ class Watch(threading.Thread):
         They exit with the same code if it is 2 (bad input for all) or `HANG`, otherwise with 3.
         """
         self._say_once(code, reason)
+        said = time.monotonic()
         theirs = code if code in (2, HANG) else 3
         news = {"gone": self.service.index, "code": theirs, "reason": reason}
         told = threading.Thread(target=self._publish, args=(news,), daemon=True)
         told.start()
         told.join(2)  # if the service is gone too, the call has failed by then or never returns
-        self._exit(code)
+        self._exit(code, time.monotonic() - said)
 
     def run(self) -> None:
         """Handle events as they arrive."""
@@ -239,11 +240,11 @@ class Watch(threading.Thread):
             self.last_words()
         self._exit(code)
 
-    def _exit(self, code: int) -> NoReturn:
+    def _exit(self, code: int, waited: float = 0.0) -> NoReturn:
         if code == HANG:
             # The first process to exit breaks the connections of the others, which would then
             # report that. In a hang all are late by about the same time and reach a verdict soon.
-            time.sleep(_LINGER)
+            time.sleep(max(_LINGER - waited, 0))
         os._exit(code)
 
     def _say_once(self, code: int, reason: str) -> None:

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from jaxpipe.runtime import position, processes
-from jaxpipe.runtime.activity import activity, main_thread
+from jaxpipe.runtime.activity import activity
 from jaxpipe.runtime.coordination import HANG
 from jaxpipe.runtime.directory import remove_with_folders
 from jaxpipe.runtime.verdict import Report, Verdict, verdict
@@ -78,7 +78,7 @@ class Watchdog:
         if watch:
             started = watch.service.from_first("jaxpipe/started", started)
             watch.last_words = self._write_stacks
-        self._started, self._main = started, main_thread()
+        self._started, self._main = started, threading.get_ident()
         self._index, self._count = processes.place()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -134,6 +134,7 @@ class Watchdog:
 
     def _report(self) -> Report:
         now, doing = position.now, activity(self._main)
+        phase = "compile" if doing.compiles else now.phase
         return Report(
             process=self._index,
             started=self._started,
@@ -142,11 +143,11 @@ class Watchdog:
             host=socket.gethostname(),
             pid=os.getpid(),
             place=self.place,
-            phase=now.phase,
+            phase=phase,
             step=now.step,
             number=now.number,
             age=time.monotonic() - now.since,
-            limit=position.limit(self._timeout, now.phase),
+            limit=position.limit(self._timeout, phase),
             finished=position.finished.step,
             waits=doing.waits,
             where=doing.where,
@@ -171,8 +172,10 @@ class Watchdog:
         for process in range(self._count):
             beat = found[process].beat if process in found else -1
             before, since, new = self._heard.get(process, (beat, time_now, process == own.process))
-            is_new = new or beat != before
-            self._heard[process] = beat, since if beat == before else time_now, is_new
+            if beat > before:  # a file may be older than what the service had
+                self._heard[process] = beat, time_now, True
+            else:
+                self._heard[process] = before, since, new
         over = {process for process, report in found.items() if report.over}
         waited = {
             process: time_now - since
@@ -201,15 +204,20 @@ class Watchdog:
     def _arm(self) -> None:
         """Let C code write the stacks if this thread is not scheduled again for a while."""
         if not self._stacks and self._directory:
-            path = self._directory / STACKS / self._started / f"process-{self._index}.txt"
-            self._disk.call(lambda: self._open(path))
+            folder = self._directory / STACKS
+            self._disk.call(lambda: self._open(folder))
         if self._stacks:
             seconds = _C_TIMER if self._timeout == "auto" else min(_C_TIMER, self._timeout)
             faulthandler.dump_traceback_later(max(seconds, 2 * _WAKE), file=self._stacks)
 
-    def _open(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = path.open("w")
+    def _open(self, folder: Path) -> None:
+        """Open the file for stacks; process 0 removes the empty ones of runs that were killed."""
+        own = folder / self._started
+        own.mkdir(parents=True, exist_ok=True)
+        self._stacks = (own / f"process-{self._index}.txt").open("w")
+        for path in folder.glob("*/*.txt") if self._index == 0 else ():
+            if path.parent != own and not path.stat().st_size:
+                remove_with_folders(path, folder.parent)
 
     def _write_stacks(self) -> None:
         """Write the stacks of all threads, if the file system lets us."""

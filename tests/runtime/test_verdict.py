@@ -132,12 +132,12 @@ LOCK, SAVE = "/python/threading.py", "/lib/orbax/checkpointer.py"
 @pytest.mark.parametrize(
     ("main", "others", "waits", "where"),
     [
-        ([LOOP, ARRAY], [], DEVICES, ARRAY),
+        ([LOOP, ARRAY], [], DEVICES, LOOP),
         ([LOOP, SERVICE], [], PROCESSES, SERVICE),
         ([LOOP, DATA], [], OWN_WORK, DATA),
         ([LOOP, DATA, LOCK], [[SERVICE]], OWN_WORK, DATA),  # a thread that reads data is stuck
         ([LOOP, ARRAY], [[ARRAY, CALLBACK, DATA]], OWN_WORK, DATA),
-        ([LOOP, ARRAY], [[SAVE, "/python/selectors.py"]], DEVICES, ARRAY),
+        ([LOOP, ARRAY], [[SAVE, "/python/selectors.py"]], DEVICES, LOOP),
         ([LOOP, SAVE, LOCK], [[SAVE, BARRIER], [SAVE, LOCK]], PROCESSES, BARRIER),
         ([LOOP, SAVE, LOCK], [[SAVE, "/python/selectors.py"]], OWN_WORK, "/python/selectors.py"),
         ([LOOP, SAVE, LOCK], [[LOCK], [DATA]], OWN_WORK, SAVE),
@@ -148,6 +148,13 @@ def test_stacks_say_what_a_process_waits_for(main, others, waits, where):
     found = activity(0, stacks)
     assert found.waits == waits
     assert found.where.endswith(f"({where}:1)")
+
+
+def test_compiling_is_noticed_in_any_phase():
+    """As for a small function that is first called after step 1."""
+    compiles = activity(0, {0: stack(LOOP, "/lib/jax/_src/compiler.py", "/lib/jax/_src/x.py")})
+    assert compiles == (OWN_WORK, f"loop.py ({LOOP}:1)", True)
+    assert not activity(0, {0: stack(LOOP, ARRAY)}).compiles
 
 
 def test_a_host_callback_is_own_work_of_its_process():

@@ -51,7 +51,8 @@ def stuck_run(directory, count, stuck, place, way):
     ended = time.time()
     for process in group:
         process.kill()
-    return ends(group), ended - float(note.read_text())
+    since = float(note.read_text()) if note.exists() else -float("inf")
+    return ends(group), ended - since
 
 
 def check(directory, count, stuck, place, way, phase):
@@ -63,7 +64,6 @@ def check(directory, count, stuck, place, way, phase):
         assert code == CODE, output
         (sentence,) = re.findall("^error: .*$", output, re.MULTILINE)
         assert re.findall(r"process (\d+)", sentence) == [str(stuck)], sentence
-        assert f"{phase} (step" in sentence or phase == "starting", sentence
         assert phase in sentence
     written = able if way == "is_stopped" else range(count)
     for index in written:
