@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import losses, start, train_command
-from several import ends, start_all
+from several import busy, ends, start_all
 
 TIMEOUT = 6  # seconds; a step takes less than one, on a busy machine two
 ALLOWED = 10  # seconds after the timeout until all that can have exited
@@ -111,6 +111,24 @@ def test_a_run_goes_on_after_a_hang(tmp_path):
         assert code == 0, output
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     assert not list((tmp_path / "calm").glob("hangs/*/*"))
+
+
+@pytest.mark.slow
+def test_a_busy_run_is_no_hang(tmp_path):
+    """With programs of several lengths, held-out losses and saves, while all cores are busy."""
+    lengths = ["train.length_bucket=16", "train.pad_to_multiple_of=8"]
+    sizes = ["train.variable_length=true", *lengths, "train.eval_every=2"]
+    others = busy(4)
+    try:
+        line = command(tmp_path, 2, *sizes, "checkpoint.every=2", "train.steps=30")
+        found = ends(start_all(2, line), timeout=900)
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+    for code, output in found:
+        assert code == 0, output
+    assert not list(tmp_path.glob("hangs/*"))
 
 
 def test_a_single_process(tmp_path):
