@@ -139,6 +139,7 @@ LOCK, SAVE = "/python/threading.py", "/lib/orbax/checkpointer.py"
         ([LOOP, ARRAY], [[ARRAY, CALLBACK, DATA]], OWN_WORK, DATA),
         ([LOOP, ARRAY], [[SAVE, "/python/selectors.py"]], DEVICES, LOOP),
         ([LOOP, SAVE, LOCK], [[SAVE, BARRIER], [SAVE, LOCK]], PROCESSES, BARRIER),
+        ([LOOP, SAVE, LOCK], [[SAVE, "/python/x.py"], [SAVE, BARRIER]], PROCESSES, BARRIER),
         ([LOOP, SAVE, LOCK], [[SAVE, "/python/selectors.py"]], OWN_WORK, "/python/selectors.py"),
         ([LOOP, SAVE, LOCK], [[LOCK], [DATA]], OWN_WORK, SAVE),
     ],

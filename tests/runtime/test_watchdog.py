@@ -15,22 +15,16 @@ TIMEOUT = 6  # seconds; a step takes less than one, on a busy machine two
 ALLOWED = 10  # seconds after the timeout until all that can have exited
 CODE = 5
 SCRIPT = str(Path(__file__).with_name("stuck.py"))
-SMALL_RUN = [
-    "model.n_layers=4",
-    "train.grad_accum_steps=2",
-    "train.eval_every=0",
-    "log.tensorboard=false",
-    "train.steps=12",
-]
+SMALL_RUN = ["train.eval_every=0", "log.tensorboard=false", "train.steps=12"]
+TWO = ["parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=2"]  # devices, one per process
 # A process that is stopped or keeps Python's lock can write nothing and cannot exit.
 DEAF = ("is_stopped", "keeps_gil")
 
 
 def command(directory, count, *more):
-    """Return the command of a run by `count` processes with two devices each if there are 4."""
-    mesh = ["parallel.pp=2", "parallel.dp=1"] if count == 2 else []
-    overrides = [*SMALL_RUN, *mesh, *more]
-    return train_command(directory, *overrides, devices=1 if count == 2 else 2)
+    """Return the command of a run by two processes of one device, or four of two."""
+    mesh = TWO if count == 2 else []
+    return train_command(directory, *SMALL_RUN, *mesh, *more, devices=1 if count == 2 else 2)
 
 
 def stuck_run(directory, count, stuck, place, way):
