@@ -4,18 +4,19 @@ The same command resumes a run that was stopped or has finished.
 
 Exit codes: 0 done; 1 stopped at a non-finite loss or gradient; 2 bad input to this process or
 another, out of memory, or run.dir is in use by another run; 3 another process of the run has exited
-or never connected; 4 the run ended but its last step could not be saved; 128 + n stopped by signal
-n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished
-and saved.
+or never connected; 4 the run ended but its last step could not be saved; 5 the run hung, with a
+sentence on the process that is stuck (runtime.hang_timeout); 128 + n stopped by signal n (129:
+SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and saved.
 """
 
+import argparse
 import contextlib
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
@@ -25,6 +26,7 @@ from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
@@ -38,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("train", __doc__ or "")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
+    parser.add_argument(
+        "--status",
+        action=_Status,
+        type=local_path,
+        metavar="RUN_DIR",
+        help="print what a run does, from its files, and stop; needs no CONFIG",
+    )
     parser.add_argument(
         "--seed-checkpoint", action="store_true",
         help="save the initial state, made on one device, as checkpoint 0, and stop",
@@ -84,6 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _leave_others(error)
 
 
+class _Status(argparse.Action):
+    """Prints the status of a run and exits, as `--help` does."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+        values: Any, option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        from jaxpipe.training.status import status
+
+        print(status(Path(values)))
+        parser.exit()
+
+
 def _lacking_memory(error: Exception) -> str:
     """Return the out-of-memory advice for the user, or "" if the error is another one."""
     import jax
@@ -124,15 +146,18 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
-    processes.join()
+    with arriving(Path(config.run.dir)):
+        processes.join()
     check_devices()
     # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax
 
     from jaxpipe.checkpoint import Checkpoints, Keying
     from jaxpipe.data.remarks import remarks
+    from jaxpipe.runtime import position
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
+    from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
     from jaxpipe.training.history import note_start
@@ -154,13 +179,16 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     else:
         plan = resolve(config, Devices.present(devices, per_host=processes.devices_of_host()))
     with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(config.runtime.hang_timeout))
         stack.enter_context(locked(directory, messages.append))
+        stack.enter_context(watchdog.files_in(directory))
         if plan.config.parallel.costs == "measure":
             from jaxpipe.training.measured_costs import measure
 
             plan, message = measure(plan)
             messages.append(message)
         trainer, config = Trainer(plan, devices), plan.config
+        watchdog.place = place_of(trainer.mesh)
         data = _data(config, directory)
         processes.check_alike("results", lambda: results_of(plan, data))
         if config.train.eval_every:
@@ -189,6 +217,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
         for part in (*messages, summary(trainer), *remarks(data.train, samples)):
             progress.say(part)
+        position.enter("restore")
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:
             record(trainer, data.train, state, seen.position, record_routes)

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -240,6 +240,8 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     choices = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
     choices += [f"a list of {_LISTED[kind]}" for kind in kinds if kind in _LISTED]
     choices += ["true", "false"] if choices and bool in kinds else []
+    bounded = [kind for kind in kinds if choices and get_origin(kind) is Annotated]
+    choices += [f"a number of at least {kind.__metadata__[0].ge}" for kind in bounded]
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:

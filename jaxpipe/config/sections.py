@@ -283,6 +283,10 @@ class RuntimeConfig(_Section, kw_only=True):
 
     # virtual CPU devices per process; 0: use the devices that jax finds
     cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
+    # seconds in one step, batch, held-out batch or save after which the run hangs and ends (exit
+    # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
+    # Starting, restoring and compiling have at least 1800
+    hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
 
 
 class DebugConfig(_Section, kw_only=True):

@@ -20,10 +20,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+HANG = 5  # exit code of a run that hangs
 SILENT_SECONDS = 20  # without a heartbeat of a process until the others exit
 _PERIOD = 2.0  # seconds between two heartbeats
+_LINGER = 2.0  # seconds that a process waits before it leaves a run that hangs
 _NEWS, _ALIVE = "jaxpipe/news", "jaxpipe/alive"
 _ADVICE = "the same command, also with fewer processes, goes on from the newest checkpoint"
 _UNLIMITED = 2**31 - 1  # milliseconds; `Watch` notices that another process is gone
@@ -88,11 +91,16 @@ class Watch(threading.Thread):
     shall stop, the run is over. Each process also sends heartbeats, and process 0 checks for
     missing ones. If another process is gone, this one exits by `os._exit`: its devices may
     otherwise wait for the other process for ever, and jax would abort it without a message.
+
+    Attributes:
+      service: this process's client.
+      last_words: called before this process exits with code `HANG` because of another one.
     """
 
     def __init__(self, service: Service):
         super().__init__(name="watch", daemon=True)
         self.service = service
+        self.last_words: Callable[[], None] = lambda: None
         self._lock = threading.Lock()  # guards the step that is reached, and the stop agreed on
         self._leaving = threading.Lock()  # never released: the first thread to acquire it exits
         self._step, self._stop = -1, (sys.maxsize, 0)
@@ -139,14 +147,16 @@ class Watch(threading.Thread):
     def leave(self, code: int, reason: str) -> NoReturn:
         """Exit with a message, and make the other processes exit.
 
-        They exit with code 2 if `code` is 2 (bad input for all), otherwise with code 3.
+        They exit with the same code if it is 2 (bad input for all) or `HANG`, otherwise with 3.
         """
         self._say_once(code, reason)
-        news = {"gone": self.service.index, "code": 2 if code == 2 else 3, "reason": reason}
+        said = time.monotonic()
+        theirs = code if code in (2, HANG) else 3
+        news = {"gone": self.service.index, "code": theirs, "reason": reason}
         told = threading.Thread(target=self._publish, args=(news,), daemon=True)
         told.start()
         told.join(2)  # if the service is gone too, the call has failed by then or never returns
-        os._exit(code)
+        self._exit(code, time.monotonic() - said)
 
     def run(self) -> None:
         """Handle events as they arrive."""
@@ -194,7 +204,9 @@ class Watch(threading.Thread):
         """Handle one event."""
         if "gone" in news:
             if news["gone"] != self.service.index:
-                self._end(news["code"], f"process {news['gone']} ended: {news['reason']}")
+                is_hang, reason = news["code"] == HANG, news["reason"]
+                about = reason if is_hang else f"process {news['gone']} ended: {reason}"
+                self._end(news["code"], about)
             return
         number = news["stop"]
         if number not in signal.valid_signals():
@@ -224,6 +236,15 @@ class Watch(threading.Thread):
     def _end(self, code: int, reason: str) -> NoReturn:
         """Exit because of another process."""
         self._say_once(code, reason)
+        if code == HANG:
+            self.last_words()
+        self._exit(code)
+
+    def _exit(self, code: int, waited: float = 0.0) -> NoReturn:
+        if code == HANG:
+            # The first process to exit breaks the connections of the others, which would then
+            # report that. In a hang all are late by about the same time and reach a verdict soon.
+            time.sleep(max(_LINGER - waited, 0))
         os._exit(code)
 
     def _say_once(self, code: int, reason: str) -> None:

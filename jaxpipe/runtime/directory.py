@@ -233,3 +233,11 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
+
+
+def remove_with_folders(path: Path, directory: Path) -> None:
+    """Remove a file, and the folders around it that are then empty, up to but not `directory`."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        for folder in path.relative_to(directory).parents[:-1]:
+            (directory / folder).rmdir()

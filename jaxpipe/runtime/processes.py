@@ -9,7 +9,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
@@ -17,6 +17,14 @@ from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
 
 class NotMetError(Exception):
     """The other processes of the run did not connect."""
+
+
+class Meeting(NamedTuple):
+    """Where processes meet, as a file name; this process's index; the number of processes."""
+
+    name: str
+    index: int
+    count: int
 
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -55,6 +63,22 @@ def join() -> None:
         _met.append(Watch(service))
         _met[0].start()
         _met[0].take_aborts()
+
+
+def meeting() -> Meeting | None:
+    """Where the processes of this run meet, according to its environment; None: a single one."""
+    if places := _places():
+        name, count, index = places.values()
+        return Meeting(name.replace("/", "-"), index, count)
+    names = {
+        "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        "OMPI": ("PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    }
+    for launcher, (job, index, count) in names.items():
+        if places is not None and int(os.environ.get(count, "1")) > 1 and index in os.environ:
+            name = f"{launcher}-{os.environ.get(job, '')}".replace("/", "-")
+            return Meeting(name, int(os.environ[index]), int(os.environ[count]))
+    return None
 
 
 def started() -> int:
@@ -158,6 +182,17 @@ def stops_after(step: int, received: int) -> int:
     return _met[0].reached(step, received) if several() else received
 
 
+def watch() -> Watch | None:
+    """The thread that reads events of the other processes; None with a single process."""
+    return _met[0] if several() else None
+
+
+def place() -> tuple[int, int]:
+    """The index of this process, and the number of processes."""
+    service = _met[0].service if several() else None
+    return (service.index, service.count) if service else (0, 1)
+
+
 def finish() -> None:
     """Wait for the other processes at the end of the run."""
     if several():
@@ -166,7 +201,11 @@ def finish() -> None:
 
 def leave(code: int, sentence: str) -> NoReturn:
     """Exit this process at once with a message, and make the others exit."""
-    _met[0].leave(code, sentence)
+    if several():
+        _met[0].leave(code, sentence)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, f"error: {sentence}\n".encode())
+    os._exit(code)
 
 
 def _places() -> dict[str, Any] | None:

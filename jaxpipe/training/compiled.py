@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxpipe.data.batches import Split
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import position, processes
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -75,10 +75,10 @@ class CompiledSteps:
         At its first collective a process waits only half a minute for the others before gloo gives
         up, and compile times may differ by more.
         """
-        if not processes.several():
-            return program
         if key not in self._met:
-            self._met[key] = program.lower(state, batch).compile()
+            position.enter("compile")
+            compiles = processes.several()
+            self._met[key] = program.lower(state, batch).compile() if compiles else program
             processes.largest(0)
         return self._met[key]
 
@@ -89,6 +89,7 @@ class CompiledSteps:
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
         whole = length * parallel.slices * parallel.cp
+        position.enter("compile")
         return self._ask(name, rows // parallel.slices, whole).result()
 
     def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:

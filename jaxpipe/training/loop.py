@@ -17,7 +17,7 @@ import numpy as np
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.data.batches import Contents
 from jaxpipe.data.sources import Data
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import position, processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.metrics import MetricsLog
@@ -85,8 +85,10 @@ class Run:
             window.turn(done)
             for program in _programs(done, train.steps, train.fused_steps):
                 started = time.perf_counter()
+                position.enter("data", program.start)
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(_joined(batches, len(program)), seen.samples)
+                position.enter("step")
                 state, metrics = meter.run(program, state, batch)
                 first = len(program) not in ran
                 ran.add(len(program))
@@ -131,7 +133,9 @@ class Run:
         """Read and log all but the `newest` steps; return the step that stops the run, if any."""
         limit = self.trainer.config.train.skip_non_finite
         while len(unread) > newest:
+            position.enter("step", unread.oldest)
             dispatched, values, seconds = unread.read()
+            position.finish(dispatched.step, seconds * len(dispatched.program))
             skipped = values["skipped_steps"]
             if not (limit or skipped):
                 del values["skipped_steps"]
@@ -166,11 +170,13 @@ class Run:
         return after, contents
 
     def _save(self, step: int, state: State, seen: DataPosition) -> None:
+        position.enter("save", step)
         meta = describe(self.trainer, self.data, seen, state.guard)
         self.checkpoints.save(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
         """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
+        position.enter("save", step)
         if not self.checkpoints.written(step):
             self.progress.say(
                 f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
@@ -199,6 +205,7 @@ class Run:
         batches = self.data.heldout.batches(0, **trainer.feed.sizes)
         with contextlib.closing(batches):
             for batch in itertools.islice(batches, trainer.config.train.eval_steps):
+                position.enter("evaluate")
                 loss, counts = self.steps.eval_step(state, trainer.put(batch))
                 count = int(np.asarray(counts).sum(dtype=np.int64))
                 total, targets = total + float(loss) * count, targets + count
@@ -233,6 +240,11 @@ class _Unread:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest step."""
+        return self._steps[0].step
 
     def add(self, dispatched: _Dispatched) -> None:
         """Append a step."""

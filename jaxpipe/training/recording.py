@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from jaxpipe.config import Config, first_line
+from jaxpipe.runtime import position
 from jaxpipe.runtime.directory import WriteGuard
 
 
@@ -62,6 +63,7 @@ class Window:
     def turn(self, step: int) -> None:
         """Start or end the recording if that is due after `step`."""
         if self.turns_at(step):
+            position.enter("profile", step)
             self._close()
         if step == self._begin:
             with self._guard.attempt(str(self._directory)):

@@ -4,13 +4,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 # Has the version in $VERSION; creates an environment that contains itself; reports pip's arguments
-# on stderr; its processes exit with the codes in $CODES.
+# on stderr; its processes exit with the codes in $CODES, or never.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 -) [ -z "$VERSION" ] || echo "$VERSION" ;;
@@ -19,7 +20,10 @@ case "$*" in
 -m\\ pip*) [ -z "${NO_NETWORK:-}" ] || exit 1
     printf '%s\\n' 'Collecting one' '  Downloading one' 'Collecting two' && echo "$*" >&2 ;;
 *) echo "$PWD: ${JAX_PROCESS_ID:-} $*"
-    [ -z "${JAX_PROCESS_ID:-}" ] || exit "$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")" ;;
+    [ -n "${JAX_PROCESS_ID:-}" ] || exit 0
+    code=$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")
+    [ "$code" != never ] || kill -STOP $$
+    exit "$code" ;;
 esac
 """
 
@@ -184,6 +188,16 @@ def test_every_process_is_started_and_one_that_fails_is_told(tree, codes, code):
     assert ended == code
     asked = sorted(line for line in said.splitlines() if "jaxpipe.train" in line)
     assert asked == [f"{tree}: {index} -m jaxpipe.train own.toml" for index in range(3)]
+
+
+@pytest.mark.parametrize("codes", ["never 5 5", "5 never 5", "3 3 never"])
+def test_a_stopped_process_is_killed_after_the_others(tree, codes):
+    started = time.monotonic()
+    code, _, _ = run(tree, "local_multiprocess.sh", "3", "own.toml", CODES=codes, JAXPIPE_GRACE="1")
+    assert str(code) in codes.split()
+    assert time.monotonic() - started < 20
+    left = subprocess.run(["pgrep", "-f", str(tree)], capture_output=True, check=False)
+    assert not left.stdout
 
 
 @pytest.mark.parametrize("arguments", [(), ("0", "own.toml"), ("2",), ("own.toml", "2")], ids=str)

@@ -149,6 +149,21 @@ def test_what_ends_a_process(left, capfd, news, code, sentence):
     assert sentence in capfd.readouterr().err
 
 
+def test_a_hang_that_one_process_finds_ends_all_with_its_sentence(left, capfd, monkeypatch):
+    """The others write their stacks first; the one that tells them has written its own."""
+    monkeypatch.setattr(coordination, "_LINGER", 0.1)
+    first, second, third = map(Watch, services(3))
+    written = []
+    for watch in (first, second, third):
+        watch.last_words = lambda watch=watch: written.append(watch.service.index)
+    in_threads(
+        [lambda: second.leave(coordination.HANG, "process 1 is stuck"), first.run, third.run]
+    )
+    assert left == [coordination.HANG] * 3
+    assert sorted(written) == [0, 2]
+    assert capfd.readouterr().err.count("error: process 1 is stuck; the same command") == 3
+
+
 def test_one_that_gives_no_sign_of_life_ends_the_others(left, capfd, monkeypatch):
     monkeypatch.setattr(coordination, "SILENT_SECONDS", 0.3)
     first, second, third = services(3)

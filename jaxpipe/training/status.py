@@ -1,0 +1,71 @@
+"""What a run does, from the files in its directory, while it runs and after it has ended."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jaxpipe.checkpoint.store import steps_in
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime.verdict import Report
+from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in
+
+_RECENT = 20.0  # seconds since the last report of a process that still runs
+
+
+def status(directory: Path) -> str:
+    """Lines on the last step, the checkpoints, every process, and stacks of a hang.
+
+    It reads no lock and asks no process, so it does not disturb the run. A process whose host's
+    clock differs by more than 20 seconds from this one's may be described wrongly.
+
+    Raises:
+      ConfigError: the directory is not that of a run.
+    """
+    if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
+        raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
+    return "\n".join([*_step(directory), *_saved(directory), *_running(directory)])
+
+
+def _step(directory: Path) -> Iterator[str]:
+    """The last complete line of metrics.jsonl."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    for text in reversed(lines[-2:]):  # a line that is being written is incomplete
+        try:
+            values = json.loads(text)
+        except ValueError:
+            continue
+        seconds = values.get("step_seconds", 0.0)
+        yield f"step {values['step']}: loss {values['loss']:.4f}, {seconds:.3f} s a step"
+        return
+    yield "no step is logged"
+
+
+def _saved(directory: Path) -> Iterator[str]:
+    steps = steps_in(directory / "checkpoints")
+    listed = ", ".join(map(str, steps[-5:]))
+    yield f"checkpoints: {listed}" if steps else "no checkpoint"
+
+
+def _running(directory: Path) -> Iterator[str]:
+    """A line for every process of the newest start, and one for its stacks if it hung."""
+    files = sorted((directory / FILES).glob("process-*.json"))
+    reports = list(reports_in([file.read_text() for file in files]))
+    newest = max((report.started for report in reports), default="")
+    for report in sorted(reports, key=lambda report: report.process):
+        if report.started == newest:
+            yield f"{report.name} {_doing(report)}"
+    stacks = directory / STACKS / newest
+    if newest and any(file.stat().st_size for file in stacks.glob("*.txt")):
+        yield f"the run hung: stacks of all threads are in {stacks}"
+
+
+def _doing(report: Report) -> str:
+    written = datetime.fromisoformat(report.written)
+    seconds = (datetime.now(UTC) - written).total_seconds()
+    if report.over:
+        return f"has ended at {report.written}"
+    if seconds > _RECENT:
+        return f"died or is stopped: last seen {report.doing} at {report.written}"
+    return f"is {report.doing}, since {report.age + seconds:.0f} s, in {report.where}"

@@ -1,0 +1,62 @@
+"""`python -m jaxpipe.train --status RUN_DIR`, during a run and after it has died or ended."""
+
+import subprocess
+import sys
+
+import pytest
+from commands import SMALL, start, train_command
+from several import start_all, wait_for_step
+
+from jaxpipe import train
+from jaxpipe.training.status import status
+
+SIZES = ["parallel.pp=2", "parallel.dp=1", "train.eval_every=0", "log.tensorboard=false"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_tells_whether_a_run_goes_on(tmp_path, monkeypatch, count):
+    sizes = [*SIZES, "train.steps=100000", "checkpoint.every=5"]
+    command = train_command(tmp_path, *sizes, devices=2 // count)
+    group = start_all(count, command) if count > 1 else [start(command)]
+    try:
+        wait_for_step(tmp_path, 12)
+        going = status(tmp_path)
+    finally:
+        for process in group:
+            process.kill()
+            process.wait()
+    assert "checkpoints: 5, 10" in going
+    for index in range(count):
+        (line,) = [line for line in going.splitlines() if line.startswith(f"process {index}")]
+        assert " is " in line
+        assert "died" not in line
+    monkeypatch.setattr("jaxpipe.training.status._RECENT", -1.0)  # the time has passed
+    dead = status(tmp_path)
+    assert dead.count("died or is stopped") == count
+    assert "hung" not in dead
+
+
+def test_a_run_that_is_over(tmp_path, capsys):
+    sizes = ["train.steps=2", "train.eval_every=0", "log.tensorboard=false"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *sizes]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--status", str(tmp_path)])
+    assert ended.value.code == 0
+    found = capsys.readouterr().out
+    assert found.startswith("step 2: loss ")
+    assert "checkpoints: 2\n" in found
+    assert "has ended at" in found
+    stacks = next(iter(tmp_path.glob("processes/*.json"))).read_text().split('"started":"')[1]
+    folder = tmp_path / "hangs" / stacks.split('"')[0]
+    folder.mkdir(parents=True)
+    (folder / "process-0.txt").write_text("a stack")
+    assert f"stacks of all threads are in {folder}" in status(tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    command = [sys.executable, "-m", "jaxpipe.train", "--status", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {tmp_path} is no directory of a run")
