@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe.parallel.flags import is_trained, merge
 from jaxpipe.parallel.mesh import DP, EP, PP, REPLICA_AXES, RP, TP, ZERO_AXES
 from jaxpipe.partition.leaf import Names, ParamSpec, plan_sharding
 
@@ -51,6 +52,11 @@ class ParamSharding:
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.param.trained
 
     @property
     def without_stage_axis(self) -> "ParamSharding":
@@ -198,6 +204,11 @@ class Sharding:
     def pad(self, tree: Tree) -> Tree:
         """Append the padding to every leaf of a stage-stacked tree."""
         return jax.tree.map(lambda stored, leaf: stored.pad(leaf), self.param_shardings(tree), tree)
+
+    def cast_frozen(self, tree: Tree, dtype: Any) -> Tree:
+        """The tree with frozen parameters in the dtype in which they are stored."""
+        frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+        return merge(is_trained(self.param_shardings(tree)), tree, frozen)
 
     def param_shardings(self, tree: Tree) -> Tree:
         """`ParamSharding` of every leaf of a stage-stacked tree, padded or not."""

@@ -60,6 +60,8 @@ class LayerSlot:
     def add_gradients(self, totals: Tree, gradients: Tree) -> Tree:
         """Return totals plus gradients, in the dtype of the totals; a None gradient adds nothing.
 
+        A frozen parameter has neither (None).
+
         With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
         """
 
@@ -74,7 +76,7 @@ class LayerSlot:
             return total + gradient
 
         stored = () if self.shardings is None else (self.shardings,)
-        return jax.tree.map(add, totals, gradients, *stored)
+        return jax.tree.map(add, totals, gradients, *stored, is_leaf=lambda total: total is None)
 
     def run_if_active(self, layer: Callable[..., tuple[Any, ...]], *passed: Any) -> tuple[Any, ...]:
         """Run the layer, or return `passed` unchanged where this slot is empty on this rank."""

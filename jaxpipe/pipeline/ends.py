@@ -15,8 +15,9 @@ from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.pipeline.split import Cotangent, LayerSplit
-from jaxpipe.pipeline.stage import EmbedHeadFunction
+from jaxpipe.pipeline.ports import Cotangent
+from jaxpipe.pipeline.split import LayerSplit
+from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.schedule import Row, Tables
 
 Tree = Any
@@ -113,10 +114,10 @@ class EmbedHead(ABC):
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
         if self.split is None:
             return self.functions.head(self.step.embed_head, y, rows), y, totals
-        params, context = self.head.pick(self.step.embed_head), Context(rows)
+        params, context = self.step.embed_head, Context(rows)
         output, kept = self.split.forward(params, y, context)
         dy, used = self.split.backward(params, context, kept, self._seed(output.y))
-        return output.y, dy.value, self.head.add(totals, used)
+        return output.y, dy.value, add_gradients(totals, used)
 
     def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
         """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
@@ -132,7 +133,7 @@ class EmbedHead(ABC):
 
     def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """Return `totals` with the embedding's gradients added."""
-        return self.embed.add(totals, self.embed.gradients(self.step.embed_head, rows, dx))
+        return add_gradients(totals, self.embed.gradients(self.step.embed_head, rows, dx))
 
 
 class EndStageEmbedHead(EmbedHead):
@@ -173,11 +174,11 @@ class EndStageEmbedHead(EmbedHead):
         self, carry: Carry, rows: Tree, row: Row
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
-        params, context = self.head.pick(self.step.embed_head), Context(rows)
+        params, context = self.step.embed_head, Context(rows)
         output, kept = self.split.forward(params, carry.y, context)
         dy, used, stash = self.split.backward_input(params, context, kept, self._seed(output.y))
         ring = buffers.write(carry.head_ring, (kept.for_w, stash), row.head_write)
-        return output.y, dy.value, self.head.add(carry.embed_head_gradients, used), ring
+        return output.y, dy.value, add_gradients(carry.embed_head_gradients, used), ring
 
     def _head_weight(self, carry: Carry, row: Row) -> Carry:
         """Run W of the head where its weight gradients are deferred."""
@@ -185,9 +186,9 @@ class EndStageEmbedHead(EmbedHead):
         def run() -> Tree:
             context = Context(self.step.rows(row.gradient_mb))
             for_w, stash = buffers.read(carry.head_ring, row.head_read)
-            params = self.head.pick(self.step.embed_head)
+            params = self.step.embed_head
             used = self.split.backward_weight(params, context, for_w, stash)
-            return self.head.add(carry.embed_head_gradients, used)
+            return add_gradients(carry.embed_head_gradients, used)
 
         gradients = self.step.choose(
             lambda row: row.head_weight, row, run, lambda: carry.embed_head_gradients

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.parallel.flags import is_trained
+from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.pipeline.cut import Policy, Residuals
 from jaxpipe.pipeline.rings import NOTHING, RingBufferPlan
 from jaxpipe.pipeline.split import LayerSplit, split_layer
@@ -53,7 +55,10 @@ class TracedKind:
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         split = None
         if policy is not None:
-            split = split_layer(kind.layer, params, x, context, policy, kind.keep, kind.statistics)
+            trained = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
+            split = split_layer(
+                kind.layer, params, x, context, policy, kind.keep, kind.statistics, trained
+            )
         return cls(kind, output, state, split)
 
     def with_rings(self, tables: Tables, *, on_host: bool = False) -> "TracedKind":

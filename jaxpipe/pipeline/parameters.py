@@ -1,7 +1,7 @@
 """Parameters of one device: gathered for compute in a step, and their gradients reduced."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.parallel import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.chunk import Chunk, LayerSlot
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import TracedKind
@@ -109,16 +110,21 @@ class DeviceParameters:
         )
 
     def gradient_shapes(self, chunks: tuple[Chunk, ...]) -> Tree:
-        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`."""
+        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`.
 
-        def like(values: Tree, leaves: Tree) -> Tree:
-            return jax.tree.map(
+        A frozen parameter has none (None).
+        """
+
+        def like(stored: Tree, values: Tree, leaves: Tree) -> Tree:
+            shapes = jax.tree.map(
                 lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
             )
+            return select(is_trained(stored), shapes)
 
-        own = iter(itertools.cycle(map(like, self.layers, self.masters["layers"])))
+        stored, masters = self.shardings, self.masters
+        own = itertools.cycle(map(like, stored["layers"], self.layers, masters["layers"]))
         return {
-            "embed_head": like(self.embed_head, self.masters["embed_head"]),
+            "embed_head": like(stored["embed_head"], self.embed_head, masters["embed_head"]),
             "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
         }
 
@@ -133,19 +139,20 @@ class DeviceParameters:
           reduced: the sums of layers are already reduced over replicas.
 
         Returns:
-          Gradients sharded like the parameters, layers with the axis of pipeline ranks.
+          Gradients sharded like the parameters, layers with the axis of pipeline ranks; None for
+          frozen parameters.
         """
         home = self._brought_home(layers)
         if not reduced:
             home = tuple(map(self._of_layer, self.shardings["layers"], home))
         return {
-            "embed_head": jax.tree.map(self._of_shared, self.shardings["embed_head"], shared),
+            "embed_head": _map_sums(self._of_shared, self.shardings["embed_head"], shared),
             "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
 
     def _of_layer(self, stored: Tree, total: Tree) -> Tree:
         """Reduce the gradient sums of a layer to this device's shards."""
-        return jax.tree.map(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
+        return _map_sums(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
     def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
         """Return the gradient sums of this rank's layers, with those of mirrored copies added."""
@@ -184,6 +191,11 @@ class DeviceParameters:
 def _whole(stored: Tree, held: Tree) -> Tree:
     """All-gather parameters for compute from this device's shards."""
     return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, held)
+
+
+def _map_sums(reduce: Callable[..., jax.Array], stored: Tree, sums: Tree) -> Tree:
+    """Apply a function of a `ParamSharding` and a gradient sum; a frozen parameter has no sum."""
+    return jax.tree.map(lambda how, g: None if g is None else reduce(how, g), stored, sums)
 
 
 def _mirror(tree: Tree) -> Tree:

@@ -38,7 +38,7 @@ class Ports(NamedTuple):
       dy: gradients at the outputs.
       output: what the layer returns.
       dx: gradients at the inputs.
-      gradients: gradients of the parameters.
+      gradients: gradients of the trained parameters; None for frozen ones.
     """
 
     params: Tree
@@ -52,12 +52,12 @@ class Ports(NamedTuple):
 
     @property
     def gradients_of_b(self) -> Tree:
-        """The gradients that B computes, of vectors; None for matrices."""
+        """The gradients that B computes, of vectors; else None."""
         return self._gradients(of_vectors=True)
 
     @property
     def gradients_of_w(self) -> Tree:
-        """The gradients that W computes, of matrices; None for vectors."""
+        """The gradients that W computes, of matrices; else None."""
         return self._gradients(of_vectors=False)
 
     def _gradients(self, *, of_vectors: bool) -> Tree:

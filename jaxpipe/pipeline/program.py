@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, StageLayout
+from jaxpipe.parallel.flags import is_trained
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.ends import (
     EmbedHead,
@@ -170,12 +171,13 @@ class DeviceProgram:
     def _ends(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
         functions, shared = self.functions, step.embed_head
-        head = EmbedHeadFunction.trace(functions.head, shared, x, rows)
+        trained = is_trained(self.shardings["embed_head"])
+        head = EmbedHeadFunction.trace(functions.head, trained, shared, x, rows)
         return (
             VocabParallelEmbedHead if self.tables.lockstep.vocab_parallel else EndStageEmbedHead
         )(
             functions=functions,
-            embed=EmbedHeadFunction.trace(functions.embed, shared, rows),
+            embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
             head=head,
             split=head.split(shared, x, rows) if self.tables.trains else None,
             step=step,

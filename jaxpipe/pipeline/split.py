@@ -28,6 +28,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxpipe.contract import Context, LayerOutput
+from jaxpipe.parallel.flags import merge, select
 from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Residuals, find_crossing
 from jaxpipe.pipeline.jaxpr import run_slice, trace_labelled, unrounded
 from jaxpipe.pipeline.ports import Cotangent, Ports
@@ -67,7 +68,7 @@ class LayerSplit:
     def backward_input(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
     ) -> tuple[Cotangent, Tree, tuple[jax.Array, ...]]:
-        """Run B; return gradients at the input, of vectors (None for matrices), and the W stash."""
+        """Run B; return gradients at the input, of vectors (else None), and the W stash."""
         known = self._known(context, residuals, dy)
         return self._run_b(params, context, known, self._crossing.stash)
 
@@ -79,7 +80,7 @@ class LayerSplit:
         stash: tuple[jax.Array, ...],
         dloss: Any = None,
     ) -> Tree:
-        """Run W; return the gradients of matrices (None for vectors)."""
+        """Run W; return the gradients of matrices (else None)."""
         known = dict(zip(self._crossing.residuals.for_w, for_w))
         known |= dict(zip(self._crossing.stash, stash)) | self._seed(dloss)
         return self._run_w(params, context, known)
@@ -87,7 +88,7 @@ class LayerSplit:
     def backward(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
     ) -> tuple[Cotangent, Tree]:
-        """Run B, then W; return gradients at the input and of every parameter.
+        """Run B, then W; return gradients at the input and of every trained parameter.
 
         The barrier makes XLA compute the stash once: without it XLA on CPU computes it for the
         matmuls of B and again for those of W, and BW takes 5 % longer. W reuses B's all-gathers.
@@ -149,6 +150,7 @@ def split_layer(
     policy: Policy = POLICIES["none"],
     keep: tuple[str, ...] = (),
     statistics: tuple[str, ...] = (),
+    trained: Tree = None,
 ) -> LayerSplit:
     """Trace a layer at the given shapes and split it into F, B and W.
 
@@ -162,6 +164,7 @@ def split_layer(
       policy: says which forward values F may store.
       keep: names of values that F stores whatever the policy says, if B or W reads them.
       statistics: names of statistics variables.
+      trained: a flag for every parameter, whether it has a gradient; None: all have.
 
     Raises `ValueError` where B would need the state from before this slice, or W any state.
 
@@ -181,23 +184,26 @@ def split_layer(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context)
     )
     output = jax.eval_shape(layer, params, x, context)
+    if trained is None:
+        trained = jax.tree.map(lambda _: True, params)
 
     def both(params: Tree, data: Context, x: Any, state: Tree, dy: Cotangent) -> Any:
         leaves, form = jax.tree.flatten(state)
 
         def differentiated(
-            params: Tree, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
+            own: Tree, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
         ) -> Any:
             given = iter(floats)
             mixed = [
                 next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
             ]
             context = with_statistics(data._replace(state=jax.tree.unflatten(form, mixed)), seen)
-            output = layer(params, x, context)
+            output = layer(merge(trained, own, params), x, context)
             return (output.y, inexact(output.state), output.aux.loss), output
 
         seen = {name: data.variables[name] for name in statistics}
-        _, pull, output = jax.vjp(differentiated, params, x, inexact(state), seen, has_aux=True)
+        own = select(trained, params)
+        _, pull, output = jax.vjp(differentiated, own, x, inexact(state), seen, has_aux=True)
         gradients, dx, dstate, observed = pull((dy.value, dy.state, dy.loss))
         return output, Cotangent(dx, dstate, statistics=observed), gradients
 

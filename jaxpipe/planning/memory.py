@@ -1,5 +1,6 @@
 """Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,11 +21,13 @@ class RankBytes:
     """Bytes of a device, by what they are for.
 
     Attributes:
-      parameters: float32 values of the rank's layers, and of its shard of embedding and head; both
-        sharded over replicas from ZeRO stage 1 on.
-      optimizer: the moments of these parameters.
-      gradients: float32 sums. Layers' are sharded if layers are all-gathered for every action;
-        those of embedding and head are full unless they are vocabulary-parallel over pp.
+      parameters: values of the rank's layers, and of its shard of embedding and head; both sharded
+        over replicas from ZeRO stage 1 on. Trained ones are float32, frozen ones in the compute
+        dtype.
+      optimizer: the moments of the trained parameters.
+      gradients: float32 sums, of trained parameters alone. Layers' are sharded if layers are
+        all-gathered for every action; those of embedding and head are full unless they are
+        vocabulary-parallel over pp.
       copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
         two stages of layers.
       activations: values that are live for B, W or the next sequence slice, and queued messages.
@@ -59,20 +62,23 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
-    by_kind = {name: _values(config, costs, name) for name in costs.kinds}
-    held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
-    end = _values(config, costs)
+    (held, frozen), (end, frozen_end) = (
+        [_total([_values(config, costs, kind, trained=trained) for kind in kinds])
+         for trained in (True, False)]
+        for kinds in (layout.slot_kinds, (None,))
+    )  # fmt: skip
     sums = held.part if parallel.reshards else held.whole
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
+    read = end.whole * (cast or end.whole != end.part)
+    read += frozen_end.whole * (frozen_end.whole != frozen_end.part)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
-        gathered = ahead * max(values.whole for values in by_kind.values())
-        read = held.part * (cast + mirrored) + gathered
+        read += ahead * max(_values(config, costs, kind).whole for kind in costs.kinds)
+        read += held.part * (cast + mirrored) + frozen.part * mirrored
     else:
-        read = held.whole * ((cast or held.whole != held.part) + mirrored)
-    if cast or end.whole != end.part:
-        read += end.whole
+        read += held.whole * ((cast or held.whole != held.part) + mirrored)
+        read += frozen.whole * ((frozen.whole != frozen.part) + mirrored)
     logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
     activations = host = 0
     if tables is not None:
@@ -81,14 +87,18 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         host = rings.host
     moments = _FLOAT32 * (held.moments + end.moments)
     return RankBytes(
-        parameters=_FLOAT32 * (held.part + end.part),
+        parameters=_FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
         optimizer=0 if train.offload_moments else moments,
         gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
         copies=item * read,
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
-        kept=_FLOAT32 * overlaps * (held.part + held.moments + end.of_rank),
+        kept=overlaps
+        * (
+            _FLOAT32 * (held.part + held.moments + end.of_rank)
+            + item * (frozen.part + frozen_end.of_rank)
+        ),
     )
 
 
@@ -156,10 +166,13 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     """
     if not layout.mirrored:
         return 0
-    costs = costs_of(config)
-    values = [_values(config, costs, kind) for kind in layout.slot_kinds]
-    sent = sum(kind.part if config.parallel.reshards else kind.whole for kind in values)
-    return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
+    costs, item = costs_of(config), ITEMSIZE[config.train.compute_dtype]
+
+    def sent(**which: bool) -> int:
+        held = _total([_values(config, costs, kind, **which) for kind in layout.slot_kinds])
+        return held.part if config.parallel.reshards else held.whole
+
+    return item * sent() + _FLOAT32 * sent(trained=True)
 
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
@@ -185,12 +198,26 @@ class _Values(NamedTuple):
     of_rank: int
 
 
-def _values(config: Config, costs: ModelCosts, kind: str | None = None) -> _Values:
-    """Sums over the parameters of one layer of a kind; None: of embedding, final norm and head."""
+def _values(
+    config: Config, costs: ModelCosts, kind: str | None = None, *, trained: bool | None = None
+) -> _Values:
+    """Sums over the parameters of one layer of a kind; None: of embedding, final norm and head.
+
+    `trained`: of trained parameters alone, or of frozen ones alone; None: of both.
+    """
     of_layer = kind is not None
     parameters = costs.kinds[kind].parameters if kind is not None else costs.ends
-    every = [_values_of(config, parameter, of_layer=of_layer) for parameter in parameters]
-    return _Values(*map(sum, zip(*every)))
+    return _total(
+        [
+            _values_of(config, parameter, of_layer=of_layer)
+            for parameter in parameters
+            if trained in (None, parameter.leaf.trained)
+        ]
+    )
+
+
+def _total(values: Iterable[_Values]) -> _Values:
+    return _Values(*map(sum, zip(_Values(0, 0, 0, 0), *values)))
 
 
 def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
@@ -202,7 +229,7 @@ def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Valu
     stored = how.shard_size(shape, mesh)
     ranks = () if of_layer else (PP,)
     gathered = tuple(axis for axis in (*ZERO_AXES, *ranks) if axis not in leaf.sharded_axes)
-    moments = _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
+    moments = leaf.trained * _moments(config.optimizer.name, of_layer and leaf.matrix is not None)
     return _Values(
         part=stored,
         whole=how.shard_size(shape, mesh, gathered=gathered),

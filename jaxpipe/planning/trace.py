@@ -16,6 +16,7 @@ from jaxpipe.model import cudnn
 from jaxpipe.model.fused import stand_ins
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
+from jaxpipe.parallel.flags import is_trained, merge, select
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import POLICIES
@@ -59,8 +60,13 @@ def trace(config: Config) -> ModelCosts:
             run = TracedKind.trace(name, kind, params, x, context, policy)
             context = context._replace(state=run.state)
             kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel)
-        total = lambda *given: functions.head(*given).sum()  # noqa: E731
-        head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
+        trained = is_trained(end_leaves)
+
+        def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
+            return functions.head(merge(trained, own, ends), x, rows).sum()
+
+        loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
+        head = _flops(loss_and_gradients, select(trained, ends), x, rows)
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
 
     arguments = (

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
@@ -27,7 +28,7 @@ from jaxpipe.pipeline.cut import POLICIES, Policy
 from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
-from jaxpipe.pipeline.stage import EmbedHeadFunction
+from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, Row
@@ -213,17 +214,18 @@ def _ends(
     functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
 ) -> dict[str, tuple[Callable[..., Tree], Tree]]:
     """For each op of embedding and head, `(state, given, row) -> state` and its initial state."""
-    embed = EmbedHeadFunction.trace(functions.embed, shared, microbatch)
-    head = EmbedHeadFunction.trace(functions.head, shared, x, microbatch)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
+    embed = EmbedHeadFunction.trace(functions.embed, trained, shared, microbatch)
+    head = EmbedHeadFunction.trace(functions.head, trained, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
     def leave(state: Tree, given: Tree, row: Row) -> Tree:
-        params, y = head.pick(given["embed_head"]), buffers.read(given["inputs"], row.for_b_read)
+        params, y = given["embed_head"], buffers.read(given["inputs"], row.for_b_read)
         context = Context(given["microbatch"])
         output, kept = head_split.forward(params, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
         dy, used = head_split.backward(params, context, kept, seed)
-        return output.y, dy.value, head.add(state[2], used)
+        return output.y, dy.value, add_gradients(state[2], used)
 
     def enter(state: Tree, given: Tree, row: Row) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
@@ -232,7 +234,7 @@ def _ends(
 
     def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
-        return embed.add(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
+        return add_gradients(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
 
     return {
         "head": (leave, (jnp.float32(0), x, _zeros(shared))),
@@ -339,7 +341,9 @@ class UpdateTimer:
             return trainer.update(state, jnp.float32(0), gradients, side)[0]
 
         self._state = jax.jit(start)()
-        self._gradients = jax.tree.map(jnp.copy, self._state.params)
+        params = self._state.params
+        trained = is_trained(trainer.sharding.param_shardings(params))
+        self._gradients = jax.tree.map(jnp.copy, select(trained, params))
         self._run = jax.jit(update, donate_argnums=0)
         self.seconds()
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxpipe.config import OptimizerConfig
 from jaxpipe.parallel import ParamSharding
+from jaxpipe.parallel.flags import is_trained, merge, select
 
 Tree = Any
 _AT_ONCE = 2  # parameters that Muon handles at once: one is gathered while another is multiplied
@@ -104,6 +105,18 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
     return optax.chain(core, decay, scaled)
 
 
+def of_trained(inner: optax.GradientTransformation, stored: Stores) -> optax.GradientTransformation:
+    """The optimizer with state and updates of trained parameters alone; None for frozen ones."""
+
+    def trained(params: Tree) -> Tree:
+        return select(is_trained(stored(params)), params)
+
+    return optax.GradientTransformation(
+        lambda params: inner.init(trained(params)),
+        lambda gradients, state, params: inner.update(gradients, state, trained(params)),
+    )
+
+
 def averaged(config: OptimizerConfig, moments: Tree, params: Tree) -> Tree:
     """The parameters to evaluate: `params`, or their average with schedule-free AdamW.
 
@@ -111,7 +124,9 @@ def averaged(config: OptimizerConfig, moments: Tree, params: Tree) -> Tree:
     """
     if config.name != "schedule_free":
         return params
-    return optax.contrib.schedule_free_eval_params(moments, params)
+    trained = jax.tree.map(lambda leaf, z: z is not None, params, moments.z)
+    made = optax.contrib.schedule_free_eval_params(moments, select(trained, params))
+    return merge(trained, made, params)
 
 
 def _decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
@@ -215,7 +230,8 @@ def apply(
     """
     finite = lax.optimization_barrier(finite)
     updates, _ = optimizer.update(gradients, moments, params)
-    made = chosen(finite, optax.apply_updates(params, updates), params)
+    moved = lambda leaf, by: leaf if by is None else optax.apply_updates(leaf, by)  # noqa: E731
+    made = chosen(finite, jax.tree.map(moved, params, updates), params)
     gradients, made = lax.optimization_barrier((gradients, made))
     _, after = optimizer.update(gradients, moments, params)
     return made, chosen(finite, after, moments)

@@ -136,9 +136,9 @@ class Trainer:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer with its learning rate, without clipping."""
-        return optimizers.build(
-            self.config.optimizer, self.config.train.steps, self.sharding.param_shardings
-        )
+        stored = self.sharding.param_shardings
+        inner = optimizers.build(self.config.optimizer, self.config.train.steps, stored)
+        return optimizers.of_trained(inner, stored)
 
     @cached_property
     def state_shapes(self) -> State:
@@ -165,12 +165,11 @@ class Trainer:
 
     def init_parameters(self) -> Tree:
         """The initial parameters, in stage-stacked form."""
-        params_specs = self.sharding.partition_specs(self.state_shapes.params)
+        specs = self.sharding.partition_specs(self.state_shapes.params)
         initial = jax.shard_map(
-            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
-            check_vma=False,
-        )  # fmt: skip
-        return jax.jit(initial)()
+            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False
+        )
+        return jax.jit(lambda: self.sharding.cast_frozen(initial(), self.execution.compute_dtype))()
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
@@ -321,6 +320,7 @@ class Trainer:
         key = jax.random.key(self.config.train.seed)
         layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
         params = {"embed_head": self.model.init_ends(key), "layers": self.layout.stack(layers)}
+        params = self.sharding.cast_frozen(params, self.execution.compute_dtype)
         return self.unplaced(self.sharding.pad(params))
 
     def _init_on_rank(self) -> Tree:
