@@ -64,6 +64,14 @@ class ParamSharding:
         return replace(self, dim_axes=self.dim_axes[1:], padding=self.padding[1:])
 
     @property
+    def as_consumed(self) -> "ParamSharding":
+        """The sharding of the parameter gathered for compute: over `param.sharded_axes` alone."""
+        own = self.param.sharded_axes
+        names = tuple(tuple(axis for axis in entry if axis in own) for entry in self.dim_axes)
+        padding = tuple(more * bool(entry) for more, entry in zip(self.padding, names))
+        return replace(self, dim_axes=names, padding=padding)
+
+    @property
     def grad_reduce_axes(self) -> Names:
         """The replica axes over which its gradient is summed: those not declared in `sharded`."""
         return tuple(axis for axis in REPLICA_AXES if axis not in self.param.sharded_axes)

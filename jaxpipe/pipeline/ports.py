@@ -27,6 +27,18 @@ class Cotangent(NamedTuple):
     statistics: Mapping[str, Any] = {}
 
 
+class Weights(NamedTuple):
+    """The parameters that a layer reads, or a value for each of them.
+
+    Attributes:
+      params: its own.
+      embed_head: those of embedding and head; None unless the layer reads them.
+    """
+
+    params: Tree
+    embed_head: Tree = None
+
+
 class Ports(NamedTuple):
     """The inputs and outputs of a layer's jaxpr: trees with a variable for every array.
 
@@ -38,7 +50,8 @@ class Ports(NamedTuple):
       dy: gradients at the outputs.
       output: what the layer returns.
       dx: gradients at the inputs.
-      gradients: gradients of the trained parameters; None for frozen ones.
+      gradients: gradients of parameters; None for frozen ones, and for those of embedding and head
+        that the layer does not use.
     """
 
     params: Tree
@@ -48,19 +61,19 @@ class Ports(NamedTuple):
     dy: Cotangent
     output: LayerOutput
     dx: Cotangent
-    gradients: Tree
+    gradients: Weights
 
     @property
-    def gradients_of_b(self) -> Tree:
+    def gradients_of_b(self) -> Weights:
         """The gradients that B computes, of vectors; else None."""
         return self._gradients(of_vectors=True)
 
     @property
-    def gradients_of_w(self) -> Tree:
+    def gradients_of_w(self) -> Weights:
         """The gradients that W computes, of matrices; else None."""
         return self._gradients(of_vectors=False)
 
-    def _gradients(self, *, of_vectors: bool) -> Tree:
+    def _gradients(self, *, of_vectors: bool) -> Weights:
         is_wanted = lambda var: (len(var.aval.shape) < 2) is of_vectors  # noqa: E731
         return jax.tree.map(lambda var: var if is_wanted(var) else None, self.gradients)
 

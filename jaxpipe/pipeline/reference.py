@@ -106,7 +106,8 @@ def step_ref(
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
-                context = Context(rows, jnp.int32(index), states[index], variables)
+                read = params["embed_head"] if kind.reads else None
+                context = Context(rows, jnp.int32(index), states[index], variables, read)
                 context = with_statistics(context, of_layers[index])
                 x, states[index], side = kind.layer(layer, x, context)
                 if side.loss is not None:

@@ -30,8 +30,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.parallel.flags import merge, select
 from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Residuals, find_crossing
-from jaxpipe.pipeline.jaxpr import run_slice, trace_labelled, unrounded
-from jaxpipe.pipeline.ports import Cotangent, Ports
+from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
+from jaxpipe.pipeline.ports import Cotangent, Ports, Weights
 
 Tree = Any
 Layer = Callable[[Tree, Any, Context], LayerOutput]
@@ -56,6 +56,14 @@ class LayerSplit:
     _ports: Ports
     _crossing: Crossing
 
+    @property
+    def uses_of_embed_head(self) -> Tree:
+        """Whether the layer has a gradient at each parameter of embedding and head."""
+        return jax.tree.map(
+            lambda gradient: gradient is not None, self._ports.gradients.embed_head,
+            is_leaf=lambda gradient: gradient is None,
+        )  # fmt: skip
+
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
@@ -67,7 +75,7 @@ class LayerSplit:
 
     def backward_input(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
-    ) -> tuple[Cotangent, Tree, tuple[jax.Array, ...]]:
+    ) -> tuple[Cotangent, Weights, tuple[jax.Array, ...]]:
         """Run B; return gradients at the input, of vectors (else None), and the W stash."""
         known = self._known(context, residuals, dy)
         return self._run_b(params, context, known, self._crossing.stash)
@@ -79,7 +87,7 @@ class LayerSplit:
         for_w: tuple[jax.Array, ...],
         stash: tuple[jax.Array, ...],
         dloss: Any = None,
-    ) -> Tree:
+    ) -> Weights:
         """Run W; return the gradients of matrices (else None)."""
         known = dict(zip(self._crossing.residuals.for_w, for_w))
         known |= dict(zip(self._crossing.stash, stash)) | self._seed(dloss)
@@ -87,7 +95,7 @@ class LayerSplit:
 
     def backward(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
-    ) -> tuple[Cotangent, Tree]:
+    ) -> tuple[Cotangent, Weights]:
         """Run B, then W; return gradients at the input and of every trained parameter.
 
         The barrier makes XLA compute the stash once: without it XLA on CPU computes it for the
@@ -103,12 +111,12 @@ class LayerSplit:
 
     def _run_b(
         self, params: Tree, context: Context, known: dict[Var, Any], handed: tuple[Var, ...]
-    ) -> tuple[Cotangent, Tree, tuple[Any, ...]]:
+    ) -> tuple[Cotangent, Weights, tuple[Any, ...]]:
         """Return gradients at the input and of vectors, and the values `handed` to W."""
         wanted = self._ports.dx, self._ports.gradients_of_b, handed
         return self._run(params, context, known, wanted, self._crossing.effects_in_b)
 
-    def _run_w(self, params: Tree, context: Context, known: dict[Var, Any]) -> Tree:
+    def _run_w(self, params: Tree, context: Context, known: dict[Var, Any]) -> Weights:
         return self._run(params, context, known, self._ports.gradients_of_w)
 
     def _known(self, context: Context, residuals: Residuals, dy: Cotangent) -> dict[Var, Any]:
@@ -150,7 +158,7 @@ def split_layer(
     policy: Policy = POLICIES["none"],
     keep: tuple[str, ...] = (),
     statistics: tuple[str, ...] = (),
-    trained: Tree = None,
+    trained: Weights | None = None,
 ) -> LayerSplit:
     """Trace a layer at the given shapes and split it into F, B and W.
 
@@ -164,7 +172,8 @@ def split_layer(
       policy: says which forward values F may store.
       keep: names of values that F stores whatever the policy says, if B or W reads them.
       statistics: names of statistics variables.
-      trained: a flag for every parameter, whether it has a gradient; None: all have.
+      trained: a flag for every parameter, of the layer and in `context.embed_head`, whether it has
+        a gradient; None: all have.
 
     Raises `ValueError` where B would need the state from before this slice, or W any state.
 
@@ -185,32 +194,40 @@ def split_layer(
     )
     output = jax.eval_shape(layer, params, x, context)
     if trained is None:
-        trained = jax.tree.map(lambda _: True, params)
+        trained = jax.tree.map(lambda _: True, Weights(params, context.embed_head))
 
     def both(params: Tree, data: Context, x: Any, state: Tree, dy: Cotangent) -> Any:
         leaves, form = jax.tree.flatten(state)
+        weights = Weights(params, data.embed_head)
 
         def differentiated(
-            own: Tree, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
+            own: Weights, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
         ) -> Any:
             given = iter(floats)
             mixed = [
                 next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
             ]
-            context = with_statistics(data._replace(state=jax.tree.unflatten(form, mixed)), seen)
-            output = layer(merge(trained, own, params), x, context)
+            params, embed_head = merge(trained, own, weights)
+            state = jax.tree.unflatten(form, mixed)
+            context = data._replace(state=state, embed_head=embed_head)
+            output = layer(params, x, with_statistics(context, seen))
             return (output.y, inexact(output.state), output.aux.loss), output
 
         seen = {name: data.variables[name] for name in statistics}
-        own = select(trained, params)
+        own = select(trained, weights)
         _, pull, output = jax.vjp(differentiated, own, x, inexact(state), seen, has_aux=True)
         gradients, dx, dstate, observed = pull((dy.value, dy.state, dy.loss))
         return output, Cotangent(dx, dstate, statistics=observed), gradients
 
     data, state = context._replace(state=None), context.state
     dy = Cotangent(output.y, inexact(output.state), output.aux.loss)
-    closed, inputs, (*made, gradients) = trace_labelled(both, params, data, x, state, dy)
-    ports = Ports(*inputs, *made, unrounded(closed.jaxpr, gradients))
+    closed, inputs, outputs = trace_labelled(both, params, data, x, state, dy)
+    ports = Ports(*inputs, *outputs)  # in the order of the arguments and results of `both`
+    read = set(reads(closed.jaxpr.eqns, ()))
+    used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
+    gradients = ports.gradients
+    gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
+    ports = ports._replace(gradients=unrounded(closed.jaxpr, gradients))
     crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.parallel.flags import merge, select
 from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
+from jaxpipe.pipeline.ports import Weights
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 Tree = Any
@@ -37,12 +38,13 @@ class EmbedHeadFunction:
         )
 
     def split(self, shared: Tree, x: Any, rows: Tree) -> LayerSplit:
-        """Split `function` as a layer: `shared` are its parameters, the loss is its y."""
+        """Split `function` as a layer without parameters that reads `shared`; the loss is its y."""
 
-        def layer(shared: Tree, x: jax.Array, context: Context) -> LayerOutput:
-            return LayerOutput(self.function(shared, x, context.rows))
+        def layer(params: None, x: jax.Array, context: Context) -> LayerOutput:
+            return LayerOutput(self.function(context.embed_head, x, context.rows))
 
-        return split_layer(layer, shared, x, Context(rows), trained=self.used)
+        context = Context(rows, embed_head=shared)
+        return split_layer(layer, None, x, context, trained=Weights(None, self.used))
 
     def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> Tree:
         """Return the gradients of the used leaves, given `dx` at `function(shared, rows)`.

@@ -125,13 +125,22 @@ class UpdatingProgram:
         return jax.tree.map(of, tree, is_leaf=is_stage_stacked)
 
     def _check(self, work: DeviceWork) -> None:
-        """Raise `ValueError` for variables, outputs, auxiliary outputs and tied embeddings."""
+        """Raise `ValueError` where the model is not made for overlapping steps.
+
+        They exclude variables, outputs, auxiliary outputs, and parameters of embedding and head
+        that several ranks would update: tied ones, and those that layers read.
+        """
         sides = [kind.output.aux for kind in work.kinds]
         beside = any(side.sums or side.maxima or side.per_example for side in sides)
         if beside or self.program.functions.variables or self.program.functions.outputs:
             raise ValueError(
                 "steps that overlap leave parameters, moments and losses: use functions without "
                 "variables, outputs, and sums, maxima or rows of layers, or steps in turn."
+            )
+        if any(chunk.reads_embed_head for chunk in work.chunks):
+            raise ValueError(
+                "layers read the parameters of embedding and head (LayerKind.reads), and several "
+                "ranks would update them: run steps in turn."
             )
         used = work.embed_head.embed.used, work.embed_head.head.used
         if any(jax.tree.leaves(jax.tree.map(operator.and_, *used))):
@@ -177,7 +186,7 @@ class _UpdatingTicks:
 
     def _updated(self, carry: Carry, held: UpdatedState) -> UpdatedState:
         gradients = self.own.gradients(
-            carry.embed_head_gradients, carry.layer_gradients, reduced=False
+            carry.embed_head_gradients, carry.layer_gradients, None, reduced=False
         )
         params, moments = self.update(gradients, held.moments, held.params)
         own = DeviceParameters.gather(params, self.stored, self.own.execution)

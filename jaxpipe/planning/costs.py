@@ -80,6 +80,7 @@ class ModelCosts:
       head: FLOPs of the loss of a microbatch or slice with all its gradients.
       message: bytes of the activations between two layers, or of their gradient.
       ends: the parameters of embedding, final norm and head.
+      reads: whether layers read these parameters (`LayerKind.reads`).
     """
 
     kinds: Mapping[str, LayerCosts]
@@ -87,6 +88,7 @@ class ModelCosts:
     head: float
     message: int
     ends: tuple[Parameter, ...]
+    reads: bool = False
 
 
 _traced: dict[Config, ModelCosts] = {}

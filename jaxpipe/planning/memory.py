@@ -27,7 +27,7 @@ class RankBytes:
       optimizer: the moments of the trained parameters.
       gradients: float32 sums, of trained parameters alone. Layers' are sharded if layers are
         all-gathered for every action; those of embedding and head are full unless they are
-        vocabulary-parallel over pp.
+        vocabulary-parallel over pp, and then full once more if layers read them.
       copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
         two stages of layers.
       activations: values that are live for B, W or the next sequence slice, and queued messages.
@@ -72,6 +72,8 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
     read = end.whole * (cast or end.whole != end.part)
     read += frozen_end.whole * (frozen_end.whole != frozen_end.part)
+    of_layers = bool(costs.reads and parallel.ends_shared_by)
+    read += of_layers * (end.of_layers + frozen_end.of_layers)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
         read += ahead * max(_values(config, costs, kind).whole for kind in costs.kinds)
@@ -86,19 +88,17 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
     moments = _FLOAT32 * (held.moments + end.moments)
+    second = _FLOAT32 * (held.part + held.moments + end.of_rank)
+    second += item * (frozen.part + frozen_end.of_rank)
     return RankBytes(
         parameters=_FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
         optimizer=0 if train.offload_moments else moments,
-        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
+        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
         copies=item * read,
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
-        kept=overlaps
-        * (
-            _FLOAT32 * (held.part + held.moments + end.of_rank)
-            + item * (frozen.part + frozen_end.of_rank)
-        ),
+        kept=overlaps * second,
     )
 
 
@@ -190,12 +190,14 @@ class _Values(NamedTuple):
       whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
       moments: optimizer moments.
       of_rank: parameters and moments, those of embed_head all-gathered over pp.
+      of_layers: parameters as layers read them, those of embed_head all-gathered over pp too.
     """
 
     part: int
     whole: int
     moments: int
     of_rank: int
+    of_layers: int
 
 
 def _values(
@@ -217,7 +219,7 @@ def _values(
 
 
 def _total(values: Iterable[_Values]) -> _Values:
-    return _Values(*map(sum, zip(_Values(0, 0, 0, 0), *values)))
+    return _Values(*map(sum, zip(_Values(0, 0, 0, 0, 0), *values)))
 
 
 def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Values:
@@ -235,6 +237,7 @@ def _values_of(config: Config, parameter: Parameter, *, of_layer: bool) -> _Valu
         whole=how.shard_size(shape, mesh, gathered=gathered),
         moments=stored * moments,
         of_rank=how.shard_size(shape, mesh, gathered=ranks) * (1 + moments),
+        of_layers=how.shard_size(shape, mesh, gathered=(*gathered, *ranks)),
     )
 
 

@@ -25,7 +25,7 @@ from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs, LayerSlot
 from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.pipeline.kind import TracedKind, embed_head_of, empty_aux, empty_statistics
 from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
@@ -160,12 +160,14 @@ def _loops(
     Returns functions `(state, given) -> state` by op, initial states by op, and `given`.
     """
     x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.kinds_by_name.values()
-    context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
-    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    context = Context(microbatch, index, None, functions.variables, shared)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
+    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
     plan = RingBufferPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
-    zeros = _zeros(layers)
+    zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(shared))
     inputs = jnp.stack([x] * _SLOTS)
 
     def chunk(given: Tree) -> Chunk:
@@ -173,7 +175,8 @@ def _loops(
         return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
 
     def of_microbatch(given: Tree, row: Row) -> ActionInputs:
-        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1))
+        shared = given["embed_head"]
+        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1), shared)
 
     def forward(state: Tree, given: Tree, row: Row) -> Tree:
         x, rings = state
@@ -185,16 +188,16 @@ def _loops(
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: Row) -> Tree:
-            dy, rings, totals = state
+            dy, rings, (totals, read) = state
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
-            before = BackwardOutputs(dy, parts, totals, observed)
+            before = BackwardOutputs(dy, parts, totals, observed, read)
             made = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
                 lambda ring, part: plan.read(plan.with_written(rings[ring], op, part), row, op),
             )  # fmt: skip
             after = (plan.with_written(own, op, part) for own, part in zip(rings, made.rings))
-            return made.dx, tuple(after), made.grad_sums
+            return made.dx, tuple(after), (made.grad_sums, made.read_sums)
 
         return run
 
@@ -220,12 +223,12 @@ def _ends(
     head_split = head.split(shared, x, microbatch)
 
     def leave(state: Tree, given: Tree, row: Row) -> Tree:
-        params, y = given["embed_head"], buffers.read(given["inputs"], row.for_b_read)
-        context = Context(given["microbatch"])
-        output, kept = head_split.forward(params, y, context)
+        y = buffers.read(given["inputs"], row.for_b_read)
+        context = Context(given["microbatch"], embed_head=given["embed_head"])
+        output, kept = head_split.forward(None, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
-        dy, used = head_split.backward(params, context, kept, seed)
-        return output.y, dy.value, add_gradients(state[2], used)
+        dy, used = head_split.backward(None, context, kept, seed)
+        return output.y, dy.value, add_gradients(state[2], used.embed_head)
 
     def enter(state: Tree, given: Tree, row: Row) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731

@@ -148,7 +148,7 @@ def test_w_has_no_product_for_frozen_matrices(policy):
         of_b = params, context, kept, Cotangent(x)
         _, gradients, stash = split.backward_input(*of_b)
         of_w = params, context, kept.for_w, stash
-        assert {name for name, g in gradients.items() if g is not None} == {"gain"} - frozen
+        assert {name for name, g in gradients.params.items() if g is not None} == {"gain"} - frozen
         traced = jax.make_jaxpr(split.backward_input)(*of_b)
         return (
             dot_flops(traced.jaxpr, None),
