@@ -45,8 +45,8 @@ from jaxpipe.planning.checks import check_sizes, filled
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.rules import rules_table
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import ScheduleError, fused, timeline, write
-from jaxpipe.schedule.picture import picture
+from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
+from jaxpipe.schedule.figure import draw_figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,13 +173,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.show(Console(highlight=False, width=max(96, Console().width)))
     choice = shown.candidate.choice
     if steps and (arguments.timeline or arguments.picture):
-        choice = replace(choice, schedule=fused(choice.schedule, steps))
+        choice = replace(choice, schedule=fuse_steps(choice.schedule, steps))
     if arguments.timeline:
-        drawn = timeline(choice.schedule, choice.lockstep)
+        drawn = draw_timeline(choice.schedule, choice.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
         costs = choice.costs(config, seconds)
-        picture(choice.schedule, arguments.picture, costs=costs, lockstep=choice.lockstep)
+        draw_figure(choice.schedule, arguments.picture, costs=costs, lockstep=choice.lockstep)
         print(f"drew {shown.candidate.label} to {arguments.picture}", file=sys.stderr)
     if arguments.write:
         _write(config, shown, arguments.write)
@@ -244,7 +244,7 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     if path.suffix not in (".csv", ".json"):
         raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
     try:
-        write(shown.candidate.choice.schedule, path)
+        write_schedule(shown.candidate.choice.schedule, path)
     except OSError as error:
         raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}

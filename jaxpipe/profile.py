@@ -23,7 +23,13 @@ from jaxpipe.planning.checks import filled, validate
 from jaxpipe.runtime.devices import check_devices, device_memory
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
-from jaxpipe.schedule.recorded import ProfileError, Ranks, bubbles, op_seconds, write_trace
+from jaxpipe.schedule.recording import (
+    ProfileError,
+    RankTicks,
+    median_op_seconds,
+    rank_bubbles,
+    write_trace,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def profile(config: Config, out: Path) -> Ranks:
+def profile(config: Config, out: Path) -> RankTicks:
     """Record one training step and return its ticks by pipeline rank.
 
     Args:
@@ -92,18 +98,20 @@ def profile(config: Config, out: Path) -> Ranks:
     return ranks
 
 
-def _print(ranks: Ranks) -> None:
-    console, found = Console(highlight=False), bubbles(ranks)
+def _print(ranks: RankTicks) -> None:
+    console, found = Console(highlight=False), rank_bubbles(ranks)
     table = Table("rank", "ticks with work", "work, s", "exchanges and waits, s", "bubble")
     for rank, ticks in ranks.items():
         busy = [tick for tick in ticks if tick.cell.actions]
+        work = sum(tick.end - tick.compute_begin for tick in busy)
+        exchanges = sum(tick.compute_begin - tick.begin for tick in ticks)
         table.add_row(
-            str(rank), f"{len(busy)} of {len(ticks)}", f"{sum(t.end - t.works for t in busy):.4f}",
-            f"{sum(t.works - t.begin for t in ticks):.4f}", f"{found[rank]:.1%}",
+            str(rank), f"{len(busy)} of {len(ticks)}", f"{work:.4f}", f"{exchanges:.4f}",
+            f"{found[rank]:.1%}",
         )  # fmt: skip
     console.print(table)
     ops = Table("op", "stage", "median, ms", title="ops that had a tick to themselves")
-    for (op, stage), seconds in op_seconds(ranks).items():
+    for (op, stage), seconds in median_op_seconds(ranks).items():
         ops.add_row(op.name, str(stage), f"{1e3 * seconds:.3f}")
     console.print(ops)
 

@@ -101,24 +101,29 @@ shown_in_dots() { # print a dot for every package that pip collects, and a word 
     echo
 }
 
-oldest_packages() { # sets `folder` to an environment with the oldest supported Python and packages
-    local python pins candidate
-    for candidate in python3.11 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.11*/bin/python; do
-        case "$(usable_version "$candidate")" in 3.11.*) python=$candidate ;; esac
-    done
+packages_apart() { # packages_apart oldest|newest: sets `folder` to an environment with such packages
+    local which=$1 python pins candidate
+    if [ "$which" = oldest ]; then
+        for candidate in python3.11 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.11*/bin/python; do
+            case "$(usable_version "$candidate")" in 3.11.*) python=$candidate ;; esac
+        done
+    else
+        read -r _ python <<<"$(newest_python)" || true
+    fi
     if [ -z "${python:-}" ]; then
-        echo "the oldest packages are tested with Python 3.11: install it, in PATH or pyenv." >&2
+        echo "the $which packages are tested with the $which Python that jaxpipe supports: install" \
+            "it, in PATH or pyenv." >&2
         exit 1
     fi
-    pins=$("$python" tests/oldest.py)
-    folder=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/oldest-$(cksum <<<"$pins" | cut -d ' ' -f 1)
-    if [ ! -e "$folder/complete" ]; then
-        echo "jaxpipe: installing the oldest packages"
-        rm -rf "${folder%-*}"-*
+    pins=$("$python" tests/support/versions.py "$which")
+    folder=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/$which
+    if [ "$(cat "$folder/complete" 2>/dev/null)" != "$pins $(date +%G-%V)" ]; then # made every week
+        echo "jaxpipe: installing the $which packages"
+        rm -rf "$folder"
         "$python" -m venv "$folder"
         # shellcheck disable=SC2086
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
             $pins chex pytest pytest-timeout hypothesis
-        touch "$folder/complete"
+        echo "$pins $(date +%G-%V)" >"$folder/complete"
     fi
 }

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Lint and test. ./launch/test.sh: all tests that are not marked slow; --all: all tests; --oldest:
-# tests marked oldest, with the oldest Python and packages that pyproject.toml allows; or a part:
-# ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
+# tests marked versions, with the oldest Python and packages that pyproject.toml allows; --newest:
+# the same with the newest there are, pre-releases too; or a part: ./launch/test.sh tests/schedule
+# -k 1f1b. --cov=jaxpipe reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if [ "${1:-}" = --oldest ]; then
-    oldest_packages # in a separate folder, which is kept until the versions change
+if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
+    packages_apart "${1#--}"
     export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-    exec "$folder/bin/python" -m pytest -m "oldest and not slow" -p no:cacheprovider "${@:2}"
+    exec "$folder/bin/python" -m pytest -m "versions and not slow" -p no:cacheprovider "${@:2}"
 fi
 extras=(test)
 [ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs supports Linux only

@@ -11,7 +11,7 @@ import jaxpipe
 
 ROOT = Path(jaxpipe.__file__).parent
 ROWS = [
-    {"contract", "partition", "schedule"},
+    {"contract", "partition", "schedule", "jax_internals"},
     {"model"},
     {"config"},
     {"runtime"},

@@ -39,7 +39,7 @@ def blocks(kind):
 def test_the_page_runs_and_prints_what_it_says(tmp_path):
     program = tmp_path / "layer_kind.py"
     program.write_text("\n\n".join([*blocks("python"), MORE]))
-    paths = os.pathsep.join(map(str, (HOME, HOME / "tests" / "pipeline")))
+    paths = os.pathsep.join(map(str, (HOME, HOME / "tests" / "support")))
     made = subprocess.run(
         [sys.executable, str(program)],
         capture_output=True, text=True, timeout=600, cwd=tmp_path,

@@ -31,7 +31,7 @@ from jaxpipe.bench.options import add_out, at_least_one, check_out, markdown, wr
 from jaxpipe.bench.processes import Group, processor, seconds_of
 from jaxpipe.bench.sleeping import Work
 from jaxpipe.config import ConfigError
-from jaxpipe.schedule import Variant, family_of, lower, simulate
+from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
 
 _PEER = Path(__file__).parent / "peers" / "torch_clockwork.py"
 _PEERS = {
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measured(
-    variant: Variant, ranks: int, arguments: argparse.Namespace, groups: dict[str, Group]
+    variant: ScheduleVariant, ranks: int, arguments: argparse.Namespace, groups: dict[str, Group]
 ) -> Steps:
     work = work_of(variant, ranks, ranks * arguments.rounds, arguments.seconds)
     work = replace(work, steps=arguments.fused_steps)
@@ -151,7 +151,9 @@ def _measured(
     return found
 
 
-def work_of(variant: Variant, ranks: int, microbatches: int, seconds: Sequence[float]) -> Work:
+def work_of(
+    variant: ScheduleVariant, ranks: int, microbatches: int, seconds: Sequence[float]
+) -> Work:
     """Return the step of a variant; `seconds` are those of F, B and W per microbatch and rank."""
     options = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
     return Work(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
@@ -182,14 +184,14 @@ def _line(steps: Steps) -> str:
     )
 
 
-def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Variant]:
+def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
     """Yield one variant of each family, and for some families one that runs forwards ahead."""
     for name in arguments.schedules:
-        family = family_of(name)
-        in_chunks = family.in_rounds and family.placement == "loop"
-        yield Variant(family.name, virtual_stages=2 if in_chunks else None)
+        family = find_family(name)
+        in_chunks = family.needs_equal_rounds and family.placement == "loop"
+        yield ScheduleVariant(family.name, virtual_stages=2 if in_chunks else None)
         if family.name in _AHEAD:
-            yield Variant(family.name, in_flight=_AHEAD[family.name](ranks))
+            yield ScheduleVariant(family.name, in_flight=_AHEAD[family.name](ranks))
 
 
 def _command(arguments: argparse.Namespace) -> str:
@@ -207,9 +209,9 @@ def _check(arguments: argparse.Namespace) -> None:
     at_least_one(rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps)
     check_out(arguments.out)
     for name in arguments.schedules:
-        if family_of(name).placement == "file":
+        if find_family(name).placement == "file":
             raise ConfigError(f"--schedules {name}: its orders are in a file; name another.")
-        if several and family_of(name).placement == "both ways":
+        if several and find_family(name).placement == "both ways":
             raise ConfigError(
                 f"--schedules {name} with --fused-steps {arguments.fused_steps}: every stage is on "
                 f"two ranks, and its steps do not overlap; leave one of them out."

@@ -18,8 +18,8 @@ from jaxpipe.bench.worker import serve
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Costs, Lockstep, Schedule, build, family_of, fused
-from jaxpipe.schedule.scan import paced
+from jaxpipe.schedule import Costs, Lockstep, Schedule, build, find_family, fuse_steps
+from jaxpipe.schedule.scan import optimize_pace
 
 Tree = Any
 
@@ -35,7 +35,8 @@ class Work:
         F, B, W: seconds per microbatch and rank, divided equally among the rank's stages.
         in_flight: limit on live microbatches per rank; None: that of the schedule.
         options: further arguments of `build`.
-        steps: number of fused steps (see `fused`): each starts while the one before it ends, and
+        steps: number of fused steps (see `fuse_steps`): each starts while the one before it ends,
+          and
             updates take no time.
     """
 
@@ -61,15 +62,18 @@ class Work:
         A permute on CPUs waits for the rank's neighbours, and a tick's two permutes run one after
         the other. Within a few percent that takes as long as a barrier of all ranks.
         """
-        return Lockstep(in_flight=self.in_flight, pairs=False, meets=True)
+        return Lockstep(in_flight=self.in_flight, pairs=False, synchronizes_all=True)
 
     @cached_property
     def lockstep(self) -> Lockstep:
         """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
         if self.steps > 1:
             return self._in_every_tick
-        found = paced(
-            self.schedule, self.costs, replace(self._in_every_tick, meets=False), turns=True
+        found = optimize_pace(
+            self.schedule,
+            self.costs,
+            replace(self._in_every_tick, synchronizes_all=False),
+            turns=True,
         )
         return found if found.turns > 1 else self._in_every_tick
 
@@ -79,10 +83,10 @@ class Work:
         sizes = {"pp": self.ranks, "microbatches": self.microbatches}
         ops = Costs(F=self.F, B=self.B, W=self.W)
         how: dict[str, Any] = {}
-        if family_of(self.family).searched:
+        if find_family(self.family).is_searched:
             how = {"costs": ops, "lockstep": replace(self._in_every_tick, in_flight=None)}
         one = build(self.family, **sizes, **how, **self.options)
-        return one if self.steps == 1 else fused(one, self.steps)
+        return one if self.steps == 1 else fuse_steps(one, self.steps)
 
     @property
     def costs(self) -> Costs:

@@ -8,7 +8,6 @@ same by hand.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ FORMAT = 1  # incremented when the keys on disk change
 _KEY = "xxh3_128"  # metadata entry: the checksum of all other entries
 _ADDED_LATER = "commit_success.txt"  # Orbax adds it after the checksums; nothing reads it
 _THREADS = 8
+_BLOCK = 1 << 20  # bytes read at once; smaller blocks cost a third more time
 
 
 class DamagedError(Exception):
@@ -200,8 +200,11 @@ def _checksums(directory: Path, names: list[str]) -> list[tuple[str, str]]:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    checksum, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            checksum.update(block[:size])
+    return checksum.hexdigest()
 
 
 def _shows_damage(error: BaseException | None) -> bool:

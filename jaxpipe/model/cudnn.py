@@ -1,31 +1,41 @@
-"""cuDNN's fused-attention calls, which jax has only in its private module `jax._src.cudnn`.
+"""The primitives that become cuDNN's fused-attention calls, and their FLOPs."""
 
-This module uses the two primitives that become cuDNN's calls: they can be bound on any platform,
-and run on GPUs only. jax's public function needs a GPU when it is traced, and supports neither
-documents nor a gradient of the log-sum-exp that it can return.
-"""
-
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-Mask = Literal["NO_MASK", "CAUSAL", "PADDING_CAUSAL"]
+from jaxpipe.jax_internals import define_primitive
 
-_ATTENTION, _GRADIENT = "dot_product_attention_", "_gradient"
+# Rematerialisation policies match jax's attention primitives by this prefix.
+_ATTENTION = "dot_product_attention_"
+_GRADIENT = "_gradient"
 _TILE = 128  # queries, and keys, per tile of the kernel
 
 
-def primitive(name: str) -> Primitive:
-    """Create a primitive with several results.
+def define_attention(
+    name: str, lower_forward: Callable, lower_gradient: Callable
+) -> tuple[Primitive, Primitive]:
+    """Create the primitives of an attention and of its gradient.
 
-    Its name begins like those of jax's attention primitives, because rematerialisation policies
-    match them by this prefix.
+    The operands of both begin with q `[B, L, H, K]`, k and v `[B, S, G, K]`. The first returns the
+    output, `[B, L, H, K]`, and the log-sum-exp of every query, `[B, H, L]` in float32 or wider; the
+    second the gradients of q, k and v. The arguments lower them (`define_primitive`).
     """
-    made = Primitive(_ATTENTION + name)
-    made.multiple_results = True
-    return made
+
+    def outputs(q: Any, *_: Any, **__: Any) -> list[Any]:
+        examples, queries, heads, _ = q.shape
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        return [q, jax.ShapeDtypeStruct((examples, heads, queries), wide)]
+
+    def gradients(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> list[Any]:
+        return [q, k, v]
+
+    name = _ATTENTION + name
+    forward = define_primitive(name, outputs, lower_forward)
+    return forward, define_primitive(name + _GRADIENT, gradients, lower_gradient)
 
 
 def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]) -> int | None:
@@ -57,26 +67,3 @@ def _seen(tokens: int, window: int) -> int:
         first = max(begin - window + 1, 0) // _TILE * _TILE if window else 0
         total += (end - begin) * (end - first)
     return total
-
-
-def call(
-    name: Literal["fwd", "bwd"], width: int, mask: Mask, window: int
-) -> tuple[Primitive, dict[str, Any]]:
-    """Return jax's primitive for one of cuDNN's calls with heads of this width, and its parameters.
-
-    Its operands are `[B, L, H, K]`. The parameters are private to jax; jax 0.12 has two more.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    how: dict[str, Any] = {
-        "scale": width**-0.5,
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType[mask],
-        "layout": cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": window or None,
-    }
-    if jax.__version_info__ >= (0, 12):
-        how |= {"score_mod_name": None, "score_mod_jaxpr": None}
-    return getattr(cudnn, f"_dot_product_attention_{name}_p"), how

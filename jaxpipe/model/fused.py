@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from jaxpipe.model import cudnn
+from jaxpipe.jax_internals import cudnn_attention
 from jaxpipe.model.blocks import Gradients, Keys, Made, Queries
+from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_kernel
 
 _STANDING_IN = ContextVar("standing_in", default=False)
@@ -102,23 +101,6 @@ class FusedBlocks:
         return Gradients(*(d.astype(logsumexp_BLH.dtype) for d in found))
 
 
-_FORWARD, _BACKWARD = cudnn.primitive("fused"), cudnn.primitive("fused_gradient")
-
-
-@_FORWARD.def_abstract_eval
-def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, **_: Any) -> list[ShapedArray]:
-    """The output, and the log-sum-exp of every query, `[B, H, L]`."""
-    examples, queries, heads, _ = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    return [ShapedArray(q.shape, q.dtype), ShapedArray((examples, heads, queries), wide)]
-
-
-@_BACKWARD.def_abstract_eval
-def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: Any, **__: Any) -> list[ShapedArray]:
-    """Gradients of q, k and v."""
-    return [ShapedArray(a.shape, a.dtype) for a in (q, k, v)]
-
-
 def _lower_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int
 ) -> list[jax.Array]:
@@ -144,11 +126,10 @@ def _of_cudnn(
     """cuDNN's call for such queries; raises `ValueError` where it has no kernel for them."""
     for sentence in unmet_by_kernel(q.shape[-1], q.dtype.name):
         raise ValueError(sentence)
-    return cudnn.call(name, q.shape[-1], "CAUSAL" if causal else "NO_MASK", window)
+    return cudnn_attention(name, q.shape[-1], "CAUSAL" if causal else "NO_MASK", window)
 
 
-for _kernel, _lower in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):
-    mlir.register_lowering(_kernel, mlir.lower_fun(_lower, multiple_results=True))
+_FORWARD, _BACKWARD = define_attention("fused", _lower_forward, _lower_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

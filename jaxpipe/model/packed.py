@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from jaxpipe.model import cudnn
+from jaxpipe.jax_internals import cudnn_attention
+from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
 
@@ -78,22 +77,6 @@ def _backward(window: int, kept: tuple[jax.Array, ...], dmixed: jax.Array) -> tu
 
 
 packed_attention.defvjp(_forward, _backward)
-
-
-_FORWARD, _BACKWARD = cudnn.primitive("packed"), cudnn.primitive("packed_gradient")
-
-
-@_FORWARD.def_abstract_eval
-def _(q: ShapedArray, *_: ShapedArray, window: int) -> list[ShapedArray]:
-    examples, queries, heads, _ = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    logsumexp = ShapedArray((examples, heads, queries), wide)
-    return [ShapedArray(q.shape, q.dtype), logsumexp]
-
-
-@_BACKWARD.def_abstract_eval
-def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: Any, window: int) -> list[ShapedArray]:
-    return [ShapedArray(a.shape, a.dtype) for a in (q, k, v)]
 
 
 class _Packing(NamedTuple):
@@ -189,8 +172,7 @@ def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str
     """The call for queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
     for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
         raise ValueError(sentence)
-    return cudnn.call(name, q.shape[-1], "PADDING_CAUSAL", window)
+    return cudnn_attention(name, q.shape[-1], "PADDING_CAUSAL", window)
 
 
-for _kernel, _lower in ((_FORWARD, _lower_forward), (_BACKWARD, _lower_backward)):
-    mlir.register_lowering(_kernel, mlir.lower_fun(_lower, multiple_results=True))
+_FORWARD, _BACKWARD = define_attention("packed", _lower_forward, _lower_backward)

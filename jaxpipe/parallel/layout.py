@@ -65,7 +65,7 @@ class StageLayout:
         >>> StageLayout((2, 2), kinds=("dense", "sparse", "sparse", "sparse")).chunk_kinds
         (('dense', 'sparse', 'sparse'),)
         """
-        chunks: list[list[tuple[str, ...]]] = [[] for _ in range(self._placement.own_chunks)]
+        chunks: list[list[tuple[str, ...]]] = [[] for _ in range(self._placement.stored_chunks)]
         for stage in range(len(self.layers_per_stage)):
             chunks[self._placement.chunk(stage)].append(self._kinds_of(stage))
         return tuple(reduce(_common, stages) for stages in chunks)

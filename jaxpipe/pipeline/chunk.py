@@ -14,7 +14,7 @@ from jaxpipe.parallel import DP, ParamSharding
 from jaxpipe.pipeline.kind import TracedKind, add_aux, elementwise_max, embed_head_of
 from jaxpipe.pipeline.ports import Cotangent, Weights
 from jaxpipe.pipeline.rings import GradientInputs, RingBuffers
-from jaxpipe.schedule import Op, Row
+from jaxpipe.schedule import Op, TableRow
 
 Tree = Any
 
@@ -112,7 +112,7 @@ class ActionInputs(NamedTuple):
       embed_head: parameters of embedding and head as layers read them; None: no layer does.
     """
 
-    row: Row
+    row: TableRow
     rows: Tree
     variables: Tree
     dloss: jax.Array

@@ -18,7 +18,7 @@ from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.ports import Cotangent
 from jaxpipe.pipeline.split import LayerSplit
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
-from jaxpipe.schedule import Row, Tables
+from jaxpipe.schedule import TableRow, Tables
 
 Tree = Any
 
@@ -78,7 +78,11 @@ class StepData:
         return buffers.read(self.batch, m)
 
     def choose(
-        self, flag: Callable[[Row], Any], row: Row, yes: Callable[[], Tree], no: Callable[[], Tree]
+        self,
+        flag: Callable[[TableRow], Any],
+        row: TableRow,
+        yes: Callable[[], Tree],
+        no: Callable[[], Tree],
     ) -> Tree:
         """Return `yes()` where the flag of the row is set, else `no()`.
 
@@ -101,15 +105,15 @@ class EmbedHead(ABC):
     step: StepData
 
     @abstractmethod
-    def after_receiving(self, carry: Carry, row: Row) -> Carry:
+    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
         """Run the part that precedes the actions of a tick."""
 
     @abstractmethod
-    def after_forward(self, carry: Carry, row: Row) -> Carry:
+    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
         """Run the part that follows F."""
 
     @abstractmethod
-    def after_gradient(self, carry: Carry, row: Row) -> Carry:
+    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
         """Run the part that follows B, W or BW."""
 
     def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
@@ -145,11 +149,11 @@ class EmbedHead(ABC):
 class EndStageEmbedHead(EmbedHead):
     """Embedding and head on the pipeline ranks of the first and last stage, next to F and B."""
 
-    def after_receiving(self, carry: Carry, row: Row) -> Carry:
+    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
         """Return the carry unchanged: nothing precedes the actions of a tick."""
         return carry
 
-    def after_forward(self, carry: Carry, row: Row) -> Carry:
+    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
         """Compute the loss after the last layer; its gradient replaces y in the carry."""
         m = row.forward_mb
 
@@ -170,14 +174,14 @@ class EndStageEmbedHead(EmbedHead):
             losses=losses, y=y, embed_head_gradients=gradients, head_ring=ring, outputs=outputs
         )
 
-    def after_gradient(self, carry: Carry, row: Row) -> Carry:
+    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
         """Compute the head's deferred weight gradients and the embedding's gradients."""
         if self.step.tables.slots.head:
             carry = self._head_weight(carry, row)
-        return self._gradient_of_embedding(carry, row) if self.step.tables.trains else carry
+        return self._gradient_of_embedding(carry, row) if self.step.tables.has_gradients else carry
 
     def _loss_without_weights(
-        self, carry: Carry, rows: Tree, row: Row
+        self, carry: Carry, rows: Tree, row: TableRow
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
         context = self._context(rows)
@@ -187,7 +191,7 @@ class EndStageEmbedHead(EmbedHead):
         totals = add_gradients(carry.embed_head_gradients, used.embed_head)
         return output.y, dy.value, totals, ring
 
-    def _head_weight(self, carry: Carry, row: Row) -> Carry:
+    def _head_weight(self, carry: Carry, row: TableRow) -> Carry:
         """Run W of the head where its weight gradients are deferred."""
 
         def run() -> Tree:
@@ -201,7 +205,7 @@ class EndStageEmbedHead(EmbedHead):
         )
         return carry._replace(embed_head_gradients=gradients)
 
-    def _gradient_of_embedding(self, carry: Carry, row: Row) -> Carry:
+    def _gradient_of_embedding(self, carry: Carry, row: TableRow) -> Carry:
         """Add the embedding's gradient, from this tick's dx of stage 0 or a deferred one."""
         waited = self.step.tables.slots.embed
         if waited:
@@ -212,7 +216,7 @@ class EndStageEmbedHead(EmbedHead):
             dx = buffers.read(carry.embed_ring, row.dx_read) if waited else carry.dx
             rows, totals = self.step.rows(row.gradient_mb), carry.embed_head_gradients
             if row.steps is not None:
-                totals = self.embed.reset(totals, row.steps.embeds > 0)
+                totals = self.embed.reset(totals, row.steps.first_embed_gradient > 0)
             return self._embed_gradient(dx, rows, totals)
 
         gradients = self.step.choose(
@@ -229,28 +233,28 @@ class VocabParallelEmbedHead(EmbedHead):
     (by an all-reduce with zeros); the rank that reads a result stores it in its inbox.
     """
 
-    def after_receiving(self, carry: Carry, row: Row) -> Carry:
+    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
         """Compute loss and embedding gradient for the last tick, and the embedding for this one."""
         tables = self.step.tables
         for k, rank in enumerate(tables.last_ranks):
             carry = self._head_of(rank, carry, row, k)
         for k, rank in enumerate(tables.first_ranks):
-            if tables.trains:
+            if tables.has_gradients:
                 carry = self._embed_gradient_of(rank, carry, row, k)
             carry = self._embed_for(rank, carry, row, k)
         return carry
 
-    def after_forward(self, carry: Carry, row: Row) -> Carry:
+    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
         """Return the carry unchanged: nothing follows F."""
         return carry
 
-    def after_gradient(self, carry: Carry, row: Row) -> Carry:
+    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
         """Return the carry unchanged: nothing follows B, W or BW."""
         return carry
 
-    def _head_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
+    def _head_of(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the loss of the y of a pipeline rank, and store dy for that rank's B."""
-        m, slot = row.ends.head[k] - 1, row.ends.dy_write
+        m, slot = row.vocab_parallel.head[k] - 1, row.vocab_parallel.dy_write
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
@@ -262,34 +266,39 @@ class VocabParallelEmbedHead(EmbedHead):
 
         passed = carry.losses, carry.inbox, carry.embed_head_gradients, carry.outputs
         losses, inbox, gradients, outputs = self.step.choose(
-            lambda row: row.ends.head[k] > 0, row, run, lambda: passed
+            lambda row: row.vocab_parallel.head[k] > 0, row, run, lambda: passed
         )
         return carry._replace(
             losses=losses, inbox=inbox, embed_head_gradients=gradients, outputs=outputs
         )
 
-    def _embed_gradient_of(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
+    def _embed_gradient_of(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Add the embedding's gradient from the dx of stage 0 of a pipeline rank."""
-        m = row.ends.embed_gradient[k] - 1
+        m = row.vocab_parallel.embed_gradient[k] - 1
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
             return self._embed_gradient(dx, self.step.rows(m), carry.embed_head_gradients)
 
         gradients = self.step.choose(
-            lambda row: row.ends.embed_gradient[k] > 0, row, run, lambda: carry.embed_head_gradients
+            lambda row: row.vocab_parallel.embed_gradient[k] > 0,
+            row,
+            run,
+            lambda: carry.embed_head_gradients,
         )
         return carry._replace(embed_head_gradients=gradients)
 
-    def _embed_for(self, rank: int, carry: Carry, row: Row, k: int) -> Carry:
+    def _embed_for(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the embedding for an F of this tick; the rank that runs the F stores it."""
-        m, slot = row.ends.embed[k] - 1, row.ends.embed_write
+        m, slot = row.vocab_parallel.embed[k] - 1, row.vocab_parallel.embed_write
 
         def run() -> jax.Array:
             x = self.functions.embed(self.step.embed_head, self.step.rows(m))
             return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
-        inbox = self.step.choose(lambda row: row.ends.embed[k] > 0, row, run, lambda: carry.inbox)
+        inbox = self.step.choose(
+            lambda row: row.vocab_parallel.embed[k] > 0, row, run, lambda: carry.inbox
+        )
         return carry._replace(inbox=inbox)
 
     def _stored(

@@ -84,7 +84,7 @@ class Pipeline:
         placement, order = self.schedule.placement, self.functions.order
         counts = self.layers_per_stage
         if counts is None:
-            of_stage = len(order) // placement.stages if order else slots // placement.own_chunks
+            of_stage = len(order) // placement.stages if order else slots // placement.stored_chunks
             counts = (of_stage,) * placement.stages
         return StageLayout(tuple(counts), placement, self.functions.layer_kinds(sum(counts)))
 
@@ -192,7 +192,7 @@ class Pipeline:
             in_specs=(specs, rows, all_have, PartitionSpec(None, PP)),
             out_specs=StepOutput(
                 all_have,
-                of_gradients if tables.trains else None,
+                of_gradients if tables.has_gradients else None,
                 Aux(None, all_have, all_have, rows),
                 rows,
                 all_have,
@@ -228,7 +228,7 @@ class Pipeline:
         if schedule.pp != pp:
             raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
         counts, slots = self.layers_per_stage, len(params["layers"])
-        stages, chunks = schedule.stages, schedule.placement.own_chunks
+        stages, chunks = schedule.stages, schedule.placement.stored_chunks
         fits = slots % chunks == 0 if counts is None else len(counts) == stages
         if fits:
             needed = len(self.layout(slots).slot_kinds)

@@ -30,12 +30,8 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     dtype: a bfloat16 sum of n equal terms stops growing at 256 of them.
     """
     closed = jax.make_jaxpr(function)(*args)
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-
-    def inlined(*leaves: Any) -> list[Any]:
-        return _evaluate(closed.jaxpr, closed.consts, leaves)
-
-    return jax.make_jaxpr(inlined)(*shapes)
+    # The second pass finds transposed matmuls whose transpose is outside the call with the matmul.
+    return _rewritten(_rewritten(closed))
 
 
 class Labelled(NamedTuple):
@@ -146,6 +142,12 @@ def variables_in(eqn: JaxprEqn) -> list[Var]:
     return [var for var in eqn.invars if isinstance(var, Var)]
 
 
+def _rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the jaxpr with its calls inlined and the replacements of `trace_flat`."""
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _evaluate(closed.jaxpr, closed.consts, args))(*shapes)
+
+
 def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
     products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
@@ -188,10 +190,9 @@ def _with_wide_sums(param: Any) -> Any:
         return tuple(map(_with_wide_sums, param))
     if not isinstance(param, (Jaxpr, ClosedJaxpr)):
         return param
-    closed = param if isinstance(param, ClosedJaxpr) else ClosedJaxpr(param, ())
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    made = jax.make_jaxpr(lambda *args: _evaluate(closed.jaxpr, closed.consts, args))(*shapes)
-    return made if param is closed else made.jaxpr
+    if isinstance(param, ClosedJaxpr):
+        return _rewritten(param)
+    return _rewritten(ClosedJaxpr(param, ())).jaxpr
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:

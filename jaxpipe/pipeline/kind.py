@@ -69,7 +69,7 @@ class TracedKind:
         """Return the kind with a ring buffer plan for the slots of `tables`."""
         pairs = bool(tables.pairs)
         rings = RingBufferPlan.of(
-            self.split, self.state, tables.slots_of, pairs=pairs, on_host=on_host
+            self.split, self.state, tables.rank_slots, pairs=pairs, on_host=on_host
         )
         return replace(self, rings=rings)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.parallel import PP, REPLICA_AXES, TP
-from jaxpipe.schedule import Row, Tables
+from jaxpipe.schedule import TableRow, Tables
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class MessagePrinter:
     ticks: tuple[int, ...] = ()
     pp_ranks: tuple[int, ...] = ()
 
-    def sent(self, tables: Tables, row: Row, loads: list[jax.Array]) -> None:
+    def sent(self, tables: Tables, row: TableRow, loads: list[jax.Array]) -> None:
         """Print the norms of the messages sent in this tick, except those that no rank reads."""
         for index, (lane, load) in enumerate(zip(tables.lanes, loads)):
             for place, kind in enumerate(lane.kinds, start=1):
                 text = f"sends {kind} to pp_rank {{other}}"
                 self._print(text, row, row.send[index] == place, lane.hop, load)
 
-    def received(self, tables: Tables, row: Row, index: int, message: jax.Array) -> None:
+    def received(self, tables: Tables, row: TableRow, index: int, message: jax.Array) -> None:
         """Print the norm and slot of the message received on a lane, unless it is dropped."""
         lane, slot = tables.lanes[index], row.arrive[index]
         text = f"receives {' or '.join(lane.kinds)} from pp_rank {{other}} into slot {{slot}}"
@@ -37,7 +37,13 @@ class MessagePrinter:
         self._print(text, row, real, -lane.hop, message, slot=slot)
 
     def _print(
-        self, text: str, row: Row, real: jax.Array, hop: int, message: jax.Array, **more: jax.Array
+        self,
+        text: str,
+        row: TableRow,
+        real: jax.Array,
+        hop: int,
+        message: jax.Array,
+        **more: jax.Array,
     ) -> None:
         """Print a line if the message is `real`; `more` are further values for the text."""
         rank = lax.axis_index(PP)

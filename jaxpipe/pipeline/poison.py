@@ -10,11 +10,11 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
-from jaxpipe.schedule import Op, Row, Tables
+from jaxpipe.schedule import Op, TableRow, Tables
 
 
 def poison_read_slots(
-    carry: Carry, row: Row, tables: Tables, plans: Sequence[RingBufferPlan]
+    carry: Carry, row: TableRow, tables: Tables, plans: Sequence[RingBufferPlan]
 ) -> Carry:
     """Return the carry at the end of a tick, with poison in the slots whose last read this was.
 
@@ -22,14 +22,14 @@ def poison_read_slots(
     """
     inbox = buffers.poison_slot(carry.inbox, row.x_read)
     carry = carry._replace(inbox=buffers.poison_slot(inbox, row.dy_read))
-    if not tables.trains:
+    if not tables.has_gradients:
         return carry
     if tables.slots.embed:
         carry = carry._replace(embed_ring=buffers.poison_slot(carry.embed_ring, row.dx_read))
 
     def ran(*ops: Op) -> jax.Array:
         """Whether the cell runs a gradient action with one of these ops."""
-        flags = [row.chunk_of(op) > 0 for op in ops]
+        flags = [row.chunk_column(op) > 0 for op in ops]
         flags += [row.pair == i + 1 for i, pair in enumerate(tables.pairs) if pair.op in ops]
         return jnp.stack(flags).any()
 
@@ -41,7 +41,7 @@ def poison_read_slots(
         )
         carry = carry._replace(head_ring=waited)
     waits = [("for_b", row.for_b_read, (Op.B, Op.BW)), ("for_w", row.for_w_read, (Op.W, Op.BW))]
-    if tables.splits:
+    if tables.has_split_backward:
         waits.append(("stash", row.stash_read, (Op.W,)))
 
     def emptied(plan: RingBufferPlan, rings: RingBuffers) -> RingBuffers:

@@ -27,7 +27,7 @@ from jaxpipe.pipeline.reference import StepOutput, total_count
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.pipeline.ticks import closing_tick, run_ticks
-from jaxpipe.schedule import Row, Tables
+from jaxpipe.schedule import TableRow, Tables
 
 Tree = Any
 
@@ -53,7 +53,7 @@ class DeviceProgram:
     steps: int = 0
 
     def __call__(
-        self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: Row
+        self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: TableRow
     ) -> StepOutput:
         """Run the step; `uncut` holds the replicated inputs, variables and loss scale (or None)."""
         own = DeviceParameters.gather(
@@ -73,7 +73,7 @@ class DeviceProgram:
             {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()},
         )
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
-        if not self.tables.trains:
+        if not self.tables.has_gradients:
             return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
         sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
         gradients = own.gradients(*sums, reduced=closing is not None)
@@ -105,7 +105,7 @@ class DeviceProgram:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(rows, index, None, variables, own.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
-        policy = self.execution.policy if self.tables.trains else None
+        policy = self.execution.policy if self.tables.has_gradients else None
         slots, functions = self.layout.slot_kinds, self.functions.kinds_by_name
         away = self.layout.first_ring_slots(self.execution.offload_layers if policy else 0)
 
@@ -187,6 +187,6 @@ class DeviceProgram:
             functions=functions,
             embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
             head=head,
-            split=head.split(shared, x, rows) if self.tables.trains else None,
+            split=head.split(shared, x, rows) if self.tables.has_gradients else None,
             step=step,
         )

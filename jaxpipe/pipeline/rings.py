@@ -12,7 +12,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
 from jaxpipe.pipeline.store import RingStore, Values
-from jaxpipe.schedule import Buffers, Op, Row
+from jaxpipe.schedule import Buffers, Op, TableRow
 
 Tree = Any
 NOTHING = Residuals((), ())
@@ -123,14 +123,14 @@ class RingBufferPlan:
         by_op = {Op.F: ("residuals", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}
         return by_op[op]
 
-    def state_before(self, part: RingBuffers, row: Row) -> Tree:
+    def state_before(self, part: RingBuffers, row: TableRow) -> Tree:
         """Return the state that earlier slices of the sequence left; None without slices."""
         return (
             None if part.state is None else _read_or_zeros(part.state, row.state, row.first_slice)
         )
 
     def write_forward(
-        self, part: RingBuffers, made: Residuals, state: Tree, row: Row
+        self, part: RingBuffers, made: Residuals, state: Tree, row: TableRow
     ) -> RingBuffers:
         """Return the ring buffers of F with its residuals and state written to their slots."""
         kept = self.residuals.write(part.residuals, "for_b", made.for_b, row.for_b_write)
@@ -140,7 +140,7 @@ class RingBufferPlan:
         return RingBuffers(residuals=kept, state=state)
 
     def write_backward(
-        self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: Row
+        self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: TableRow
     ) -> RingBuffers:
         """Return the ring buffers of B or BW with stash and dstate written; BW has no stash."""
         if stash and self.shares_stash:
@@ -153,7 +153,7 @@ class RingBufferPlan:
             part = part._replace(dstate=buffers.write(part.dstate, dstate, row.dstate))
         return part
 
-    def read(self, rings: RingBuffers, row: Row, op: Op) -> GradientInputs:
+    def read(self, rings: RingBuffers, row: TableRow, op: Op) -> GradientInputs:
         """Read the inputs of a gradient action; only W reads a stash, and it reads no `for_b`."""
         for_w = self.residuals.read(rings.residuals, "for_w", row.for_w_read)
         if op is Op.W:

@@ -23,7 +23,7 @@ from jaxpipe.pipeline.pairing import run_paired
 from jaxpipe.pipeline.poison import poison_read_slots
 from jaxpipe.pipeline.rings import GradientInputs, RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.transfers import Transfers
-from jaxpipe.schedule import Op, Pair, Row
+from jaxpipe.schedule import Op, OverlapPair, TableRow
 
 Tree = Any
 
@@ -80,7 +80,7 @@ class DeviceWork:
                 lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
             ),
         )
-        if not step.tables.trains:
+        if not step.tables.has_gradients:
             return carry
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
         if slots.head:
@@ -105,7 +105,7 @@ class DeviceWork:
     def _transfers(self) -> Transfers:
         return Transfers(self.step.tables, self.step.poison, self.step.printer)
 
-    def tick(self, carry: Carry, row: Row) -> Carry:
+    def tick(self, carry: Carry, row: TableRow) -> Carry:
         """Run one tick as a row of the tables says, and return the carry of the next."""
         tables = self.step.tables
         with jax.named_scope("exchange"):
@@ -127,11 +127,11 @@ class DeviceWork:
         carry = self.embed_head.after_forward(carry, row)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
-                carry = self._gradient(carry, row, row.chunk_of(op) == chunk + 1, op, chunk)
+                carry = self._gradient(carry, row, row.chunk_column(op) == chunk + 1, op, chunk)
         carry = self.embed_head.after_gradient(carry, row)
         return poison_read_slots(carry, row, tables, self._plans) if self.step.poison else carry
 
-    def _forward(self, carry: Carry, row: Row, runs: jax.Array, chunk: int) -> Carry:
+    def _forward(self, carry: Carry, row: TableRow, runs: jax.Array, chunk: int) -> Carry:
         """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
@@ -140,7 +140,7 @@ class DeviceWork:
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
-    def _gradient(self, carry: Carry, row: Row, runs: jax.Array, op: Op, chunk: int) -> Carry:
+    def _gradient(self, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int) -> Carry:
         """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
         def kept(ring: int, part: RingBuffers) -> GradientInputs:
@@ -159,7 +159,12 @@ class DeviceWork:
         return self._with_gradient(carry, op, chunk, made)
 
     def _pair(
-        self, carry: Carry, row: Row, runs: jax.Array, pair: Pair, read: list[GradientInputs]
+        self,
+        carry: Carry,
+        row: TableRow,
+        runs: jax.Array,
+        pair: OverlapPair,
+        read: list[GradientInputs],
     ) -> Carry:
         """Run F of one chunk and a gradient action of another in one branch, free to overlap.
 
@@ -181,7 +186,7 @@ class DeviceWork:
         carry = self._with_forward(carry, *forward)
         return self._with_gradient(carry, pair.op, pair.gradient, gradient)
 
-    def _read(self, carry: Carry, row: Row, op: Op) -> list[GradientInputs]:
+    def _read(self, carry: Carry, row: TableRow, op: Op) -> list[GradientInputs]:
         """Read the inputs of a gradient action from the ring buffers of every ring slot."""
         return [plan.read(rings, row, op) for plan, rings in zip(self._plans, carry.rings)]
 
@@ -198,7 +203,7 @@ class DeviceWork:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
         return ForwardOutputs(carry.y, self._parts(carry, Op.F), carry.aux, None), carry.aux_losses
 
-    def _given_forward(self, carry: Carry, row: Row) -> tuple[ActionInputs, ForwardOutputs]:
+    def _given_forward(self, carry: Carry, row: TableRow) -> tuple[ActionInputs, ForwardOutputs]:
         x, rows = self._input(carry, row)
         before, losses = self._before_forward(carry)
         if losses is not None:
@@ -206,19 +211,19 @@ class DeviceWork:
         return self._given(row, rows), before._replace(y=x)
 
     def _forward_made(
-        self, carry: Carry, row: Row, made: ForwardOutputs
+        self, carry: Carry, row: TableRow, made: ForwardOutputs
     ) -> tuple[ForwardOutputs, jax.Array | None]:
         losses = carry.aux_losses
         if losses is not None:
             losses = self.step.aux.recorded(losses, made.loss, row.forward_mb)
         return made._replace(loss=None), losses
 
-    def _given(self, row: Row, rows: Tree) -> ActionInputs:
+    def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
         step = self.step
         return ActionInputs(row, rows, step.variables, step.aux.seed, step.embed_head_of_layers)
 
     def _given_gradient(
-        self, carry: Carry, row: Row, op: Op, chunk: int
+        self, carry: Carry, row: TableRow, op: Op, chunk: int
     ) -> tuple[ActionInputs, BackwardOutputs]:
         before = self._before_gradient(carry, op, chunk)
         rows = self.step.rows(row.gradient_mb)
@@ -230,7 +235,7 @@ class DeviceWork:
             before = before._replace(dx=dy)
         return self._given(row, rows), before
 
-    def _input(self, carry: Carry, row: Row) -> tuple[jax.Array, Tree]:
+    def _input(self, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
         """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
         rows = self.step.rows(row.forward_mb)
         embed, shared = self.embed_head.functions.embed, self.step.embed_head

@@ -20,7 +20,7 @@ from jax import lax
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.tick import DeviceWork
-from jaxpipe.schedule import Row, Tables
+from jaxpipe.schedule import TableRow, Tables
 
 
 def closing_tick(tables: Tables, execution: Execution) -> int | None:
@@ -43,7 +43,7 @@ def closing_tick(tables: Tables, execution: Execution) -> int | None:
     return last if len(alone.gradients) == 1 and not alone.pairs else None
 
 
-def run_ticks(work: DeviceWork, carry: Carry, rows: Row, closing: int | None) -> Carry:
+def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | None) -> Carry:
     """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
 
     With a `closing` tick, the gradient sums of layers are returned reduced over replicas.

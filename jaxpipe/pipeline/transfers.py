@@ -15,8 +15,8 @@ from jax import lax
 from jaxpipe.parallel.mesh import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.schedule import Row, Tables
-from jaxpipe.schedule.lanes import Route
+from jaxpipe.schedule import TableRow, Tables
+from jaxpipe.schedule.lanes import PermutePair
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Transfers:
         return tuple(_pack([message] * len(lanes)) for lanes in self._ways.values())
 
     def receive(
-        self, y: jax.Array, dx: Any, arriving: Any, inbox: jax.Array, row: Row
-    ) -> tuple[Any, jax.Array, Row]:
+        self, y: jax.Array, dx: Any, arriving: Any, inbox: jax.Array, row: TableRow
+    ) -> tuple[Any, jax.Array, TableRow]:
         """Send the outputs of the last tick, and store received and kept values in the inbox.
 
         One-tick transfers complete before any cond starts: the barrier ties them to the row, from
@@ -70,16 +70,16 @@ class Transfers:
                     self.printer.received(self.tables, row, lane, message)
                 inbox = buffers.write(inbox, message, row.arrive[lane])
         columns = self.tables.columns
-        if self.tables.stores(columns.keep_y):
+        if self.tables.uses_inbox(columns.keep_y):
             inbox = buffers.write(inbox, y, row.keep_y)
-        if self.tables.stores(columns.keep_dx):
+        if self.tables.uses_inbox(columns.keep_dx):
             inbox = buffers.write(inbox, dx, row.keep_dx)
         if self.tables.lockstep.transfer_ticks == 2:
             loads, inbox = lax.optimization_barrier((loads, inbox))
             sent = self._send(loads, row)
         return sent, inbox, row
 
-    def _loads(self, made: dict[str, Any], row: Row) -> list[jax.Array]:
+    def _loads(self, made: dict[str, Any], row: TableRow) -> list[jax.Array]:
         """Return the message of every lane; its content is arbitrary where no rank reads it.
 
         Messages in flight during the conds must not be the arrays that the conds write, or XLA
@@ -97,23 +97,23 @@ class Transfers:
             loads.append(load)
         return loads
 
-    def _send(self, loads: list[jax.Array], row: Row) -> tuple[jax.Array, ...]:
+    def _send(self, loads: list[jax.Array], row: TableRow) -> tuple[jax.Array, ...]:
         """Run one permute per direction, with lanes stacked, and return what it brings.
 
         With phased permutes (`turns`) a rank exchanges with one neighbour only, so a single permute
         carries both directions. All ranks take the branch of the tick's phase.
         """
         packed = [_pack([loads[lane] for lane in lanes]) for lanes in self._ways.values()]
-        first, *others = self.tables.routes
+        first, *others = self.tables.permute_pairs
         if not others:
             return tuple(map(self._permuted, packed, (first[hop] for hop in self._ways)))
         up, down = packed
-        ways = [(*routes[+1], *routes[-1]) for routes in self.tables.routes]
+        ways = [(*routes[+1], *routes[-1]) for routes in self.tables.permute_pairs]
         exchanges = [partial(self._permuted, routes=of_turn) for of_turn in ways]
         brought = lax.switch(row.turn, exchanges, jnp.where(row.send[0] > 0, up, down))
         return brought, brought
 
-    def _permuted(self, message: jax.Array, routes: tuple[Route, ...]) -> jax.Array:
+    def _permuted(self, message: jax.Array, routes: tuple[PermutePair, ...]) -> jax.Array:
         """Permute a message over permute pairs; a rank to which none leads gets zeros (or NaN)."""
         brought = lax.ppermute(message, PP, routes)
         if self.poison:

@@ -27,7 +27,7 @@ from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.tick import DeviceWork
-from jaxpipe.schedule import Row
+from jaxpipe.schedule import TableRow
 
 Tree = Any
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -83,7 +83,9 @@ class UpdatingProgram:
     program: DeviceProgram
     update: Update
 
-    def __call__(self, params: Tree, moments: Tree, batch: Tree, columns: Row) -> UpdateOutputs:
+    def __call__(
+        self, params: Tree, moments: Tree, batch: Tree, columns: TableRow
+    ) -> UpdateOutputs:
         """Run all steps."""
         program = self.program
         params, moments = self._with_shared(ParamSharding.gather_over_pp, (params, moments))
@@ -160,17 +162,19 @@ class _UpdatingTicks:
     stored: Tree
     update: Update
 
-    def tick(self, carry: Carry, held: UpdatedState, row: Row) -> tuple[Carry, UpdatedState]:
+    def tick(self, carry: Carry, held: UpdatedState, row: TableRow) -> tuple[Carry, UpdatedState]:
         """Run one tick as a row of the tables says, with the update at its end, if any."""
         embed, shared = self.work.embed_head.embed, carry.embed_head_gradients
         sums = embed.unused(shared), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
-        others, layers = lax.cond(row.steps.begins > 0, nothing, lambda: sums)
+        others, layers = lax.cond(row.steps.step_restart > 0, nothing, lambda: sums)
         shared = merge(embed.used, shared, others)
         carry = carry._replace(embed_head_gradients=shared, layer_gradients=layers)
         carry = self._work(held).tick(carry, row)
         with jax.named_scope("update"):
-            held = lax.cond(row.steps.ends > 0, partial(self._updated, carry, held), lambda: held)
+            held = lax.cond(
+                row.steps.step_complete > 0, partial(self._updated, carry, held), lambda: held
+            )
         return carry, held
 
     def _work(self, held: UpdatedState) -> DeviceWork:

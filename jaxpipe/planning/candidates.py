@@ -7,7 +7,7 @@ import msgspec
 from jaxpipe.config import Config
 from jaxpipe.planning.chosen import QUICK, Choice, chosen
 from jaxpipe.planning.hardware import OpSeconds
-from jaxpipe.schedule import FAMILIES, ScheduleError, Sizes, Variant, family_of
+from jaxpipe.schedule import FAMILIES, ScheduleError, ScheduleVariant, VariantSizes, find_family
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Candidate:
     `configured`: whether it is the configuration's own schedule, exactly as a run has it.
     """
 
-    variant: Variant
+    variant: ScheduleVariant
     choice: Choice
     configured: bool = False
 
@@ -28,7 +28,7 @@ class Candidate:
 
 
 def tried(
-    config: Config, seconds: OpSeconds, variant: Variant, *, memory: float | None = None
+    config: Config, seconds: OpSeconds, variant: ScheduleVariant, *, memory: float | None = None
 ) -> Candidate | str:
     """Return the candidate of a variant, or why the sizes forbid it; `memory` as in `chosen`.
 
@@ -42,24 +42,24 @@ def tried(
         return str(error)
 
 
-def variants(config: Config) -> list[Variant]:
+def variants(config: Config) -> list[ScheduleVariant]:
     """All variants that a plan of the configuration tries, the configuration's own first."""
     own, sizes = variant_of(config), sizes_of(config)
     every = [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
     return [own, *(variant for variant in every if variant != own)]
 
 
-def sizes_of(config: Config) -> Sizes:
+def sizes_of(config: Config) -> VariantSizes:
     """The sizes that decide which variants are worth a try."""
     parallel = config.parallel
     shared = parallel.ends_shared_by > 0
-    return Sizes(parallel.pp, config.model.n_layers, parallel.slices, shared)
+    return VariantSizes(parallel.pp, config.model.n_layers, parallel.slices, shared)
 
 
-def variant_of(config: Config) -> Variant:
+def variant_of(config: Config) -> ScheduleVariant:
     """The variant that a configuration names; raises `ScheduleError` for an unknown schedule."""
-    parallel, family = config.parallel, family_of(config.parallel.schedule)
-    return Variant(
+    parallel, family = config.parallel, find_family(config.parallel.schedule)
+    return ScheduleVariant(
         family.name,
         virtual_stages=parallel.virtual_stages or family.default("virtual_stages"),
         memory_limit=parallel.memory_limit or family.default("memory_limit"),
@@ -79,13 +79,13 @@ def configured(
     return Candidate(variant_of(config), choice, configured=True)
 
 
-def candidate(config: Config, seconds: OpSeconds, variant: Variant) -> Candidate:
+def candidate(config: Config, seconds: OpSeconds, variant: ScheduleVariant) -> Candidate:
     """Search a variant for these costs; raises `ScheduleError` if the sizes forbid it."""
     named = _named(config, variant)
     return Candidate(variant, chosen(named, seconds=seconds, effort=QUICK))
 
 
-def _named(config: Config, variant: Variant) -> Config:
+def _named(config: Config, variant: ScheduleVariant) -> Config:
     """The configuration that names a variant; a layer list for other stages becomes "even"."""
     parallel, family = config.parallel, FAMILIES[variant.family]
     split, stages = parallel.layer_split, parallel.pp * (variant.virtual_stages or family.stages)

@@ -32,11 +32,11 @@ from jaxpipe.schedule import (
     assign_layers,
     build,
     check_memory,
-    family_of,
+    find_family,
     lower,
     validate,
 )
-from jaxpipe.schedule.scan import paced, scan_time
+from jaxpipe.schedule.scan import optimize_pace, scan_time
 
 QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # times that differ by less count as equal: a plan is not more exact
@@ -91,7 +91,7 @@ def chosen(
       memory: bytes of a device, for `parallel.memory_limit = "auto"`; None: not known.
       seconds: costs of ops, in place of those above.
       effort: of a search, as in `build`; `QUICK` is for comparing many candidates, and leaves
-        pacing out (`schedule.scan.paced`).
+        pacing out (`schedule.scan.optimize_pace`).
 
     Raises `ScheduleError` if there is no such schedule, none within `parallel.memory_limit`, or a
     stage has fewer layers than are to be offloaded.
@@ -106,7 +106,7 @@ def chosen(
     }
     if parallel.schedule_file:
         options["path"] = parallel.schedule_file
-    if family_of(parallel.schedule).searched:
+    if find_family(parallel.schedule).is_searched:
         options |= {"objective": parallel.objective, "effort": effort}
         if parallel.objective == "scan":
             options["lockstep"] = replace(lockstep, in_flight=None)
@@ -127,8 +127,8 @@ def chosen(
     if effort == QUICK:
         return choice
     costs = choice.costs(config, seconds or op_seconds(config))
-    turns = not lockstep.meets and parallel.transfer_ticks != 2
-    return replace(choice, lockstep=paced(schedule, costs, lockstep, turns=turns))
+    turns = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
+    return replace(choice, lockstep=optimize_pace(schedule, costs, lockstep, turns=turns))
 
 
 def layers_of(config: Config, stages: int) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def lockstep_of(config: Config, platform: str | None = None) -> Lockstep:
         vocab_parallel=bool(parallel.ends_shared_by),
         defer_ends=parallel.defer_ends,
         pairs=not on_cpu and not config.train.offload_layers,
-        meets=on_cpu,
+        synchronizes_all=on_cpu,
     )
 
 
@@ -239,7 +239,7 @@ def _searched(
 ) -> Schedule:
     """Search a schedule for the costs of the configuration's stages, within its memory limit."""
     parallel = config.parallel
-    placement = family_of(parallel.schedule).placed(parallel.pp)
+    placement = find_family(parallel.schedule).place_stages(parallel.pp)
     layers = layers_of(config, placement.stages)
     options = options | {"costs": seconds.costs(layers, shared_by=parallel.ends_shared_by)}
     if not parallel.memory_limit:
@@ -250,7 +250,7 @@ def _searched(
 
 
 def _built(config: Config, options: dict[str, Any]) -> Schedule:
-    name = family_of(config.parallel.schedule).name
+    name = find_family(config.parallel.schedule).name
     sizes = config.parallel.pp, config.train.grad_accum_steps
     return _proved(name, *sizes, tuple(options.items()))
 

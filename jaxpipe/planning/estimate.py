@@ -13,7 +13,14 @@ from jaxpipe.planning.chosen import ends_of
 from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.memory import RankBytes, layout_of, mirrored_bytes, rank_bytes
-from jaxpipe.schedule import FAMILIES, Report, Tables, Variant, simulate, time_saved
+from jaxpipe.schedule import (
+    FAMILIES,
+    ScheduleVariant,
+    SimulationReport,
+    Tables,
+    fusion_gain,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Estimate:
     """
 
     candidate: Candidate
-    report: Report  # simulated times, in seconds
+    report: SimulationReport  # simulated times, in seconds
     tables: Tables
     bytes: RankBytes  # of a device
     sent: int  # bytes that a device sends per step: messages, and mirrored stages
@@ -60,7 +67,7 @@ class _Request:
     memory: float | None
     known: Mapping[Config, ModelCosts]
 
-    def __call__(self, variant: Variant) -> Estimate | str:
+    def __call__(self, variant: ScheduleVariant) -> Estimate | str:
         """Return the estimate of a variant, or the reason why the sizes forbid it."""
         take_traced(self.known)
         one = tried(self.config, self.seconds, variant, memory=self.memory)
@@ -88,7 +95,7 @@ def estimates(
     known = {essentials(one): costs_of(one) for one in ends_of(config)} if helpers else {}
     request = _Request(config, seconds, memory, known)
     if helpers:
-        longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].searched)
+        longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched)
         made = dict(zip(longest_first, helpers.map(request, longest_first)))
     else:
         made = {variant: request(variant) for variant in every}
@@ -106,7 +113,7 @@ def estimate(config: Config, candidate: Candidate, seconds: OpSeconds) -> Estima
     choice = candidate.choice
     config, tables = choice.settled(config), choice.tables
 
-    def simulated(seconds: OpSeconds) -> Report:
+    def simulated(seconds: OpSeconds) -> SimulationReport:
         return simulate(choice.schedule, choice.costs(config, seconds), choice.lockstep)
 
     report = simulated(seconds)
@@ -142,5 +149,5 @@ def overlapped(config: Config, one: Estimate, seconds: OpSeconds, steps: int) ->
     if choice.schedule.placement.mirrored_from is not None:
         return one
     costs = choice.costs(choice.settled(config), seconds)
-    saved = time_saved(choice.schedule, steps, costs, choice.lockstep)
+    saved = fusion_gain(choice.schedule, steps, costs, choice.lockstep)
     return dataclasses.replace(one, saved=saved)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import family_of
+from jaxpipe.schedule import find_family
 
 
 def check_fused(config: Config) -> None:
@@ -43,7 +43,7 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.variable_length=true", "steps of one program have rows of one length"
     if train.offload_moments:
         yield "train.offload_moments=true", "ranks update in the midst of others' work"
-    if family_of(parallel.schedule).placement == "both ways":
+    if find_family(parallel.schedule).placement == "both ways":
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"
         return  # its steps run one after the other, each with the usual update

@@ -12,7 +12,7 @@ from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import ITEMSIZE
 from jaxpipe.planning.memory import logits_of, rank_bytes
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import LIMITS, Memory, ScheduleError
+from jaxpipe.schedule import LIMITS, MemoryCosts, ScheduleError
 
 if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
@@ -32,7 +32,7 @@ class Room:
 
     given: str | float
     unit: int
-    memory: Memory
+    memory: MemoryCosts
     limit: str | float
 
     @contextmanager
@@ -68,7 +68,7 @@ def room_of(config: Config, layout: "StageLayout", device_memory: float | None) 
     return Room(given, unit, memory, limit)
 
 
-def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
+def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:
     """Bytes that a stage keeps of a microbatch from F to B, and what ops take in this unit."""
     costs, away = costs_of(config), layout.first_ring_slots(config.train.offload_layers)
     kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
@@ -85,7 +85,7 @@ def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, Memory]:
             f"of it waits on the host: use fewer layers, or no limit."
         )
     kept = until_w / until_b
-    return until_b, Memory(F=1.0, B=kept - 1, W=-kept, state=state / until_b)
+    return until_b, MemoryCosts(F=1.0, B=kept - 1, W=-kept, state=state / until_b)
 
 
 def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:

@@ -82,7 +82,10 @@ def check_pipeline(config: Config) -> None:
             f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
             f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
         )
-    slices, may_underfill = parallel.slices, family.underfills or parallel.allow_underfilled
+    slices, may_underfill = (
+        parallel.slices,
+        family.may_underfill or parallel.allow_underfilled,
+    )
     if microbatches * slices < parallel.pp and not may_underfill:
         cut = f" of parallel.slices={slices}" if slices > 1 else ""
         raise ConfigError(
@@ -96,7 +99,7 @@ def check_pipeline(config: Config) -> None:
             f"parallel.schedule={parallel.schedule!r} with parallel.virtual_stages=1: it is for "
             f"several stages a rank; use {several} or more, or a schedule with one, such as 1f1b."
         )
-    if family.takes("path") != bool(parallel.schedule_file):
+    if family.has_option("path") != bool(parallel.schedule_file):
         raise ConfigError(
             f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."

@@ -8,7 +8,7 @@ other communication is in this module. On GPUs the order of launches is the orde
 the same rule holds.
 
 The service belongs to `jax.distributed`: process 0 runs the server, and each process has a client.
-The client is not a public part of jax, and only this module uses it.
+Only this module uses the client.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ class Service:
     """
 
     def __init__(self) -> None:
-        from jax._src import distributed
+        from jaxpipe.jax_internals import distributed_state  # commands import this file without jax
 
-        state = distributed.global_state
+        state = distributed_state()
         self.client, self.index, self.count = state.client, state.process_id, state.num_processes
         self._calls = itertools.count()
         self._previous: str | None = None

@@ -6,25 +6,25 @@ Pure Python and numpy; this package does not import jax. "Rank" means pipeline r
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.schedule.assignment import assign_layers
 from jaxpipe.schedule.builders import build, check_memory, forward_only
-from jaxpipe.schedule.cells import Costs, Memory
-from jaxpipe.schedule.custom import read, write
-from jaxpipe.schedule.draw import timeline
+from jaxpipe.schedule.cells import Costs, MemoryCosts
+from jaxpipe.schedule.custom import read_schedule, write_schedule
+from jaxpipe.schedule.draw import draw_timeline
 from jaxpipe.schedule.families import (
     BUILDERS,
     FAMILIES,
     NAMES,
-    Family,
-    Sizes,
-    Variant,
-    family_of,
+    ScheduleFamily,
+    ScheduleVariant,
+    VariantSizes,
+    find_family,
 )
-from jaxpipe.schedule.fused import fused, time_saved
+from jaxpipe.schedule.fused import fuse_steps, fusion_gain
 from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
-from jaxpipe.schedule.lower import Pair, Tables, lower
+from jaxpipe.schedule.lower import OverlapPair, Tables, lower
 from jaxpipe.schedule.problem import LIMITS
-from jaxpipe.schedule.row import Row
-from jaxpipe.schedule.simulate import Report, peak_memory, simulate
+from jaxpipe.schedule.row import TableRow
+from jaxpipe.schedule.simulate import SimulationReport, peak_memory, simulate
 from jaxpipe.schedule.validate import validate
 
 __all__ = [
@@ -36,32 +36,32 @@ __all__ = [
     "Buffers",
     "Cell",
     "Costs",
-    "Family",
     "Lockstep",
-    "Memory",
+    "MemoryCosts",
     "Op",
-    "Pair",
+    "OverlapPair",
     "Placement",
-    "Report",
-    "Row",
     "Schedule",
     "ScheduleError",
-    "Sizes",
+    "ScheduleFamily",
+    "ScheduleVariant",
+    "SimulationReport",
+    "TableRow",
     "Tables",
-    "Variant",
+    "VariantSizes",
     "assign_layers",
     "build",
     "check_memory",
-    "family_of",
+    "draw_timeline",
+    "find_family",
     "forward_only",
-    "fused",
+    "fuse_steps",
+    "fusion_gain",
     "label",
     "lower",
     "peak_memory",
-    "read",
+    "read_schedule",
     "simulate",
-    "time_saved",
-    "timeline",
     "validate",
-    "write",
+    "write_schedule",
 ]

@@ -31,12 +31,12 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; enum's hash is slow, and actions are keys
 
     @property
-    def gives_dx(self) -> bool:
+    def computes_dx(self) -> bool:
         """Whether the op computes the gradient of a stage's input."""
         return self in (Op.B, Op.BW)
 
     @property
-    def gives_dw(self) -> bool:
+    def computes_dw(self) -> bool:
         """Whether the op computes the gradients of a stage's weights."""
         return self in (Op.W, Op.BW)
 
@@ -85,7 +85,7 @@ class Cell(NamedTuple):
     update: Action | None = None
 
     @classmethod
-    def of(cls, action: Action) -> "Cell":
+    def from_action(cls, action: Action) -> "Cell":
         """Return a cell with one action, F or a gradient."""
         return cls(forward=action) if action.op is Op.F else cls(gradient=action)
 
@@ -158,23 +158,23 @@ class Placement:
         return len(self.rank_of)
 
     @property
-    def own_chunks(self) -> int:
+    def stored_chunks(self) -> int:
         """Largest number of stages whose parameters one rank stores."""
         return max(Counter(self.rank_of).values())
 
     @property
     def chunks(self) -> int:
-        """Largest number of stages that one rank computes: 2 x `own_chunks` if bidirectional."""
-        return self.own_chunks * (1 if self.mirrored_from is None else 2)
+        """Largest number of stages that one rank computes: 2 x `stored_chunks` if bidirectional."""
+        return self.stored_chunks * (1 if self.mirrored_from is None else 2)
 
-    def mirrored(self, microbatch: int) -> bool:
+    def is_mirrored(self, microbatch: int) -> bool:
         """Return whether a microbatch enters at the last rank."""
         return self.mirrored_from is not None and microbatch >= self.mirrored_from
 
     def rank(self, stage: int, microbatch: int) -> int:
         """Return the rank that computes a stage for a microbatch."""
         rank = self.rank_of[stage]
-        return self.pp - 1 - rank if self.mirrored(microbatch) else rank
+        return self.pp - 1 - rank if self.is_mirrored(microbatch) else rank
 
     def chunk(self, stage: int, microbatch: int = 0) -> int:
         """Return the index of a stage on its rank: first unmirrored stages, then mirrored ones.
@@ -182,8 +182,8 @@ class Placement:
         >>> [Placement.v_shape(2).chunk(stage) for stage in range(4)]
         [0, 0, 1, 1]
         """
-        own = self.rank_of[:stage].count(self.rank_of[stage])
-        return own + self.own_chunks if self.mirrored(microbatch) else own
+        index = self.rank_of[:stage].count(self.rank_of[stage])
+        return index + self.stored_chunks if self.is_mirrored(microbatch) else index
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Schedule:
     updates: int = 0
 
     @classmethod
-    def of(
+    def from_orders(
         cls,
         name: str,
         placement: Placement,
@@ -219,7 +219,7 @@ class Schedule:
     ) -> "Schedule":
         """Build a schedule from orders of cells; a lone action need not be wrapped in a cell."""
         ranks = (
-            tuple(Cell.of(item) if isinstance(item, Action) else item for item in order)
+            tuple(Cell.from_action(item) if isinstance(item, Action) else item for item in order)
             for order in orders
         )
         return cls(name, placement, microbatches, tuple(ranks), slices)
@@ -239,7 +239,7 @@ class Schedule:
         """Whether labels name the stage, because a rank has several."""
         return self.stages > self.pp
 
-    def orders(self) -> list[list[str]]:
+    def notation(self) -> list[list[str]]:
         """Return the cells of every rank in PyTorch's notation, for example `['0F0', '0B0']`."""
         return [[cell.notation for cell in order] for order in self.ranks]
 
@@ -251,7 +251,7 @@ class Schedule:
                     yield rank, action
 
 
-def produced_by(action: Action) -> Value | None:
+def produced_value(action: Action) -> Value | None:
     """Return the value of an action that other actions may read; None for W and U."""
     match action.op:
         case Op.F:
@@ -262,30 +262,30 @@ def produced_by(action: Action) -> Value | None:
             return None
 
 
-def hop_between(kind: str, sender: int, receiver: int, pp: int) -> int | None:
+def permute_direction(kind: str, sender: int, receiver: int, pp: int) -> int | None:
     """Return +1 or -1, the permute direction of a y or dx; None where the ranks are not neighbours.
 
     Ranks are a ring: the last one neighbours the first. With two ranks both directions lead to the
     receiver; y then takes +1 and dx takes -1.
     """
-    ways = [hop for hop in (+1, -1) if (sender + hop) % pp == receiver]
-    if len(ways) == 2:
+    hops = [hop for hop in (+1, -1) if (sender + hop) % pp == receiver]
+    if len(hops) == 2:
         return +1 if kind == "y" else -1
-    return ways[0] if ways else None
+    return hops[0] if hops else None
 
 
-def link_of(action: Action, placement: Placement) -> int | None:
+def permute_pair(action: Action, placement: Placement) -> int | None:
     """Return r if the value of an action travels between ranks r and r + 1; None if it stays."""
-    value = produced_by(action)
+    value = produced_value(action)
     to = action.stage + (1 if action.op is Op.F else -1)
     if value is None or not 0 <= to < placement.stages:
         return None
     sender, receiver = (placement.rank(s, action.microbatch) for s in (action.stage, to))
-    hop = hop_between(value.kind, sender, receiver, placement.pp)
+    hop = permute_direction(value.kind, sender, receiver, placement.pp)
     return None if sender == receiver else sender if hop == 1 else receiver
 
 
-def needed_by(action: Action, stages: int) -> list[Value]:
+def needed_values(action: Action, stages: int) -> list[Value]:
     """Return the values that an action waits for.
 
     F waits for the y of the previous stage. B and BW wait for the F of the same stage and
@@ -298,17 +298,17 @@ def needed_by(action: Action, stages: int) -> list[Value]:
         case Op.F:
             return [Value("y", stage - 1, microbatch)] if stage else []
         case Op.B | Op.BW:
-            own = [Value("y", stage, microbatch)]
+            forward = [Value("y", stage, microbatch)]
             last = stage == stages - 1
-            return own if last else [*own, Value("dx", stage + 1, microbatch)]
+            return forward if last else [*forward, Value("dx", stage + 1, microbatch)]
         case Op.W:
             return [Value("dx", stage, microbatch)]
         case Op.U:
             return []
 
 
-def external_needs(cell: Cell, stages: int) -> list[Value]:
+def external_values(cell: Cell, stages: int) -> list[Value]:
     """Return the values that a cell waits for, without the y that the cell's F computes."""
-    own = produced_by(cell.forward) if cell.forward else None
-    needs = (value for action in cell.actions for value in needed_by(action, stages))
-    return [value for value in needs if value != own]
+    computed = produced_value(cell.forward) if cell.forward else None
+    needed = (value for action in cell.actions for value in needed_values(action, stages))
+    return [value for value in needed if value != computed]

@@ -48,11 +48,11 @@ def assign_layers(
             )
         _check_list(counts, layers, stages)
     elif first or last:
-        counts = _pinned(layers, stages, first, last)
+        counts = _split_with_pins(layers, stages, first, last)
     elif policy == "even":
-        counts = _even(layers, stages)
+        counts = _split_evenly(layers, stages)
     elif policy == "weighted":
-        total = list(_even(layers + sum(weights), stages))
+        total = list(_split_evenly(layers + sum(weights), stages))
         total[0] -= weights[0]
         total[-1] -= weights[1]
         counts = tuple(total)
@@ -70,12 +70,12 @@ def assign_layers(
     return counts
 
 
-def _even(items: int, stages: int) -> tuple[int, ...]:
+def _split_evenly(items: int, stages: int) -> tuple[int, ...]:
     base, extra = divmod(items, stages)
     return tuple(base + (s < extra) for s in range(stages))
 
 
-def _pinned(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+def _split_with_pins(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
     pins = (first > 0) + (last > 0)
     rest, middle = layers - first - last, stages - pins
     if rest < middle or (middle <= 0 and rest != 0):
@@ -83,7 +83,7 @@ def _pinned(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
             f"pinning {first} layers to the first and {last} to the last of {stages} stages leaves "
             f"{rest} of {layers} layers for {max(middle, 0)} stages: change the pins."
         )
-    inner = _even(rest, middle) if middle else ()
+    inner = _split_evenly(rest, middle) if middle else ()
     return (*([first] if first else []), *inner, *([last] if last else []))
 
 

@@ -6,8 +6,8 @@ from jaxpipe.schedule.action import Placement, Schedule
 from jaxpipe.schedule.cells import place
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.loop import one_f_one_b, zb_h1, zb_h2
-from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target, limit_in_units
-from jaxpipe.schedule.search import search
+from jaxpipe.schedule.problem import ANY_TARGET, SearchProblem, Target, limit_in_units
+from jaxpipe.schedule.search import search_schedule
 
 
 def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
@@ -22,17 +22,23 @@ def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule
     placement = Placement.loop(pp)
     memory_limit = "2p" if target.memory_limit is None else target.memory_limit
     limit = limit_in_units(memory_limit, placement, target.memory)
-    problem = Problem("zb_auto", placement, microbatches, limit, target)
+    problem = SearchProblem("zb_auto", placement, microbatches, limit, target)
     problem.check_limit()
     known = [zb_h1(pp, microbatches), zb_h2(pp, microbatches)]
-    known += _unsplit(pp, microbatches, target.lockstep, min(problem.room, microbatches))
-    return replace(search(problem, effort=target.effort, known=known), name="zb_auto")
+    known += _build_unsplit(
+        pp, microbatches, target.lockstep, min(problem.live_limit, microbatches)
+    )
+    return replace(search_schedule(problem, effort=target.effort, known=known), name="zb_auto")
 
 
-def _unsplit(pp: int, microbatches: int, lockstep: Lockstep, room: int) -> list[Schedule]:
+def _build_unsplit(
+    pp: int, microbatches: int, lockstep: Lockstep, live_limit: int
+) -> list[Schedule]:
     """Return 1F1B in order, and as placed with forwards that run ahead within `room`."""
     plain = one_f_one_b(pp, microbatches)
     packed = 2 * pp - (not lockstep.vocab_parallel)
-    ahead = [place(plain, replace(lockstep, in_flight=n)) for n in {min(packed, room), room}]
+    ahead = [
+        place(plain, replace(lockstep, in_flight=n)) for n in {min(packed, live_limit), live_limit}
+    ]
     orders = ([[cell for cell in cells if cell.actions] for cells in zip(*grid)] for grid in ahead)
     return [plain, *(replace(plain, ranks=tuple(map(tuple, ranks))) for ranks in orders)]

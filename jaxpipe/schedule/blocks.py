@@ -17,23 +17,25 @@ from jaxpipe.schedule.action import Placement
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """A building block.
 
     Attributes:
       phases: per rank, the ticks of F and the ticks of B of microbatch 0, one for each stage of the
         rank.
       period: ticks between consecutive microbatches.
-      held: the most (microbatch, stage) pairs that are live, from F to B, on any rank.
+      peak_live: the most (microbatch, stage) pairs that are live, from F to B, on any rank.
     """
 
     phases: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
     period: int
-    held: int
+    peak_live: int
 
 
 @lru_cache(maxsize=8)  # many searches are for few placements
-def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, ...]:
+def enumerate_blocks(
+    placement: Placement, steps: int = 4, gaps: int = 4
+) -> tuple[BuildingBlock, ...]:
     """Return every block with `1..steps` ticks per hop in a run and gaps of `1..gaps` ticks.
 
     A run is the F or the B of all stages of one chunk index, in stage order: the loop placement
@@ -41,38 +43,40 @@ def blocks(placement: Placement, steps: int = 4, gaps: int = 4) -> tuple[Block, 
     """
     period = 3 * placement.stages // placement.pp
     ranks = [*placement.rank_of, *reversed(placement.rank_of)]  # F, then B, of every stage
-    every = []
-    for ticks in _extended([], ranks, placement.pp, period, steps, gaps):
-        own: list[list[int]] = [[] for _ in range(placement.pp)]
+    found_blocks = []
+    for ticks in _extend([], ranks, placement.pp, period, steps, gaps):
+        rank_ticks: list[list[int]] = [[] for _ in range(placement.pp)]
         for rank, tick in zip(ranks, ticks):
-            own[rank].append(tick)
-        phases = tuple(map(_phases, own))
-        every.append(Block(phases, period, max(_held(*phase, period) for phase in phases)))
-    return tuple(every)
+            rank_ticks[rank].append(tick)
+        phases = tuple(map(_split_phases, rank_ticks))
+        found_blocks.append(
+            BuildingBlock(phases, period, max(_count_peak_live(*phase, period) for phase in phases))
+        )
+    return tuple(found_blocks)
 
 
-def _extended(
+def _extend(
     ticks: list[int], ranks: list[int], pp: int, period: int, steps: int, gaps: int
 ) -> Iterator[list[int]]:
     """Yield all completions of `ticks` without a collision, run by run."""
     if len(ticks) == len(ranks):
         yield ticks
         return
-    taken = {(rank, tick % period) for rank, tick in zip(ranks, ticks)}
+    occupied = {(rank, tick % period) for rank, tick in zip(ranks, ticks)}
     run = ranks[len(ticks) : len(ticks) + pp]
     for gap, step in product(range(1, gaps + 1) if ticks else [0], range(1, steps + 1)):
         start = ticks[-1] + gap if ticks else 0
         more = [start + i * step for i in range(pp)]
-        if taken.isdisjoint((rank, tick % period) for rank, tick in zip(run, more)):
-            yield from _extended(ticks + more, ranks, pp, period, steps, gaps)
+        if occupied.isdisjoint((rank, tick % period) for rank, tick in zip(run, more)):
+            yield from _extend(ticks + more, ranks, pp, period, steps, gaps)
 
 
-def _phases(own: list[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    half = len(own) // 2
-    return tuple(own[:half]), tuple(reversed(own[half:]))
+def _split_phases(ticks: list[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    half = len(ticks) // 2
+    return tuple(ticks[:half]), tuple(reversed(ticks[half:]))
 
 
-def _held(forward: tuple[float, ...], backward: tuple[float, ...], period: int) -> int:
+def _count_peak_live(forward: tuple[float, ...], backward: tuple[float, ...], period: int) -> int:
     """Return the most (microbatch, stage) pairs live at once: after an F, in the steady state."""
     ages = [[(now - f) // period - (now - b) // period for f, b in zip(forward, backward)]
             for now in (f + 1000 * period for f in forward)]  # fmt: skip

@@ -4,8 +4,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Memory
-from jaxpipe.schedule.families import FAMILIES, Family, family_of
+from jaxpipe.schedule.cells import MemoryCosts
+from jaxpipe.schedule.families import FAMILIES, ScheduleFamily, find_family
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.problem import OBJECTIVES, SLACK, Target, check_objective, limit_in_units
 from jaxpipe.schedule.simulate import peak_memory
@@ -16,7 +16,7 @@ def build(
     *,
     pp: int,
     microbatches: int,
-    memory: Memory | None = None,
+    memory: MemoryCosts | None = None,
     memory_limit: str | float | None = None,
     **options: Any,
 ) -> Schedule:
@@ -44,7 +44,7 @@ def build(
     Raises `ScheduleError` for an unknown name or option, a size that is below one or not allowed in
     the family, and a memory limit that the schedule exceeds.
     """
-    family = family_of(name)
+    family = find_family(name)
     options = {option: value for option, value in options.items() if value is not None}
     sizes = {"pp": pp, "microbatches": microbatches}
     counts = ("slices", "virtual_stages", "breadth")
@@ -57,8 +57,8 @@ def build(
     check_objective(options.get("objective", OBJECTIVES[0]))
     _check_options(family, options)
     target = {option: options.pop(option) for option in _TARGET if option in options}
-    memory = memory or Memory()
-    if family.searched:
+    memory = memory or MemoryCosts()
+    if family.is_searched:
         options["target"] = Target(memory=memory, memory_limit=memory_limit, **target)
     schedule = family.builder(pp, microbatches, **options)
     if memory_limit is not None:
@@ -69,10 +69,10 @@ def build(
 _TARGET = ("costs", "objective", "lockstep", "effort")
 
 
-def _check_options(family: Family, options: dict[str, Any]) -> None:
+def _check_options(family: ScheduleFamily, options: dict[str, Any]) -> None:
     for option, value in options.items():
-        if not family.takes(option) and option not in ("costs", "objective"):
-            takers = [other.name for other in FAMILIES.values() if other.takes(option)]
+        if not family.has_option(option) and option not in ("costs", "objective"):
+            takers = [other.name for other in FAMILIES.values() if other.has_option(option)]
             raise ScheduleError(
                 f"{family.name} has no {option}: leave {option}={value!r} out"
                 + (f", or use one of {', '.join(takers)}." if takers else ".")
@@ -80,7 +80,7 @@ def _check_options(family: Family, options: dict[str, Any]) -> None:
 
 
 def check_memory(
-    schedule: Schedule, memory: Memory, memory_limit: str | float, lockstep: Lockstep = PLAIN
+    schedule: Schedule, memory: MemoryCosts, memory_limit: str | float, lockstep: Lockstep = PLAIN
 ) -> None:
     """Raise `ScheduleError` where a schedule, as the scan runs it, exceeds a memory limit."""
     limit = limit_in_units(memory_limit, schedule.placement, memory)
@@ -99,7 +99,7 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Sc
     Every rank runs the latest stage that is ready, so that few messages are queued. As in
     `Schedule`, `slices` consecutive microbatches are one sequence.
 
-    >>> forward_only(Placement.loop(2), 2).orders()
+    >>> forward_only(Placement.loop(2), 2).notation()
     [['0F0', '0F1'], ['1F0', '1F1']]
     """
     orders: list[list[Action]] = [[] for _ in range(placement.pp)]
@@ -107,11 +107,11 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Sc
     for m in range(microbatches):
         heappush(ready[placement.rank(0, m)], (0, m))
     while any(ready):
-        taken = [heappop(heap) if heap else None for heap in ready]
-        for order, item in zip(orders, taken):
+        used = [heappop(heap) if heap else None for heap in ready]
+        for order, item in zip(orders, used):
             if item is not None:
                 stage, m = -item[0], item[1]
                 order.append(Action(Op.F, stage, m))
                 if stage + 1 < placement.stages:
                     heappush(ready[placement.rank(stage + 1, m)], (-stage - 1, m))
-    return Schedule.of("forward_only", placement, microbatches, orders, slices)
+    return Schedule.from_orders("forward_only", placement, microbatches, orders, slices)

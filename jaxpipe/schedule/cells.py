@@ -19,11 +19,11 @@ from jaxpipe.schedule.action import (
     Schedule,
     ScheduleError,
     Value,
-    needed_by,
-    produced_by,
+    needed_values,
+    produced_value,
 )
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.progress import in_line
+from jaxpipe.schedule.topological_order import sort_topologically
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Costs:
     exchange: "Costs | None" = None
     U: float | Sequence[float] = 0.0
 
-    def of(self, action: Action) -> float:
+    def action_time(self, action: Action) -> float:
         """Return the time of one action."""
 
         def pick(cost: float | Sequence[float]) -> float:
@@ -67,46 +67,47 @@ class Costs:
             case Op.U:
                 return pick(self.U)
 
-    def of_cell(self, cell: Cell) -> float:
+    def cell_time(self, cell: Cell) -> float:
         """Return the time of a cell."""
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
         if self.pair is not None and overlaps:
-            return self.pair + (self.of(cell.update) if cell.update else 0.0)
-        return sum(map(self.of, cell.actions)) - self._hidden(cell)
+            return self.pair + (self.action_time(cell.update) if cell.update else 0.0)
+        return sum(map(self.action_time, cell.actions)) - self._hidden_time(cell)
 
-    def _hidden(self, cell: Cell) -> float:
+    def _hidden_time(self, cell: Cell) -> float:
         """Return the time of collectives of one action that overlap with compute of the other.
 
         >>> costs = Costs(F=2.0, B=2.0, W=2.0, exchange=Costs(F=1.0, B=0.5, W=0.0))
         >>> forward = Action(Op.F, 0, 3)
-        >>> [costs.of_cell(Cell(forward, Action(Op.BW, stage, 1))) for stage in (1, 0)]
+        >>> [costs.cell_time(Cell(forward, Action(Op.BW, stage, 1))) for stage in (1, 0)]
         [4.5, 6.0]
         """
         (forward, gradient, _), exchange = cell, self.exchange
         if not (exchange and forward and gradient) or forward.stage == gradient.stage:
             return 0.0
         (of_f, f), (of_g, g) = (
-            (exchange.of(half), self.of(half) - exchange.of(half)) for half in (forward, gradient)
+            (exchange.action_time(half), self.action_time(half) - exchange.action_time(half))
+            for half in (forward, gradient)
         )
         return min(of_f, g) + min(of_g, f)
 
 
-def timer(costs: Costs) -> Callable[[Cell], float]:
-    """Return a memoized `costs.of_cell`, which ignores microbatches."""
-    known: dict[tuple[tuple[Op, int] | None, ...], float] = {}
+def memoize_cell_time(costs: Costs) -> Callable[[Cell], float]:
+    """Return a memoized `costs.cell_time`, which ignores microbatches."""
+    times: dict[tuple[tuple[Op, int] | None, ...], float] = {}
 
-    def taking(cell: Cell) -> float:
+    def cell_time(cell: Cell) -> float:
         forward, gradient, update = cell
         key = forward and forward[:2], gradient and gradient[:2], update and update[:2]
-        if key not in known:
-            known[key] = costs.of_cell(cell)
-        return known[key]
+        if key not in times:
+            times[key] = costs.cell_time(cell)
+        return times[key]
 
-    return taking
+    return cell_time
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCosts:
     """Change of a rank's memory by each op of one stage and microbatch, in any one unit.
 
     F allocates, and B and W free (negative numbers). B is positive where its W stash is larger than
@@ -121,13 +122,15 @@ class Memory:
     state: float = 0.0
 
     @property
-    def growth(self) -> float:
+    def b_growth(self) -> float:
         """Memory that must be free for a B to run."""
         return max(0.0, self.B)
 
 
 Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
-Ready = Callable[..., bool]  # (action, value computed in the same cell) -> are its inputs available
+IsReady = Callable[
+    ..., bool
+]  # (action, value computed in the same cell) -> are its inputs available
 
 
 @lru_cache(maxsize=32)  # the same schedule is timed, simulated, lowered and drawn; a plan has ~24
@@ -136,19 +139,19 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
 
     Raises `ScheduleError` for a deadlock.
     """
-    return (_in_order if lockstep.in_flight is None else _run_ahead)(schedule, lockstep)
+    return (_place_in_order if lockstep.in_flight is None else _place_ahead)(schedule, lockstep)
 
 
-def _in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
+def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
     """Place the cells of each rank strictly in its order."""
     ticks: list[int] = []
     free = [0] * schedule.pp  # first tick after the last placed cell of each rank
-    line = in_line(schedule)
+    line = sort_topologically(schedule)
     for rank, cell, before in line:
         tick = free[rank]
         for other in before:
             tick = max(tick, ticks[other] + lockstep.transfer_ticks)
-        ticks.append(lockstep.next_for(cell, schedule.placement, tick))
+        ticks.append(lockstep.next_allowed_tick(cell, schedule.placement, tick))
         free[rank] = ticks[-1] + 1
     empty = Cell()
     grid = [[empty] * schedule.pp for _ in range(max(free))]
@@ -157,34 +160,34 @@ def _in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
     return tuple(map(tuple, grid))
 
 
-def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
+def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
     """Place forwards ahead of the order, with at most `in_flight` live microbatches per rank."""
     transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight or 0
-    lines = [_RunAhead(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
-    made: dict[Value, tuple[int, int]] = {}  # value -> (rank that computed it, tick)
+    queues = [_RankQueues(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
+    computed: dict[Value, tuple[int, int]] = {}  # value -> (rank that computed it, tick)
     grid: list[tuple[Cell, ...]] = []
     idle = 0
-    while not all(line.finished for line in lines):
+    while not all(queue.is_empty for queue in queues):
         tick = len(grid)
 
         def ready(
             rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
         ) -> bool:
-            if not lockstep.lets(action, schedule.placement, tick):
+            if not lockstep.allows(action, schedule.placement, tick):
                 return False
-            for value in needed_by(action, schedule.stages):
-                source, when = made.get(value, (rank, tick))
+            for value in needed_values(action, schedule.stages):
+                source, when = computed.get(value, (rank, tick))
                 hop = 1 if source == rank else transfer_ticks
                 waits = lockstep.vocab_parallel and value[:2] == ("y", schedule.stages - 1)
                 if (value != in_cell or waits) and when + hop > tick:
                     return False
             return True
 
-        row = tuple(line.take(partial(ready, rank)) for rank, line in enumerate(lines))
+        row = tuple(queue.take(partial(ready, rank)) for rank, queue in enumerate(queues))
         for rank, cell in enumerate(row):
             for action in cell.actions:
-                if value := produced_by(action):
-                    made[value] = (rank, tick)
+                if value := produced_value(action):
+                    computed[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
         if idle > transfer_ticks + lockstep.every * lockstep.turns:
             raise ScheduleError(
@@ -195,7 +198,7 @@ def _run_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
     return tuple(grid)
 
 
-class _RunAhead:
+class _RankQueues:
     """The queues of one rank: gradients, and forwards, which wait for free memory and updates."""
 
     def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
@@ -208,10 +211,10 @@ class _RunAhead:
         self._f = self._g = 0
 
     @property
-    def finished(self) -> bool:
+    def is_empty(self) -> bool:
         return self._f == len(self._forwards) and self._g == len(self._gradients)
 
-    def take(self, ready: Ready) -> Cell:
+    def take(self, ready: IsReady) -> Cell:
         """Return the next cell: a ready gradient, else a forward within the limit, or both.
 
         Both share a cell only where transfers take one tick.
@@ -221,7 +224,7 @@ class _RunAhead:
             updated = self._updates >= self._updates_before[self._f]
             if updated and ready(self._forwards[self._f]):
                 forward = self._forwards[self._f]
-        in_cell = produced_by(forward) if forward and self._pairs else None
+        in_cell = produced_value(forward) if forward and self._pairs else None
         if self._g < len(self._gradients) and ready(self._gradients[self._g][0], in_cell):
             gradient, update = self._gradients[self._g]
         if gradient and not self._pairs:

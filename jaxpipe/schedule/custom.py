@@ -19,7 +19,7 @@ _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
 
-def read(path: str | Path, *, slices: int = 1) -> Schedule:
+def read_schedule(path: str | Path, *, slices: int = 1) -> Schedule:
     """Read and validate a schedule from a `.csv` or `.json` file.
 
     The placement follows from the ranks of the forwards. `slices` consecutive microbatches are one
@@ -40,13 +40,13 @@ def read(path: str | Path, *, slices: int = 1) -> Schedule:
         raise ScheduleError(f"{path}: needs a row for each rank, and has none.")
     orders = [
         [
-            parse(str(text).strip(), f"{path}, rank {rank}, cell {column}")
+            parse_cell(str(text).strip(), f"{path}, rank {rank}, cell {column}")
             for column, text in enumerate(row)
             if text and str(text).strip()
         ]
         for rank, row in enumerate(rows)
     ]
-    schedule = replace(_placed(path.stem, orders, str(path)), slices=slices)
+    schedule = replace(_infer_placement(path.stem, orders, str(path)), slices=slices)
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -54,7 +54,7 @@ def read(path: str | Path, *, slices: int = 1) -> Schedule:
     return schedule
 
 
-def custom(
+def build_custom(
     pp: int, microbatches: int, *, path: str | Path | None = None, slices: int = 1
 ) -> Schedule:
     """Read a schedule from a file and check that it is for `pp` ranks and `microbatches`.
@@ -63,7 +63,7 @@ def custom(
     """
     if path is None:
         raise ScheduleError("custom needs a path: give the .csv or .json file of the schedule.")
-    schedule = read(path, slices=slices)
+    schedule = read_schedule(path, slices=slices)
     if (schedule.pp, schedule.microbatches) != (pp, microbatches * slices):
         cut = f" of {slices} slices" if slices > 1 else ""
         raise ScheduleError(
@@ -73,7 +73,7 @@ def custom(
     return schedule
 
 
-def write(schedule: Schedule, path: str | Path) -> None:
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule as `.csv` or `.json`, for `read`.
 
     Raises `ScheduleError` for fused steps: the notation has no letter for updates.
@@ -82,7 +82,7 @@ def write(schedule: Schedule, path: str | Path) -> None:
         raise ScheduleError(
             f"{path}: the notation of files has no updates: write the schedule of one step."
         )
-    path, rows = Path(path), schedule.orders()
+    path, rows = Path(path), schedule.notation()
     if path.suffix == ".json":
         path.write_text(json.dumps(rows))
         return
@@ -90,23 +90,23 @@ def write(schedule: Schedule, path: str | Path) -> None:
         csv.writer(file).writerows(rows)
 
 
-def parse(text: str, where: str = "cell") -> Cell:
+def parse_cell(text: str, where: str = "cell") -> Cell:
     """Parse one cell; `where` is its position, for the error message.
 
-    >>> parse("3I2").gradient
+    >>> parse_cell("3I2").gradient
     Action(op=<Op.B: 'I'>, stage=3, microbatch=2)
     """
     pair = _PAIR.fullmatch(text)
-    actions = [_action(part.strip(), where) for part in (pair.groups() if pair else [text])]
+    actions = [_parse_action(part.strip(), where) for part in (pair.groups() if pair else [text])]
     if not pair:
-        return Cell.of(actions[0])
+        return Cell.from_action(actions[0])
     forward, gradient = actions
     if forward.op is not Op.F or gradient.op is Op.F:
         raise ScheduleError(f"{where}: {text} must pair an F with an I, W or B, in this order.")
     return Cell(forward, gradient)
 
 
-def _action(text: str, where: str) -> Action:
+def _parse_action(text: str, where: str) -> Action:
     match = _ACTION.fullmatch(text)
     if not match:
         raise ScheduleError(
@@ -115,7 +115,7 @@ def _action(text: str, where: str) -> Action:
     return Action(_OPS[match[2]], int(match[1]), int(match[3]))
 
 
-def _placed(name: str, orders: list[list[Cell]], where: str) -> Schedule:
+def _infer_placement(name: str, orders: list[list[Cell]], where: str) -> Schedule:
     """Return a schedule whose placement, mirrored or not, is inferred from its forwards."""
     actions = [(r, action) for r, order in enumerate(orders) for c in order for action in c.actions]
     forwards = {(a.stage, a.microbatch): r for r, a in actions if a.op is Op.F}
@@ -129,4 +129,4 @@ def _placed(name: str, orders: list[list[Cell]], where: str) -> Schedule:
     down = tuple(forwards[s, 0] for s in range(stages))
     turned = [m for m in range(microbatches) if forwards.get((0, m), down[0]) != down[0]]
     placement = Placement(down, mirrored_from=min(turned) if turned else None)
-    return Schedule.of(name, placement, microbatches, orders)
+    return Schedule.from_orders(name, placement, microbatches, orders)

@@ -5,11 +5,11 @@ from jaxpipe.schedule.cells import place
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 
-def timeline(schedule: Schedule, lockstep: Lockstep = PLAIN) -> str:
+def draw_timeline(schedule: Schedule, lockstep: Lockstep = PLAIN) -> str:
     """Return the grid of `place` as text: the label of every cell, a dot where idle.
 
     >>> from jaxpipe.schedule import build
-    >>> print(timeline(build("1f1b", pp=3, microbatches=4)))
+    >>> print(draw_timeline(build("1f1b", pp=3, microbatches=4)))
     rank 0 | F0 F1 F2 .   .   BW0 F3  BW1 .   BW2 .   BW3
     rank 1 | .  F0 F1 .   BW0 F2  BW1 F3  BW2 .   BW3 .
     rank 2 | .  .  F0 BW0 F1  BW1 F2  BW2 F3  BW3 .   .

@@ -37,8 +37,8 @@ def dualpipe(pp: int, microbatches: int) -> Schedule:
             return (pp - 1 - rank, half + index) if upward else (rank, index)
 
         middle = near_end == pp // 2 - 1
-        orders.append(_eight_steps(pp // 2, near_end, half - pp + near_end + 1, middle, where))
-    return Schedule.of("dualpipe", placement, microbatches, orders)
+        orders.append(_build_order(pp // 2, near_end, half - pp + near_end + 1, middle, where))
+    return Schedule.from_orders("dualpipe", placement, microbatches, orders)
 
 
 def dualpipev(pp: int, microbatches: int) -> Schedule:
@@ -58,15 +58,15 @@ def dualpipev(pp: int, microbatches: int) -> Schedule:
             return (2 * pp - 1 - rank if phase else rank), index
 
         overlapped = microbatches - 2 * pp + rank + 1
-        orders.append(_eight_steps(pp, rank, overlapped, rank == pp - 1, where))
-    return Schedule.of("dualpipev", Placement.v_shape(pp), microbatches, orders)
+        orders.append(_build_order(pp, rank, overlapped, rank == pp - 1, where))
+    return Schedule.from_orders("dualpipev", Placement.v_shape(pp), microbatches, orders)
 
 
-def _eight_steps(
+def _build_order(
     ranks: int,
     rank: int,
     overlapped: int,
-    turns: bool,
+    is_turning_rank: bool,
     where: Callable[[int, int], tuple[int, int]],
 ) -> list[Action | Cell]:
     """Return one rank's order.
@@ -75,18 +75,19 @@ def _eight_steps(
       ranks: ranks that one phase passes before the streams meet, P/2 (DualPipe) or P (DualPipeV).
       rank: distance of this rank from the nearer end (DualPipe), or its number (DualPipeV).
       overlapped: length of step 4, in rounds of two pairs.
-      turns: whether the two phases meet on this rank; the first pair of step 4 is then two cells.
+      is_turning_rank: whether the two phases meet on this rank; the first pair of step 4 is then
+        two cells.
       where: `(phase, i)` to the stage and microbatch of the i-th action of a phase.
     """
     order: list[Action | Cell] = []
-    done = {(op, phase): 0 for op in "FB" for phase in (0, 1)}
+    counts = {(op, phase): 0 for op in "FB" for phase in (0, 1)}
     pending: deque[Action] = deque()
     beyond = ranks - rank - 1
 
     def act(op: Op, phase: int) -> Action:
         kind = "F" if op is Op.F else "B"
-        stage, m = where(phase, done[kind, phase])
-        done[kind, phase] += 1
+        stage, m = where(phase, counts[kind, phase])
+        counts[kind, phase] += 1
         action = Action(op, stage, m)
         if op is Op.B:
             pending.append(action._replace(op=Op.W))
@@ -102,7 +103,7 @@ def _eight_steps(
     for _ in range(beyond):  # 3: B1 W1 F1
         order += [act(Op.B, 1), pending.popleft(), act(Op.F, 1)]
     for i in range(overlapped):  # 4: F0 with BW1, F1 with BW0
-        order += [act(Op.F, 0), act(Op.BW, 1)] if turns and i == 0 else [pair(0, 1)]
+        order += [act(Op.F, 0), act(Op.BW, 1)] if is_turning_rank and i == 0 else [pair(0, 1)]
         order.append(pair(1, 0))
     for _ in range(beyond):  # 5: BW1, F1 with BW0
         order += [act(Op.BW, 1), pair(1, 0)]

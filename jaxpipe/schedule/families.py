@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxpipe.schedule.action import Placement, Schedule, ScheduleError
 from jaxpipe.schedule.automatic import zb_auto
-from jaxpipe.schedule.custom import custom
+from jaxpipe.schedule.custom import build_custom
 from jaxpipe.schedule.dualpipe import dualpipe, dualpipev
 from jaxpipe.schedule.loop import (
     bfs,
@@ -24,13 +24,13 @@ from jaxpipe.schedule.loop import (
     zb_h2,
 )
 from jaxpipe.schedule.problem import Target
-from jaxpipe.schedule.vshape import one_f_one_b_v, v_shaped
+from jaxpipe.schedule.vshape import one_f_one_b_v, search_v_shape
 
 
-class Variant(NamedTuple):
+class ScheduleVariant(NamedTuple):
     """A family with values for its options; None keeps the family's default.
 
-    >>> Variant("interleaved_1f1b", virtual_stages=2).label
+    >>> ScheduleVariant("interleaved_1f1b", virtual_stages=2).label
     'interleaved_1f1b v=2'
     """
 
@@ -47,11 +47,11 @@ class Variant(NamedTuple):
             "v=": self.virtual_stages, "breadth=": self.breadth, "": self.memory_limit,
             "in_flight=": self.in_flight,
         }  # fmt: skip
-        said = (f" {name}{choice}" for name, choice in choices.items() if choice is not None)
-        return self.family + "".join(said)
+        options = (f" {name}{choice}" for name, choice in choices.items() if choice is not None)
+        return self.family + "".join(options)
 
 
-class Sizes(NamedTuple):
+class VariantSizes(NamedTuple):
     """The sizes that decide which variants of a family a plan tries.
 
     Attributes:
@@ -67,43 +67,46 @@ class Sizes(NamedTuple):
     vocab_parallel: bool = False
 
     @property
-    def packed(self) -> int:
+    def packed_in_flight(self) -> int:
         """Microbatches in flight with which 1F1B runs an F and a BW in every steady tick."""
         return 2 * self.pp - 1 + self.vocab_parallel + self.slices - 1
 
 
-def _as_it_is(name: str, sizes: Sizes) -> Iterable[Variant]:
-    return [Variant(name)]
+def _default_only(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
+    return [ScheduleVariant(name)]
 
 
-def _running_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
+def _with_limits_in_flight(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
     """Return the variant in order, the packed one, and one with a limit halfway between."""
     less = sizes.slices - 1  # the part of the limits that is due to slices
-    ahead = {(3 * sizes.pp - 1) // 2, sizes.packed - less} - {sizes.pp - 1, sizes.pp}
-    return [Variant(name), *(Variant(name, in_flight=n + less) for n in sorted(ahead))]
+    ahead = {(3 * sizes.pp - 1) // 2, sizes.packed_in_flight - less} - {sizes.pp - 1, sizes.pp}
+    return [
+        ScheduleVariant(name),
+        *(ScheduleVariant(name, in_flight=n + less) for n in sorted(ahead)),
+    ]
 
 
-def _beside_or_ahead(name: str, sizes: Sizes) -> Iterable[Variant]:
+def _with_limit_of_same_memory(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
     """Return the variant in order, and one whose forwards run ahead within the same memory."""
-    held = sizes.pp + 1 if name == "dualpipe" else 2 * sizes.pp
-    return [Variant(name), Variant(name, in_flight=held)]
+    in_flight = sizes.pp + 1 if name == "dualpipe" else 2 * sizes.pp
+    return [ScheduleVariant(name), ScheduleVariant(name, in_flight=in_flight)]
 
 
-def _in_chunks(name: str, sizes: Sizes) -> Iterable[Variant]:
+def _with_virtual_stages(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
     enough = (v for v in (2, 3, 4) if sizes.layers >= sizes.pp * v)
-    return [Variant(name, virtual_stages=v) for v in enough]
+    return [ScheduleVariant(name, virtual_stages=v) for v in enough]
 
 
-def _within_limits(name: str, sizes: Sizes) -> Iterable[Variant]:
-    return [Variant(name, memory_limit=limit) for limit in ("1p", "2p")]
+def _with_memory_limits(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
+    return [ScheduleVariant(name, memory_limit=limit) for limit in ("1p", "2p")]
 
 
-def _of_no_size(name: str, sizes: Sizes) -> Iterable[Variant]:
+def _no_variants(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
     return []
 
 
 @dataclass(frozen=True)
-class Family:
+class ScheduleFamily:
     """A family of schedules: its builder, its constraints and its variants.
 
     Attributes:
@@ -112,11 +115,11 @@ class Family:
       summary: one line that helps to choose a family.
       placement: "loop": stage s on rank s mod pp. "v": down the ranks and up again. "both ways":
         microbatches enter at the first and at the last rank. "file": read from a file.
-      least_rounds: lower bound on microbatches per rank; 0: one microbatch is enough.
-      even: whether pp and the number of microbatches must be even.
-      in_rounds: whether microbatches are divided into rounds of equal length, at least pp where
-        there are that many microbatches.
-      underfills: whether fewer microbatches than ranks are acceptable.
+      min_rounds: lower bound on microbatches per rank; 0: one microbatch is enough.
+      needs_even: whether pp and the number of microbatches must be even.
+      needs_equal_rounds: whether microbatches are divided into rounds of equal length, at least pp
+        where there are that many microbatches.
+      may_underfill: whether fewer microbatches than ranks are acceptable.
       variants: `(name, sizes) -> variants` that a plan tries.
     """
 
@@ -124,19 +127,19 @@ class Family:
     builder: Callable[..., Schedule]
     summary: str
     placement: str = "loop"
-    least_rounds: int = 0
-    even: bool = False
-    in_rounds: bool = False
-    underfills: bool = False
-    variants: Callable[[str, Sizes], Iterable[Variant]] = _as_it_is
+    min_rounds: int = 0
+    needs_even: bool = False
+    needs_equal_rounds: bool = False
+    may_underfill: bool = False
+    variants: Callable[[str, VariantSizes], Iterable[ScheduleVariant]] = _default_only
 
-    def takes(self, option: str) -> bool:
+    def has_option(self, option: str) -> bool:
         """Return whether the builder has an option, such as `slices` or `virtual_stages`."""
-        of_search = {field.name for field in fields(Target)} if self.searched else set()
+        of_search = {field.name for field in fields(Target)} if self.is_searched else set()
         return option in of_search | {*signature(self.builder).parameters}
 
     @property
-    def searched(self) -> bool:
+    def is_searched(self) -> bool:
         """Whether the order comes from a search for given costs of the ops."""
         return "target" in signature(self.builder).parameters
 
@@ -145,7 +148,7 @@ class Family:
         parameter = signature(self.builder).parameters.get(option)
         return parameter and parameter.default
 
-    def placed(self, pp: int) -> Placement:
+    def place_stages(self, pp: int) -> Placement:
         """Return the placement of a searched schedule's stages."""
         return Placement.v_shape(pp) if self.placement == "v" else Placement.loop(pp)
 
@@ -154,65 +157,72 @@ class Family:
         """Default number of stages per rank."""
         return self.default("virtual_stages") or (2 if self.placement == "v" else 1)
 
-    def nearest(self, pp: int, microbatches: int) -> tuple[int, int]:
+    def nearest_sizes(self, pp: int, microbatches: int) -> tuple[int, int]:
         """Return the nearest valid `(pp, microbatches)`.
 
-        >>> FAMILIES["dualpipe"].nearest(3, 5), FAMILIES["interleaved_1f1b"].nearest(2, 5)
-        ((4, 8), (2, 4))
+        >>> FAMILIES["dualpipe"].nearest_sizes(3, 5)
+        (4, 8)
+        >>> FAMILIES["interleaved_1f1b"].nearest_sizes(2, 5)
+        (2, 4)
         """
-        if self.even:
+        if self.needs_even:
             pp, microbatches = pp + pp % 2, microbatches + microbatches % 2
-        microbatches = max(microbatches, self.least_rounds * pp)
-        if self.in_rounds:
+        microbatches = max(microbatches, self.min_rounds * pp)
+        if self.needs_equal_rounds:
             rounds = max(1, microbatches // pp)
             microbatches = microbatches // rounds * rounds
         return pp, microbatches
 
-    def least(self, pp: int) -> int:
+    def min_microbatches(self, pp: int) -> int:
         """Return the fewest microbatches that the family allows on `pp` ranks."""
-        return self.nearest(pp, 1)[1]
+        return self.nearest_sizes(pp, 1)[1]
 
 
 FAMILIES = {
     family.name: family
     for family in (
-        Family("gpipe", gpipe, "all forwards, then all backwards: simple, holds every microbatch",
-               underfills=True),
-        Family("1f1b", one_f_one_b, "one forward, one backward in turn: holds P microbatches",
-               variants=_running_ahead),
-        Family("interleaved_1f1b", interleaved_1f1b,
-               "1F1B over v stages a rank: 1/v of the bubble for v times the messages",
-               in_rounds=True, variants=_in_chunks),
-        Family("bfs", bfs, "all microbatches through one stage of a rank after the other",
-               underfills=True, variants=_in_chunks),
-        Family("zb_h1", zb_h1, "B and W apart, W fills the drain: a third of 1F1B's bubble"),
-        Family("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory"),
-        Family("zb_auto", zb_auto, "searched for the costs of the ops within a memory limit",
-               variants=_within_limits),
-        Family("interleaved_zb", interleaved_zb, "zb_h1 over v stages a rank",
-               in_rounds=True, variants=_in_chunks),
-        Family("zbv", partial(v_shaped, "zbv"), "searched on the V: no bubble at 1F1B's memory",
-               "v"),
-        Family("v_half", partial(v_shaped, "v_half"), "searched on the V: half of 1F1B's memory",
-               "v"),
-        Family("v_min", partial(v_shaped, "v_min"), "searched on the V: a third of 1F1B's memory",
-               "v"),
-        Family("1f1b_v", one_f_one_b_v, "1F1B on the V: two thirds of its memory, nothing split",
-               "v"),
-        Family("dualpipe", dualpipe,
-               "microbatches from both ends, F beside BW: two copies of the parameters",
-               "both ways", least_rounds=2, even=True, variants=_beside_or_ahead),
-        Family("dualpipev", dualpipev, "DualPipe folded into a V: one copy of the parameters",
-               "v", least_rounds=2, variants=_beside_or_ahead),
-        Family("custom", custom, "the orders in a file", "file", underfills=True,
-               variants=_of_no_size),
+        ScheduleFamily("gpipe", gpipe,
+            "all forwards, then all backwards: simple, holds every microbatch",
+            may_underfill=True),
+        ScheduleFamily("1f1b", one_f_one_b,
+            "one forward, one backward in turn: holds P microbatches",
+            variants=_with_limits_in_flight),
+        ScheduleFamily("interleaved_1f1b", interleaved_1f1b,
+            "1F1B over v stages a rank: 1/v of the bubble for v times the messages",
+            needs_equal_rounds=True, variants=_with_virtual_stages),
+        ScheduleFamily("bfs", bfs, "all microbatches through one stage of a rank after the other",
+            may_underfill=True, variants=_with_virtual_stages),
+        ScheduleFamily("zb_h1", zb_h1,
+            "B and W apart, W fills the drain: a third of 1F1B's bubble"),
+        ScheduleFamily("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory"),
+        ScheduleFamily("zb_auto", zb_auto,
+            "searched for the costs of the ops within a memory limit",
+            variants=_with_memory_limits),
+        ScheduleFamily("interleaved_zb", interleaved_zb, "zb_h1 over v stages a rank",
+            needs_equal_rounds=True, variants=_with_virtual_stages),
+        ScheduleFamily("zbv", partial(search_v_shape, "zbv"),
+            "searched on the V: no bubble at 1F1B's memory", "v"),
+        ScheduleFamily("v_half", partial(search_v_shape, "v_half"),
+            "searched on the V: half of 1F1B's memory", "v"),
+        ScheduleFamily("v_min", partial(search_v_shape, "v_min"),
+            "searched on the V: a third of 1F1B's memory", "v"),
+        ScheduleFamily("1f1b_v", one_f_one_b_v,
+            "1F1B on the V: two thirds of its memory, nothing split", "v"),
+        ScheduleFamily("dualpipe", dualpipe,
+            "microbatches from both ends, F beside BW: two copies of the parameters", "both ways",
+            min_rounds=2, needs_even=True, variants=_with_limit_of_same_memory),
+        ScheduleFamily("dualpipev", dualpipev,
+            "DualPipe folded into a V: one copy of the parameters", "v", min_rounds=2,
+            variants=_with_limit_of_same_memory),
+        ScheduleFamily("custom", build_custom, "the orders in a file", "file", may_underfill=True,
+            variants=_no_variants),
     )
 }  # fmt: skip
 NAMES = tuple(FAMILIES)
 BUILDERS = {name: f.builder for name, f in FAMILIES.items() if f.placement != "file"}
 
 
-def family_of(name: str) -> Family:
+def find_family(name: str) -> ScheduleFamily:
     """Return the family of a name, ignoring case; raise `ScheduleError` for an unknown one."""
     if name.lower() not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(NAMES)}.")

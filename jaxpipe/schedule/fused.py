@@ -9,17 +9,17 @@ on every rank does not change, and neither does its memory.
 from jaxpipe.schedule.action import Action, Cell, Op, Schedule, ScheduleError
 from jaxpipe.schedule.cells import Costs
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.scan import paced, scan_time
+from jaxpipe.schedule.scan import optimize_pace, scan_time
 
 
-def fused(schedule: Schedule, steps: int) -> Schedule:
+def fuse_steps(schedule: Schedule, steps: int) -> Schedule:
     """Return a schedule of consecutive `steps`; microbatch m of step k has the number k M + m.
 
     Raises `ScheduleError` for less than one step, and where a stage is on two ranks, which would
     have to all-reduce its gradients before an update.
 
-    >>> from jaxpipe.schedule import build, timeline
-    >>> print(timeline(fused(build("zb_h2", pp=2, microbatches=3), 2)))
+    >>> from jaxpipe.schedule import build, draw_timeline
+    >>> print(draw_timeline(fuse_steps(build("zb_h2", pp=2, microbatches=3), 2)))
     rank 0 | F0 F1 F2 B0 W0 B1 W1 B2 W2+U2 F3    F4 F5 B3 W3 B4 W4 B5 W5+U5 .
     rank 1 | .  F0 B0 F1 B1 F2 B2 W0 W1    W2+U2 F3 B3 F4 B4 F5 B5 W3 W4    W5+U5
     """
@@ -33,9 +33,9 @@ def fused(schedule: Schedule, steps: int) -> Schedule:
     length = schedule.microbatches
     orders = tuple(
         tuple(
-            _of_step(cell, first, first + length - 1 if ends else None)
+            _move_to_step(cell, first, first + length - 1 if ends else None)
             for first in range(0, steps * length, length)
-            for cell, ends in zip(order, _ends(order))
+            for cell, ends in zip(order, _completes_stage(order))
         )
         for order in schedule.ranks
     )
@@ -45,14 +45,14 @@ def fused(schedule: Schedule, steps: int) -> Schedule:
     )  # fmt: skip
 
 
-def _ends(order: tuple[Cell, ...]) -> list[bool]:
+def _completes_stage(order: tuple[Cell, ...]) -> list[bool]:
     """Return for every cell of a rank whether it completes the weight gradients of a stage."""
-    makes = [cell.gradient is not None and cell.gradient.op.gives_dw for cell in order]
+    makes = [cell.gradient is not None and cell.gradient.op.computes_dw for cell in order]
     last = {cell.gradient.stage: at for at, cell in enumerate(order) if makes[at]}
     return [makes[at] and last[cell.gradient.stage] == at for at, cell in enumerate(order)]
 
 
-def _of_step(cell: Cell, first: int, last: int | None) -> Cell:
+def _move_to_step(cell: Cell, first: int, last: int | None) -> Cell:
     """Return a cell in the step that starts with microbatch `first`.
 
     With `last`, the last microbatch of the step, the cell gets the update of its stage.
@@ -64,17 +64,17 @@ def _of_step(cell: Cell, first: int, last: int | None) -> Cell:
     return Cell(forward, gradient, update)
 
 
-def time_saved(schedule: Schedule, steps: int, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
+def fusion_gain(schedule: Schedule, steps: int, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
     """Return the share of the scan's time that fusing `steps` saves over separate steps.
 
     Both times include the updates. A lockstep with `every` above 1 is paced again for the fused
-    schedule. Raises `ScheduleError` as `fused` and `scan_time` do.
+    schedule. Raises `ScheduleError` as `fuse_steps` and `scan_time` do.
 
     >>> from jaxpipe.schedule import build
     >>> h1, h2 = (build(name, pp=8, microbatches=32) for name in ("zb_h1", "zb_h2"))
-    >>> [f"{time_saved(schedule, 4, Costs()):.1%}" for schedule in (h1, h2)]
+    >>> [f"{fusion_gain(schedule, 4, Costs()):.1%}" for schedule in (h1, h2)]
     ['0.0%', '5.1%']
     """
-    together, alone = fused(schedule, steps), fused(schedule, 1)
-    anew = paced(together, costs, lockstep) if lockstep.every > 1 else lockstep
-    return 1 - scan_time(together, costs, anew) / (steps * scan_time(alone, costs, lockstep))
+    fused, single = fuse_steps(schedule, steps), fuse_steps(schedule, 1)
+    repaced = optimize_pace(fused, costs, lockstep) if lockstep.every > 1 else lockstep
+    return 1 - scan_time(fused, costs, repaced) / (steps * scan_time(single, costs, lockstep))

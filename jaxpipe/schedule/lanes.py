@@ -19,8 +19,8 @@ from jaxpipe.schedule.action import (
     Schedule,
     ScheduleError,
     Value,
-    hop_between,
-    produced_by,
+    permute_direction,
+    produced_value,
 )
 from jaxpipe.schedule.cells import Grid
 
@@ -28,22 +28,22 @@ from jaxpipe.schedule.cells import Grid
 class Message(NamedTuple):
     """A value, the rank that computes it and the rank that reads it.
 
-    `made`, `stored` and `read` are the ticks in which it is computed, written to the inbox and
-    read. If sender and receiver are the same rank, it is not sent. A value that is read in the cell
-    that computes it (the last stage's y, which the head replaces by its gradient) is never stored:
-    `stored` is None.
+    `computed_tick`, `stored_tick` and `read_tick` are the ticks in which it is computed, written to
+    the inbox and read. If sender and receiver are the same rank, it is not sent. A value that is
+    read in the cell that computes it (the last stage's y, which the head replaces by its gradient)
+    is never stored: `stored_tick` is None.
     """
 
     value: Value
     sender: int
     receiver: int
-    made: int
-    stored: int | None
-    read: int
+    computed_tick: int
+    stored_tick: int | None
+    read_tick: int
 
 
-Route = tuple[int, int]  # ranks: sender, receiver
-Routes = Mapping[int, tuple[Route, ...]]  # by hop
+PermutePair = tuple[int, int]  # ranks: sender, receiver
+PermutePairs = Mapping[int, tuple[PermutePair, ...]]  # by hop
 
 
 class Lane(NamedTuple):
@@ -53,31 +53,31 @@ class Lane(NamedTuple):
     kinds: tuple[str, ...]
 
 
-def messages(schedule: Schedule, grid: Grid, transfer_ticks: int) -> dict[Action, Message]:
+def list_messages(schedule: Schedule, grid: Grid, transfer_ticks: int) -> dict[Action, Message]:
     """Return the message that each action reads, without actions that read none."""
-    made = {
+    computed = {
         value: (rank, tick)
         for tick, row in enumerate(grid)
         for rank, cell in enumerate(row)
-        for value in filter(None, map(produced_by, cell.actions))
+        for value in filter(None, map(produced_value, cell.actions))
     }
-    found = {}
+    messages = {}
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
             for action in cell.actions:
-                value = _input_of(action, schedule.stages)
+                value = _received_value(action, schedule.stages)
                 if value is None:
                     continue
-                sender, when = made[value]
+                sender, when = computed[value]
                 stored = when + (1 if sender == rank else transfer_ticks)
                 in_cell = (sender, when) == (rank, tick)
-                found[action] = Message(
+                messages[action] = Message(
                     value, sender, rank, when, None if in_cell else stored, tick
                 )
-    return found
+    return messages
 
 
-def _input_of(action: Action, stages: int) -> Value | None:
+def _received_value(action: Action, stages: int) -> Value | None:
     """Return the value that an action reads from another stage, or from the head."""
     op, stage, m = action
     if op is Op.F:
@@ -96,9 +96,9 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
     from_cell: dict[tuple[int, int, int], set[str]] = defaultdict(set)
     for message in sent:
         if message.sender != message.receiver:
-            hop = hop_of(message, schedule)
+            hop = message_direction(message, schedule)
             kinds[hop].add(message.value.kind)
-            from_cell[hop, message.made, message.sender].add(message.value.kind)
+            from_cell[hop, message.computed_tick, message.sender].add(message.value.kind)
     crowded = {hop for (hop, *_), together in from_cell.items() if len(together) == 2}
     lanes: list[Lane] = []
     for hop in sorted(kinds, reverse=True):
@@ -108,7 +108,7 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
 
 
 @lru_cache(maxsize=32)  # a schedule is tried with several locksteps; a plan has about two dozen
-def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
+def list_permute_pairs(schedule: Schedule, turns: int = 1) -> tuple[PermutePairs, ...]:
     """Return the permute pairs that the schedule uses, sorted, by phase and hop.
 
     The pairs of ranks r and r + 1 are in phase r modulo `turns`.
@@ -124,13 +124,15 @@ def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
     stages, rank_of = schedule.stages, schedule.placement.rank
     examples = {}  # one message of every kind and permute pair
     for receiver, action in schedule.actions():
-        if value := _input_of(action, stages):
+        if value := _received_value(action, stages):
             sender = rank_of(value.stage, value.microbatch)
             examples[value.kind, sender, receiver] = Message(value, sender, receiver, 0, None, 0)
-    found: dict[int, set[Route]] = defaultdict(set)
+    pairs_by_hop: dict[int, set[PermutePair]] = defaultdict(set)
     for message in examples.values():
         if message.sender != message.receiver:
-            found[hop_of(message, schedule)].add((message.sender, message.receiver))
+            pairs_by_hop[message_direction(message, schedule)].add(
+                (message.sender, message.receiver)
+            )
     return tuple(
         {
             hop: tuple(
@@ -138,19 +140,19 @@ def routes_of(schedule: Schedule, turns: int = 1) -> tuple[Routes, ...]:
                 for sender, receiver in sorted(routes)
                 if (sender if hop == 1 else receiver) % turns == turn
             )
-            for hop, routes in found.items()
+            for hop, routes in pairs_by_hop.items()
         }
         for turn in range(turns)
     )
 
 
-def hop_of(message: Message, schedule: Schedule) -> int:
-    """Return the permute direction of a message, +1 or -1, by `hop_between`.
+def message_direction(message: Message, schedule: Schedule) -> int:
+    """Return the permute direction of a message, +1 or -1, by `permute_direction`.
 
     Raises `ScheduleError` where sender and receiver are not neighbours.
     """
     kind, stage, m = message.value
-    hop = hop_between(kind, message.sender, message.receiver, schedule.pp)
+    hop = permute_direction(kind, message.sender, message.receiver, schedule.pp)
     if hop is None:
         raise ScheduleError(
             f"{schedule.name}: {kind} of stage {stage}, microbatch {m} goes from rank "

@@ -43,7 +43,7 @@ class Buffers(NamedTuple, Generic[T]):
     dstate: T
 
 
-class Owner(NamedTuple):
+class SlotKey(NamedTuple):
     """The stage and microbatch whose activations a slot stores.
 
     The state that the slices of a sequence share is owned by the first slice.
@@ -53,64 +53,64 @@ class Owner(NamedTuple):
     microbatch: int
 
 
-def owner_of(action: Action) -> Owner:
+def action_key(action: Action) -> SlotKey:
     """Return the owner of the activations that an action writes or reads."""
-    return Owner(action.stage, action.microbatch)
+    return SlotKey(action.stage, action.microbatch)
 
 
-def sequence_of(action: Action, schedule: Schedule) -> Owner:
+def sequence_key(action: Action, schedule: Schedule) -> SlotKey:
     """Return the owner of the state that the slices of an action's sequence share."""
     first = action.microbatch - action.microbatch % schedule.slices
-    return Owner(action.stage, first)
+    return SlotKey(action.stage, first)
 
 
-def lifetimes(
+def live_intervals(
     schedule: Schedule, grid: Grid, inputs: dict[Action, Message], lockstep: Lockstep
 ) -> list[Buffers[dict[Hashable, Interval]]]:
-    """Return every rank's live intervals by buffer: in the inbox by reader, else by `Owner`."""
+    """Return every rank's live intervals by buffer: in the inbox by reader, else by `SlotKey`."""
     when = {
         action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
     }
-    alive = [Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)]
+    intervals = [Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)]
     if schedule.slices > 1:
-        _add_states(alive, schedule, when)
+        _add_states(intervals, schedule, when)
     for action, message in inputs.items():
-        if message.stored is not None:
-            alive[message.receiver].inbox[action] = (message.stored, message.read)
+        if message.stored_tick is not None:
+            intervals[message.receiver].inbox[action] = (message.stored_tick, message.read_tick)
     for forward, start in when.items():
         if forward.op is not Op.F:
             continue
-        of_rank = alive[schedule.placement.rank(forward.stage, forward.microbatch)]
+        rank_intervals = intervals[schedule.placement.rank(forward.stage, forward.microbatch)]
         if lockstep.vocab_parallel and forward.stage == 0:
-            of_rank.inbox[forward] = (start, start)
-        owner = owner_of(forward)
+            rank_intervals.inbox[forward] = (start, start)
+        key = action_key(forward)
         both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
         elif b is None:
             continue
         else:
-            of_rank.stash[owner] = (b, w)
-        of_rank.for_b[owner] = (start, b)
-        of_rank.for_w[owner] = (start, w)
+            rank_intervals.stash[key] = (b, w)
+        rank_intervals.for_b[key] = (start, b)
+        rank_intervals.for_w[key] = (start, w)
         if lockstep.defer_ends and forward.stage == schedule.stages - 1:
-            of_rank.head[owner] = (start, w)
+            rank_intervals.head[key] = (start, w)
         if lockstep.defer_ends and forward.stage == 0:
-            of_rank.embed[owner] = (b, w)
-    return alive
+            rank_intervals.embed[key] = (b, w)
+    return intervals
 
 
 def _add_states(
-    alive: list[Buffers[dict[Hashable, Interval]]], schedule: Schedule, when: dict[Action, int]
+    intervals: list[Buffers[dict[Hashable, Interval]]], schedule: Schedule, when: dict[Action, int]
 ) -> None:
     """Add the live intervals of the state that slices share, and of its gradient."""
     for action, tick in when.items():
-        sequence = sequence_of(action, schedule)
-        of_rank = alive[schedule.placement.rank(action.stage, action.microbatch)]
+        sequence = sequence_key(action, schedule)
+        rank_intervals = intervals[schedule.placement.rank(action.stage, action.microbatch)]
         if action.op is not Op.W:
-            _extend(of_rank.state, sequence, tick)
+            _extend(rank_intervals.state, sequence, tick)
         if action.op in (Op.B, Op.BW):
-            _extend(of_rank.dstate, sequence, tick)
+            _extend(rank_intervals.dstate, sequence, tick)
 
 
 def _extend(intervals: dict[Hashable, Interval], key: Hashable, tick: int) -> None:
@@ -118,10 +118,10 @@ def _extend(intervals: dict[Hashable, Interval], key: Hashable, tick: int) -> No
     intervals[key] = (min(first, tick), max(last, tick))
 
 
-def colour(intervals: Iterable[tuple[Key, Interval]]) -> dict[Key, int]:
+def assign_slots(intervals: Iterable[tuple[Key, Interval]]) -> dict[Key, int]:
     """Assign each closed interval `(first, last)` the lowest free slot, in order of start.
 
-    >>> colour([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
+    >>> assign_slots([("a", (0, 2)), ("b", (1, 3)), ("c", (3, 4))])
     {'a': 0, 'b': 1, 'c': 0}
     """
     slots: dict[Key, int] = {}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.schedule.action import Action, Cell, Op, Placement, ScheduleError, link_of
+from jaxpipe.schedule.action import Action, Cell, Op, Placement, ScheduleError, permute_pair
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Lockstep:
       every, offset: F of the first stage run only in ticks that are multiples of `every`, and B or
         BW of the last stage only `offset` ticks after such a tick. This can move cells of
         neighbours into ticks in which neither waits for the other; an idle tick takes no time by
-        itself. `scan.paced` chooses them.
+        itself. `scan.optimize_pace` chooses them.
       turns: phased permutes: ranks r and r + 1 exchange only in ticks equal to r modulo `turns`,
         by a permute of that phase in a branch, so in other ticks neither waits for the other. A
         cell runs only where its result can be sent in the next tick. Needs one-tick transfers.
-      meets: all ranks synchronize in every tick, whichever ranks exchange, as permutes on CPU do.
+      synchronizes_all: all ranks synchronize in every tick, whichever ranks exchange, as permutes
+        on CPU do.
       vocab_parallel: embedding and head are vocabulary-parallel over pp. The loss is computed at
         the start of the tick after the last stage's F, so the gradient action of a microbatch
         cannot share the cell of that F, and packed 1F1B needs 2P in flight.
@@ -49,7 +50,7 @@ class Lockstep:
     every: int = 1
     offset: int = 0
     turns: int = 1
-    meets: bool = False
+    synchronizes_all: bool = False
 
     def __post_init__(self) -> None:
         if self.transfer_ticks not in (1, 2):
@@ -76,20 +77,20 @@ class Lockstep:
                 "out by waiting; use one of them."
             )
 
-    def lets(self, action: Action, placement: Placement, tick: int) -> bool:
+    def allows(self, action: Action, placement: Placement, tick: int) -> bool:
         """Return whether `every`, `offset` and `turns` allow an action in a tick."""
         op, stage, _ = action
         if self.turns > 1:
-            link = link_of(action, placement)
+            link = permute_pair(action, placement)
             if link is not None and (tick + 1 - link) % self.turns:
                 return False
         if op is Op.F and stage == 0:
             return tick % self.every == 0
-        if op.gives_dx and stage == placement.stages - 1:
+        if op.computes_dx and stage == placement.stages - 1:
             return (tick - self.offset) % self.every == 0
         return True
 
-    def next_for(self, cell: Cell, placement: Placement, tick: int) -> int:
+    def next_allowed_tick(self, cell: Cell, placement: Placement, tick: int) -> int:
         """Return the first tick, from `tick` on, that is allowed to all actions of a cell.
 
         Raises `ScheduleError` where there is none.
@@ -101,7 +102,7 @@ class Lockstep:
         if self.every == self.turns == 1:
             return tick
         for later in range(tick, tick + self.every * self.turns):
-            if all(self.lets(action, placement, later) for action in cell.actions):
+            if all(self.allows(action, placement, later) for action in cell.actions):
                 return later
         raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.turns=}.")
 

@@ -39,18 +39,18 @@ def gpipe(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
 
     Source: Huang et al. 2019, Fig. 2c.
 
-    >>> gpipe(2, 2).orders()
+    >>> gpipe(2, 2).notation()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1F1', '1B0', '1B1']]
     """
     every = range(microbatches * slices)
     orders = [
         [
             *(Action(Op.F, r, m) for m in every),
-            *(Action(Op.BW, r, _returning(m, slices)) for m in every),
+            *(Action(Op.BW, r, _gradient_microbatch(m, slices)) for m in every),
         ]
         for r in range(pp)
     ]
-    return Schedule.of("gpipe", Placement.loop(pp), len(every), orders, slices)
+    return Schedule.from_orders("gpipe", Placement.loop(pp), len(every), orders, slices)
 
 
 def bfs(
@@ -66,7 +66,7 @@ def bfs(
     `breadth` None: all microbatches form one group. Raises `ScheduleError` where `breadth` does not
     divide `microbatches`.
 
-    >>> bfs(1, 2, 2).orders()
+    >>> bfs(1, 2, 2).notation()
     [['0F0', '0F1', '1F0', '1F1', '1B1', '1B0', '0B1', '0B0']]
     """
     breadth = microbatches if breadth is None else breadth
@@ -82,19 +82,21 @@ def bfs(
             order += [Action(Op.F, s, m) for s in stages for m in group]
             order += [Action(Op.BW, s, m) for s in reversed(stages) for m in reversed(group)]
     placement = Placement.loop(pp, virtual_stages)
-    return Schedule.of("bfs", placement, microbatches * slices, orders, slices)
+    return Schedule.from_orders("bfs", placement, microbatches * slices, orders, slices)
 
 
 def one_f_one_b(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build 1F1B. With fewer microbatches than ranks the warm-up ends after M forwards.
 
-    >>> print("\\n".join(" ".join(order) for order in one_f_one_b(2, 3).orders()))
+    >>> print("\\n".join(" ".join(order) for order in one_f_one_b(2, 3).notation()))
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
-    >>> print(*one_f_one_b(1, 2, slices=2).orders()[0])
+    >>> print(*one_f_one_b(1, 2, slices=2).notation()[0])
     0F0 0F1 0B1 0F2 0B0 0F3 0B3 0B2
     """
-    return _alternating("1f1b", _Sizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r)
+    return _build_alternating(
+        "1f1b", _LoopSizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r
+    )
 
 
 def interleaved_1f1b(
@@ -106,8 +108,8 @@ def interleaved_1f1b(
     slices: int = 1,
 ) -> Schedule:
     """Build 1F1B over v stages per rank: a bubble v times shorter for v times the transfers."""
-    return _alternating(
-        "interleaved_1f1b", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
+    return _build_alternating(
+        "interleaved_1f1b", _LoopSizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: 2 * (pp - 1 - r),
     )  # fmt: skip
 
@@ -115,19 +117,19 @@ def interleaved_1f1b(
 def zb_h1(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build ZB-H1, a smaller bubble than 1F1B at its memory: W fills the drain.
 
-    >>> print("\\n".join(" ".join(order) for order in zb_h1(2, 3).orders()))
+    >>> print("\\n".join(" ".join(order) for order in zb_h1(2, 3).notation()))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    return _alternating(
-        "zb_h1", _Sizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r, lag=lambda r: r
+    return _build_alternating(
+        "zb_h1", _LoopSizes(pp, microbatches, slices), warmup=lambda r: pp - 1 - r, lag=lambda r: r
     )
 
 
 def zb_h2(pp: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build ZB-H2, zero bubble at twice 1F1B's memory: ranks start and end one after the other."""
-    return _alternating(
-        "zb_h2", _Sizes(pp, microbatches, slices),
+    return _build_alternating(
+        "zb_h2", _LoopSizes(pp, microbatches, slices),
         warmup=lambda r: 2 * (pp - 1 - r), lag=lambda r: 2 * r,
     )  # fmt: skip
 
@@ -141,13 +143,13 @@ def interleaved_zb(
     slices: int = 1,
 ) -> Schedule:
     """Build `zb_h1` over v stages per rank."""
-    return _alternating(
-        "interleaved_zb", _Sizes(pp, microbatches, slices, virtual_stages, breadth),
+    return _build_alternating(
+        "interleaved_zb", _LoopSizes(pp, microbatches, slices, virtual_stages, breadth),
         warmup=lambda r: pp - 1 - r, lag=lambda r: r,
     )  # fmt: skip
 
 
-class _Sizes(NamedTuple):
+class _LoopSizes(NamedTuple):
     pp: int
     microbatches: int
     slices: int
@@ -155,23 +157,27 @@ class _Sizes(NamedTuple):
     breadth: int | None = None
 
 
-def _alternating(
+def _build_alternating(
     name: str,
-    sizes: _Sizes,
+    sizes: _LoopSizes,
     *,
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
 ) -> Schedule:
     """Build a schedule from each rank's warm-up within a chunk and the lag of W behind B."""
     pp, microbatches, slices, chunks, _ = sizes
-    groups = _groups(name, sizes) if chunks > 1 else [microbatches]
-    turns = _Turns(pp, chunks, slices, _turns(chunks, [size * slices for size in groups]))
+    groups = _split_into_rounds(name, sizes) if chunks > 1 else [microbatches]
+    rank_order = _RankOrder(
+        pp, chunks, slices, _forward_order(chunks, [size * slices for size in groups])
+    )
     ahead = (chunks - 1) * groups[0] * slices + slices - 1
-    orders = [turns.order(r, ahead + warmup(r), lag and lag(r)) for r in range(pp)]
-    return Schedule.of(name, Placement.loop(pp, chunks), microbatches * slices, orders, slices)
+    orders = [rank_order.order(r, ahead + warmup(r), lag and lag(r)) for r in range(pp)]
+    return Schedule.from_orders(
+        name, Placement.loop(pp, chunks), microbatches * slices, orders, slices
+    )
 
 
-def _groups(name: str, sizes: _Sizes) -> list[int]:
+def _split_into_rounds(name: str, sizes: _LoopSizes) -> list[int]:
     """Return the microbatches of every round: equal rounds, or `breadth` each and a remainder."""
     pp, microbatches, slices, _, breadth = sizes
     least = -(-pp // slices)  # the fewest microbatches that occupy all ranks
@@ -194,10 +200,10 @@ def _groups(name: str, sizes: _Sizes) -> list[int]:
     return [breadth] * whole + [rest] * bool(rest)
 
 
-def _turns(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
+def _forward_order(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
     """Return `(chunk, microbatch)` of a rank's forwards: each group passes chunk after chunk.
 
-    >>> _turns(2, [2, 1])
+    >>> _forward_order(2, [2, 1])
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
     """
     turns, first = [], 0
@@ -207,10 +213,10 @@ def _turns(chunks: int, groups: list[int]) -> list[tuple[int, int]]:
     return turns
 
 
-def _returning(index: int, slices: int) -> int:
+def _gradient_microbatch(index: int, slices: int) -> int:
     """Return the microbatch of a stage's `index`-th gradient: slices in reverse per sequence.
 
-    >>> [_returning(index, slices=2) for index in range(4)]
+    >>> [_gradient_microbatch(index, slices=2) for index in range(4)]
     [1, 0, 3, 2]
     """
     sequence, within = divmod(index, slices)
@@ -218,10 +224,11 @@ def _returning(index: int, slices: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _RankOrder:
     """The i-th forward and the i-th gradient of a rank.
 
-    `forwards` is the result of `_turns`; gradient i is of the same chunk, counted from the last.
+    `forwards` is the result of `_forward_order`; gradient i is of the same chunk, counted from the
+    last.
     """
 
     pp: int
@@ -252,4 +259,4 @@ class _Turns:
     def _gradient(self, rank: int, index: int, op: Op) -> Action:
         chunk, m = self.forwards[index]
         stage = (self.chunks - 1 - chunk) * self.pp + rank
-        return Action(op, stage, _returning(m, self.slices))
+        return Action(op, stage, _gradient_microbatch(m, self.slices))

@@ -11,9 +11,9 @@ from itertools import islice
 import numpy as np
 
 from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Memory
+from jaxpipe.schedule.cells import Costs, MemoryCosts
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.scan import meetings_of, starts_of, waits_of
+from jaxpipe.schedule.scan import cell_starts, neighbour_ranks, vocab_parallel_ticks
 from jaxpipe.schedule.simulate import peak_memory
 
 F, B, W = 0, 1, 2
@@ -34,7 +34,7 @@ def check_objective(name: str) -> None:
         raise ScheduleError(f"unknown objective {name!r}: use one of {', '.join(OBJECTIVES)}.")
 
 
-def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> float:
+def limit_in_units(limit: str | float, placement: Placement, memory: MemoryCosts) -> float:
     """Return a memory limit in the unit of `memory`.
 
     `"1p"` is P microbatches through a rank's stages, `"2p"` twice as much. Raises `ScheduleError`
@@ -47,7 +47,7 @@ def limit_in_units(limit: str | float, placement: Placement, memory: Memory) -> 
     return int(limit[0]) * placement.stages * memory.F
 
 
-_ALIKE, _STAGES = Costs(), Memory()
+_ALIKE, _STAGES = Costs(), MemoryCosts()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Target:
     """
 
     costs: Costs = _ALIKE
-    memory: Memory = _STAGES
+    memory: MemoryCosts = _STAGES
     memory_limit: str | float | None = None
     objective: str = "scan"
     lockstep: Lockstep = PLAIN
@@ -76,7 +76,7 @@ ANY_TARGET = Target()
 
 
 @dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """A search problem: minimize the target's objective, with every rank within `limit`.
 
     `limit` is in the unit of the target's memory and replaces the target's `memory_limit`.
@@ -92,7 +92,7 @@ class Problem:
         check_objective(self.target.objective)
 
     @cached_property
-    def stages_of(self) -> list[list[int]]:
+    def rank_stages(self) -> list[list[int]]:
         """The stages of every rank, in order."""
         stages: list[list[int]] = [[] for _ in range(self.placement.pp)]
         for stage, rank in enumerate(self.placement.rank_of):
@@ -103,7 +103,9 @@ class Problem:
     def times(self) -> list[list[float]]:
         """Times of the ops, `[op][stage]`."""
         stages = range(self.placement.stages)
-        return [[self.target.costs.of(Action(op, stage, 0)) for stage in stages] for op in _OPS]
+        return [
+            [self.target.costs.action_time(Action(op, stage, 0)) for stage in stages] for op in _OPS
+        ]
 
     @cached_property
     def steps(self) -> int:
@@ -111,15 +113,15 @@ class Problem:
         return 3 * self.placement.stages * self.microbatches
 
     @cached_property
-    def room(self) -> int:
+    def live_limit(self) -> int:
         """Limit on (microbatch, stage) pairs that are live on a rank after F."""
         memory = self.target.memory
-        return int((self.limit - memory.growth) / memory.F * (1 + SLACK))
+        return int((self.limit - memory.b_growth) / memory.F * (1 + SLACK))
 
     def check_limit(self) -> None:
         """Raise `ScheduleError` unless the limit lets every rank run one microbatch alone."""
-        memory, stages = self.target.memory, max(map(len, self.stages_of))
-        least = stages * memory.F + memory.growth
+        memory, stages = self.target.memory, max(map(len, self.rank_stages))
+        least = stages * memory.F + memory.b_growth
         if self.limit * (1 + SLACK) < least:
             raise ScheduleError(
                 f"{self.name}: memory_limit={self.limit:g} is less than one microbatch takes on a "
@@ -130,15 +132,17 @@ class Problem:
     def work(self) -> list[float]:
         """Total time of the ops of every rank."""
         per_stage = [sum(times) for times in zip(*self.times)]
-        return [self.microbatches * sum(per_stage[s] for s in own) for own in self.stages_of]
+        return [
+            self.microbatches * sum(per_stage[s] for s in stages) for stages in self.rank_stages
+        ]
 
     @cached_property
-    def least(self) -> float:
+    def lower_bound(self) -> float:
         """Lower bound on the time of any schedule: the work of the busiest rank."""
         return max(self.work)
 
     @cached_property
-    def following(self) -> list[list[tuple[int, int, float] | None]]:
+    def consumers(self) -> list[list[tuple[int, int, float] | None]]:
         """Consumer of a result, `[op][stage]`: its op and stage, and the transfer time, or None."""
         rank_of, last = self.placement.rank_of, self.placement.stages - 1
         table: list[list[tuple[int, int, float] | None]] = [[], [], [None] * (last + 1)]
@@ -152,60 +156,66 @@ class Problem:
         return table
 
     @cached_property
-    def in_ticks(self) -> "Problem":
+    def in_ticks(self) -> "SearchProblem":
         """The same problem with times counted in ticks of the scan."""
         travels = self.target.lockstep.transfer_ticks - 1
         return replace(self, target=Target(Costs(transfer=travels), objective="makespan"))
 
     @cached_property
-    def waits(self) -> np.ndarray:
-        """The ranks that each rank waits for in the scan, the result of `waits_of`."""
+    def neighbours(self) -> np.ndarray:
+        """The ranks that each rank waits for in the scan, the result of `neighbour_ranks`."""
         every = zip(self.placement.rank_of, self.placement.rank_of[1:])
-        ways = [way for one, other in every if one != other for way in ((one, other), (other, one))]
-        return waits_of({0: tuple(ways)}, self.placement.pp)
+        pairs = [
+            pair for one, other in every if one != other for pair in ((one, other), (other, one))
+        ]
+        return neighbour_ranks({0: tuple(pairs)}, self.placement.pp)
 
     def scan_time(self, orders: Orders) -> float:
         """Return the time of the scan; `scan.scan_time` without building a schedule."""
-        _, times, starts = self._scanned(orders)
+        _, times, starts = self._simulate_scan(orders)
         return float((starts[-1] + times[-1]).max())
 
-    def _scanned(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+    def _simulate_scan(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
         """Return the tick of every step, by rank; and times and starts of all cells, `[T, P]`."""
         ticks = [[int(begin) for begin in line] for line in self.in_ticks.replay(orders).begins]
         times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
         for rank, (line, order) in enumerate(zip(ticks, orders)):
             times[line, rank] = [self.times[op][stage] for op, stage, _ in order]
-        meetings: Iterable[int] = range(len(times)) if self.target.lockstep.meets else ()
-        if self.target.lockstep.vocab_parallel and not self.target.lockstep.meets:
+        meetings: Iterable[int] = range(len(times)) if self.target.lockstep.synchronizes_all else ()
+        if self.target.lockstep.vocab_parallel and not self.target.lockstep.synchronizes_all:
             steps = (zip(line, order) for line, order in zip(ticks, orders))
             ops = ((tick, "FBW"[op], stage) for of in steps for tick, (op, stage, _) in of)
-            meetings = meetings_of(ops, self.placement.stages)
+            meetings = vocab_parallel_ticks(ops, self.placement.stages)
         lockstep, transfer = self.target.lockstep, self.target.costs.transfer
         return (
             ticks,
             times,
-            starts_of(times, self.waits[None], transfer, lockstep.transfer_ticks, meetings),
+            cell_starts(times, self.neighbours[None], transfer, lockstep.transfer_ticks, meetings),
         )
 
-    def _critical_in_scan(self, orders: Orders) -> list[tuple[int, int]]:
-        """Return the same as `critical` in scan time: steps of the ranks that others wait for."""
-        ticks, times, starts = self._scanned(orders)
+    def _critical_scan_steps(self, orders: Orders) -> list[tuple[int, int]]:
+        """Return `critical_steps` in scan time: steps of the ranks that others wait for."""
+        ticks, times, starts = self._simulate_scan(orders)
         ends = starts + times
         position = [{tick: at for at, tick in enumerate(line)} for line in ticks]
-        rank, found = int(ends[-1].argmax()), []
+        rank, steps = int(ends[-1].argmax()), []
         for tick in range(len(ends) - 1, 0, -1):
             if tick in position[rank]:
-                found.append((rank, position[rank][tick]))
+                steps.append((rank, position[rank][tick]))
             if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for another rank
                 before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
-                met = range(len(orders)) if self.target.lockstep.meets else self.waits[:, rank]
+                met = (
+                    range(len(orders))
+                    if self.target.lockstep.synchronizes_all
+                    else self.neighbours[:, rank]
+                )
                 rank = max(met, key=lambda other: before[other])
-        return [(rank, at) for rank, at in found if at]
+        return [(rank, at) for rank, at in steps if at]
 
     def schedule(self, orders: Orders) -> Schedule:
         """Return the orders as a schedule."""
         actions = ([Action(_OPS[op], *where) for op, *where in order] for order in orders)
-        return Schedule.of(self.name, self.placement, self.microbatches, actions)
+        return Schedule.from_orders(self.name, self.placement, self.microbatches, actions)
 
     def score(self, orders: Orders) -> Score | None:
         """Return the objective, followed by a tie-breaker; None for a deadlock."""
@@ -213,24 +223,24 @@ class Problem:
         return replay and replay.score(orders)
 
     @cached_property
-    def for_free_ranks(self) -> "Problem":
+    def asynchronous(self) -> "SearchProblem":
         """The same problem for asynchronous ranks, with the objective "span" in place of "scan"."""
         if self.target.objective != "scan":
             return self
         return replace(self, target=replace(self.target, objective="span"))
 
-    def holds(self, schedule: Schedule) -> bool:
+    def schedule_fits(self, schedule: Schedule) -> bool:
         """Return whether a schedule stays within the memory limit."""
         return max(peak_memory(schedule, self.target.memory)) <= self.limit * (1 + SLACK)
 
-    def fits(self, order: Sequence[Step]) -> bool:
+    def order_fits(self, order: Sequence[Step]) -> bool:
         """Return whether a rank's order stays within the memory limit."""
         memory, limit = self.target.memory, self.limit * (1 + SLACK)
         change = memory.F, memory.B, memory.W
-        held = 0.0
+        live = 0.0
         for op, _, _ in order:
-            held += change[op]
-            if held > limit:
+            live += change[op]
+            if live > limit:
                 return False
         return True
 
@@ -245,18 +255,18 @@ class Problem:
         while runnable:
             rank = runnable.pop()
             left -= replay.advance(rank, orders[rank])
-            if replay.hopeless:
+            if replay.is_hopeless:
                 return None
         return None if left else replay
 
-    def critical(self, orders: Orders, begins: list[list[float]]) -> list[tuple[int, int]]:
+    def critical_steps(self, orders: Orders, begins: list[list[float]]) -> list[tuple[int, int]]:
         """Return `(rank, position)` of ops on the longest path that start as the previous op ends.
 
         The path is traced back from the end of the rank with the longest span, or for the makespan
         from the last rank to end. Only a change of order at these ops can shorten it.
         """
         if self.target.objective == "scan":
-            return self._critical_in_scan(orders)
+            return self._critical_scan_steps(orders)
         where = {step: (r, at) for r, order in enumerate(orders) for at, step in enumerate(order)}
         ends = [
             [begin + self.times[op][stage] for begin, (op, stage, _) in zip(line, order)]
@@ -264,15 +274,15 @@ class Problem:
         ]
         first = [line[0] if self.target.objective == "span" else 0.0 for line in begins]
         rank = max(range(len(orders)), key=lambda r: ends[r][-1] - first[r])
-        at, found = len(orders[rank]) - 1, []
+        at, steps = len(orders[rank]) - 1, []
         while True:
             if at and ends[rank][at - 1] >= begins[rank][at]:
-                found.append((rank, at))
+                steps.append((rank, at))
                 at -= 1
                 continue
             op, stage, i = orders[rank][at]
             if op == F and stage == 0:
-                return found
+                return steps
             if op == W:
                 before = (B, stage, i)
             elif op == B and stage == self.placement.stages - 1:
@@ -286,23 +296,25 @@ class Replay:
     """A simulation that starts ops as early as possible; `begins[rank]` has their start times.
 
     `most` limits the first entry of the score. A rank's idle time may not exceed `most` minus its
-    own work; once it does, the replay is `hopeless`.
+    own work; once it does, the replay is `is_hopeless`.
     """
 
-    def __init__(self, problem: Problem, most: float = NEVER):
+    def __init__(self, problem: SearchProblem, most: float = NEVER):
         ranks, count = range(problem.placement.pp), problem.placement.stages * problem.microbatches
         self.problem, self.m = problem, problem.microbatches
-        self.times, self.following = problem.times, problem.following
+        self.times, self.consumers = problem.times, problem.consumers
         self.begins: list[list[float]] = [[] for _ in ranks]
         self.clocks = [0.0 for _ in ranks]
         # Arrival time of an op's input, `[op][stage * microbatches + microbatch]`.
         self.ready = [[NEVER] * count for _ in _OPS]
         self.ready[F][: self.m] = [0.0] * self.m
-        self.waits: dict[Step, int] = {}  # step whose input is missing -> the rank blocked on it
+        self.blocked_ranks: dict[
+            Step, int
+        ] = {}  # step whose input is missing -> the rank blocked on it
         self.runnable: list[int] = []  # ranks whose missing input has arrived
         self.late_start_counts = problem.target.objective != "span"  # a scan takes >= the makespan
-        self.spare = [most * (1 + SLACK) - work for work in problem.work]
-        self.hopeless = False
+        self.slack = [most * (1 + SLACK) - work for work in problem.work]
+        self.is_hopeless = False
 
     def advance(self, rank: int, order: Sequence[Step]) -> int:
         """Run a rank's next steps until an input is missing or the score is hopeless.
@@ -310,7 +322,12 @@ class Replay:
         Returns the number of steps that it has started.
         """
         line, clock, m = self.begins[rank], self.clocks[rank], self.m
-        ready, times, all_following, waits = self.ready, self.times, self.following, self.waits
+        ready, times, all_following, waits = (
+            self.ready,
+            self.times,
+            self.consumers,
+            self.blocked_ranks,
+        )
         first = len(line)
         for step in islice(order, first, None):
             op, stage, i = step
@@ -321,9 +338,9 @@ class Replay:
                 waits[step] = rank
                 break
             elif line or self.late_start_counts:
-                self.spare[rank] -= begin - clock
-                if self.spare[rank] < 0:
-                    self.hopeless = True
+                self.slack[rank] -= begin - clock
+                if self.slack[rank] < 0:
+                    self.is_hopeless = True
                     break
             line.append(begin)
             clock = begin + times[op][stage]

@@ -8,11 +8,22 @@ import heapq
 import random
 from dataclasses import dataclass, replace
 
-from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Replay, Score, Step, W
+from jaxpipe.schedule.problem import (
+    NEVER,
+    SLACK,
+    B,
+    F,
+    Orders,
+    Replay,
+    Score,
+    SearchProblem,
+    Step,
+    W,
+)
 
 
 @dataclass(frozen=True)
-class Rules:
+class PriorityRules:
     """The rules of every rank; `follow`, `wait`, `fill` and `warmup` have one entry per rank.
 
     Attributes:
@@ -36,7 +47,7 @@ class Rules:
     warmup: tuple[int, ...]
     most: int
 
-    def changed(self, dice: random.Random) -> "Rules":
+    def mutate(self, dice: random.Random) -> "PriorityRules":
         """Return a copy with one to three random changes, each on one rank or on all ranks."""
         lists = {name: list(getattr(self, name)) for name in _RULES}
         pp, chunks = len(self.warmup), len(self.phases[0][F])
@@ -64,13 +75,13 @@ _RULES = ("phases", "phases", "follow", "wait", "fill", "warmup")  # phases chan
 
 
 def list_schedule(
-    problem: Problem, rules: Rules, most: float = NEVER
+    problem: SearchProblem, rules: PriorityRules, most: float = NEVER
 ) -> tuple[Score, Orders] | None:
     """Return the orders that the rules lead to, and their score.
 
     Returns None for a deadlock, and as soon as the first entry of the score must exceed `most`.
     """
-    ranks = [_Rank(problem, rules, rank) for rank in range(problem.placement.pp)]
+    ranks = [_RankSimulation(problem, rules, rank) for rank in range(problem.placement.pp)]
     replay = Replay(problem, most)
     transfer, rank_of = problem.target.costs.transfer, problem.placement.rank_of
     last, left = problem.placement.stages - 1, problem.steps
@@ -107,29 +118,30 @@ def list_schedule(
     return replay.score(orders), orders
 
 
-class _Rank:
+class _RankSimulation:
     """The state of one rank in the simulation, and its decisions."""
 
     __slots__ = (
-        "arrivals", "done", "fill", "first", "follow", "free", "growth", "held", "idle", "limit",
-        "lines", "m", "memory", "order", "pending", "period", "taken", "times", "wait", "warmup",
+        "arrivals", "done", "fill", "first", "follow", "free", "growth", "idle", "limit", "lines",
+        "live_memory", "m", "memory", "order", "pending", "period", "times", "w_count", "wait",
+        "warmup",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, rules: Rules, rank: int):
-        stages, memory = problem.stages_of[rank], problem.target.memory
+    def __init__(self, problem: SearchProblem, rules: PriorityRules, rank: int):
+        stages, memory = problem.rank_stages[rank], problem.target.memory
         self.m, self.times, self.period = problem.microbatches, problem.times, rules.period
         self.follow, self.wait, self.fill = rules.follow[rank], rules.wait[rank], rules.fill[rank]
         self.first, self.warmup = stages[0], rules.warmup[rank]
         self.memory, self.limit = (memory.F, memory.B, memory.W), problem.limit * (1 + SLACK)
-        self.growth = memory.growth
-        self.free = self.idle = self.held = 0.0  # free: time of the next decision
+        self.growth = memory.b_growth
+        self.free = self.idle = self.live_memory = 0.0  # free: time of the next decision
         # By op and stage: the number of finished ops, and known arrival times of their inputs.
         self.done = [dict.fromkeys(stages, 0) for _ in (F, B)]
         self.arrivals = [{stage: [NEVER] * self.m for stage in stages} for _ in (F, B)]
         if 0 in stages:
             self.arrivals[F][0] = [0.0] * self.m
         self.pending: list[Step] = []  # every W whose B is done, in order
-        self.taken = 0  # how many of `pending` have run
+        self.w_count = 0  # how many of `pending` have run
         self.order: list[Step] = []
         # An F of an early stage must leave memory for the F of later stages on this rank.
         rooms = [1] * len(stages) if self.follow else range(len(stages), 0, -1)
@@ -138,9 +150,9 @@ class _Rank:
             for chunk, (stage, room) in enumerate(zip(stages, rooms))
         ]
 
-    def choose(self, now: float, ranks: "list[_Rank]") -> tuple[int, int] | None:
+    def choose(self, now: float, ranks: "list[_RankSimulation]") -> tuple[int, int] | None:
         """Return the op and stage to start now; None: stay idle."""
-        heads, blocked = self._heads(now)
+        heads, blocked = self._next_ops(now)
         soonest = NEVER
         for _, there, op, stage in heads:
             if there <= now:
@@ -149,9 +161,9 @@ class _Rank:
                 break
             if there < soonest:
                 soonest = there
-        if self.taken == len(self.pending):
+        if self.w_count == len(self.pending):
             return None
-        stage = self.pending[self.taken][1]
+        stage = self.pending[self.w_count][1]
         if blocked or self.fill == 2:
             return W, stage
         gap = min([there for _, there, _, _ in heads if there > now], default=NEVER) - now
@@ -161,7 +173,7 @@ class _Rank:
             return W, stage
         return None
 
-    def _heads(self, now: float) -> tuple[list[tuple[float, float, int, int]], bool]:
+    def _next_ops(self, now: float) -> tuple[list[tuple[float, float, int, int]], bool]:
         """Return the next F and B of each stage, and whether memory blocks one of them.
 
         The ops are (priority, arrival of the input, op, stage), most urgent first. The second
@@ -170,16 +182,16 @@ class _Rank:
         """
         heads, blocked = [], False
         m, period, follow, limit = self.m, self.period, self.follow, self.limit
-        cramped = self.held + self.growth > limit  # a W must run before the next B
+        cramped = self.live_memory + self.growth > limit  # a W must run before the next B
         # An F must leave memory for the growth of a B, after all pending W have freed theirs.
-        waiting = len(self.pending) - self.taken
-        held = max(self.held, self.held + waiting * self.memory[W] + self.growth)
+        waiting = len(self.pending) - self.w_count
+        needed = max(self.live_memory, self.live_memory + waiting * self.memory[W] + self.growth)
         (forward, backward), (to_f, to_b) = self.done, self.arrivals
         for stage, phase_f, phase_b, room in self.lines:
             i, k = forward[stage], backward[stage]
             if i < m and (i < self.warmup or stage != self.first or k):
                 there = to_f[stage][i]
-                if held + room <= limit:
+                if needed + room <= limit:
                     heads.append((phase_f + i * period, there, F, stage))
                 else:
                     blocked = blocked or there < now + self.times[W][stage]
@@ -201,8 +213,8 @@ class _Rank:
     def start(self, now: float, op: int, stage: int) -> Step:
         """Start an op: advance the clock, memory and order of this rank."""
         if op == W:
-            step = self.pending[self.taken]
-            self.taken += 1
+            step = self.pending[self.w_count]
+            self.w_count += 1
         else:
             done = self.done[op]
             step = op, stage, done[stage]
@@ -213,5 +225,5 @@ class _Rank:
             self.idle += now - self.free
         self.order.append(step)
         self.free = now + self.times[op][stage]
-        self.held += self.memory[op]
+        self.live_memory += self.memory[op]
         return step

@@ -4,7 +4,7 @@ A rank waits only for the ranks that it forms a permute pair with. A permute end
 these ranks have reached the same permute and the time of a message has passed: a receiver waits for
 the sender and a sender for the receiver, whether or not a cell reads the message. This is how a
 permute works on GPUs (NCCL's grouped send and receive). On CPU all ranks of a permute synchronize
-(`Lockstep.meets`).
+(`Lockstep.synchronizes_all`).
 
 With one-tick transfers the permute of a tick runs before its cell. With two-tick transfers it
 starts with the cell, and only the next tick waits for it, so a rank may run one cell ahead of its
@@ -18,8 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.schedule.action import Schedule, ScheduleError
-from jaxpipe.schedule.cells import Costs, Grid, place, timer
-from jaxpipe.schedule.lanes import Routes, routes_of
+from jaxpipe.schedule.cells import Costs, Grid, memoize_cell_time, place
+from jaxpipe.schedule.lanes import PermutePairs, list_permute_pairs
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 
 _PACES = (2, 3)
@@ -33,31 +33,31 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to a rank not adjacent.
     """
-    routes, grid = routes_of(schedule, lockstep.turns), place(schedule, lockstep)
-    times = _times(grid, costs)
-    meetings: Iterable[int] = range(len(grid)) if lockstep.meets else ()
-    if lockstep.vocab_parallel and not lockstep.meets:
+    routes, grid = list_permute_pairs(schedule, lockstep.turns), place(schedule, lockstep)
+    times = _cell_times(grid, costs)
+    meetings: Iterable[int] = range(len(grid)) if lockstep.synchronizes_all else ()
+    if lockstep.vocab_parallel and not lockstep.synchronizes_all:
         actions = ((t, a) for t, row in enumerate(grid) for cell in row for a in cell.actions)
-        meetings = meetings_of(
+        meetings = vocab_parallel_ticks(
             ((t, op.name, stage) for t, (op, stage, _) in actions), schedule.stages
         )
-    waits = np.stack([waits_of(of_turn, schedule.pp) for of_turn in routes])
-    return grid, starts_of(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+    waits = np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes])
+    return grid, cell_starts(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
 
 
-def _times(grid: Grid, costs: Costs) -> np.ndarray:
+def _cell_times(grid: Grid, costs: Costs) -> np.ndarray:
     """Return the time of every cell, `[T, P]`."""
-    taking = timer(costs)
+    taking = memoize_cell_time(costs)
     return np.array([[taking(cell) for cell in row] for row in grid])
 
 
 def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
     """Return the time of the scan from first start to last end; raise as `scan_starts` does."""
     grid, starts = scan_starts(schedule, costs, lockstep)
-    return max(float(t) + costs.of_cell(cell) for t, cell in zip(starts[-1], grid[-1]))
+    return max(float(t) + costs.cell_time(cell) for t, cell in zip(starts[-1], grid[-1]))
 
 
-def paced(
+def optimize_pace(
     schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN, *, turns: bool = False
 ) -> Lockstep:
     """Return the lockstep with the `every`, `offset` and phased permutes of the shortest scan.
@@ -71,45 +71,45 @@ def paced(
     >>> from jaxpipe.schedule import build
     >>> schedule = build("interleaved_1f1b", pp=4, microbatches=16)
     >>> costs = Costs(1, 1.15, 0.85, transfer=0.05)
-    >>> found = paced(schedule, costs, Lockstep(transfer_ticks=2))
+    >>> found = optimize_pace(schedule, costs, Lockstep(transfer_ticks=2))
     >>> found.every, scan_time(schedule, costs, found) < scan_time(schedule, costs, Lockstep(2))
     (2, True)
     """
     best = lockstep = replace(lockstep, every=1, offset=0, turns=1)
-    ways = [replace(lockstep, transfer_ticks=1, turns=2)] if turns else []
+    candidates = [replace(lockstep, transfer_ticks=1, turns=2)] if turns else []
     if lockstep.transfer_ticks == 2:
         paces = ((every, offset) for every in _PACES for offset in range(every))
-        ways = [replace(lockstep, every=e, offset=o) for e, o in paces] + ways
-    least = scan_time(schedule, costs, lockstep) if ways else 0.0
-    for tried in ways:
+        candidates = [replace(lockstep, every=e, offset=o) for e, o in paces] + candidates
+    shortest = scan_time(schedule, costs, lockstep) if candidates else 0.0
+    for candidate in candidates:
         try:
-            time = scan_time(schedule, costs, tried)
+            time = scan_time(schedule, costs, candidate)
         except ScheduleError:  # no tick is open to all of a cell, or a rank has several stages
             continue
-        if time < least * (1 - _GAIN):
-            best, least = tried, time
+        if time < shortest * (1 - _GAIN):
+            best, shortest = candidate, time
     return best
 
 
-def waits_of(routes: Routes, pp: int) -> np.ndarray:
+def neighbour_ranks(pairs: PermutePairs, pp: int) -> np.ndarray:
     """Return the ranks that each rank waits for, `[3, P]`: itself and its two neighbours.
 
     A neighbour without a permute pair is replaced by the rank itself.
 
-    >>> waits_of({1: ((0, 1), (1, 2)), -1: ((1, 0), (2, 1))}, 3).tolist()
+    >>> neighbour_ranks({1: ((0, 1), (1, 2)), -1: ((1, 0), (2, 1))}, 3).tolist()
     [[0, 1, 2], [1, 2, 2], [0, 0, 1]]
     """
-    waits = np.tile(np.arange(pp), (3, 1))
-    for routes_one_way in routes.values():
-        for sender, receiver in routes_one_way:
+    neighbours = np.tile(np.arange(pp), (3, 1))
+    for pairs_one_way in pairs.values():
+        for sender, receiver in pairs_one_way:
             up = (sender + 1) % pp == receiver
-            waits[2 - up, sender], waits[1 + up, receiver] = receiver, sender
-    return waits
+            neighbours[2 - up, sender], neighbours[1 + up, receiver] = receiver, sender
+    return neighbours
 
 
-def starts_of(
+def cell_starts(
     times: np.ndarray,
-    waits: np.ndarray,
+    neighbours: np.ndarray,
     transfer: float,
     transfer_ticks: int,
     meetings: Iterable[int] = (),
@@ -118,7 +118,7 @@ def starts_of(
 
     Args:
       times: time of every cell, `[T, P]`.
-      waits: the result of `waits_of` for every phase of the permutes, `[turns, 3, P]`.
+      waits: the result of `neighbour_ranks` for every phase of the permutes, `[turns, 3, P]`.
       transfer: time of a message.
       transfer_ticks: as in `Lockstep`.
       meetings: ticks in which all ranks start together.
@@ -128,27 +128,27 @@ def starts_of(
     ticks, pp = times.shape
     together = np.zeros(ticks, bool)
     together[[tick for tick in meetings if tick < ticks]] = True
-    sends = np.where((waits != waits[:, :1]).any(axis=1), transfer, 0.0)
+    sends = np.where((neighbours != neighbours[:, :1]).any(axis=1), transfer, 0.0)
     starts = np.zeros((ticks, pp))
     for tick in range(1, ticks):
-        ends, turn = starts[tick - 1] + times[tick - 1], tick % len(waits)
+        ends, turn = starts[tick - 1] + times[tick - 1], tick % len(neighbours)
         if transfer_ticks == 1:
-            now = ends[waits[turn]].max(axis=0) + sends[turn]
+            now = ends[neighbours[turn]].max(axis=0) + sends[turn]
         else:
-            now = np.maximum(ends, starts[tick - 1][waits[turn]].max(axis=0) + sends[turn])
+            now = np.maximum(ends, starts[tick - 1][neighbours[turn]].max(axis=0) + sends[turn])
         starts[tick] = now.max() if together[tick] else now
     return starts
 
 
-def meetings_of(ops: Iterable[tuple[int, str, int]], stages: int) -> list[int]:
-    """Return the ticks of vocabulary-parallel work, as in `shared_end_columns`.
+def vocab_parallel_ticks(ops: Iterable[tuple[int, str, int]], stages: int) -> list[int]:
+    """Return the ticks of vocabulary-parallel work, as in `vocab_parallel_columns`.
 
     `ops` are `(tick, name, stage)`.
     """
-    found = []
+    ticks = []
     for tick, name, stage in ops:
         if name == "F" and stage == 0:
-            found.append(tick)
+            ticks.append(tick)
         if (name == "F" and stage == stages - 1) or (name in ("B", "BW") and stage == 0):
-            found.append(tick + 1)
-    return found
+            ticks.append(tick + 1)
+    return ticks

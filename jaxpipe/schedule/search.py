@@ -20,9 +20,9 @@ from dataclasses import replace
 from itertools import islice, product
 
 from jaxpipe.schedule.action import Op, Schedule, ScheduleError
-from jaxpipe.schedule.blocks import blocks
-from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Problem, Score, Step, W
-from jaxpipe.schedule.rules import Rules, list_schedule
+from jaxpipe.schedule.blocks import enumerate_blocks
+from jaxpipe.schedule.problem import NEVER, SLACK, B, F, Orders, Score, SearchProblem, Step, W
+from jaxpipe.schedule.rules import PriorityRules, list_schedule
 from jaxpipe.schedule.scan import scan_time
 
 _WALKS = 5  # local searches, from the best starting points with distinct scores
@@ -32,8 +32,8 @@ _SCANS = 0.5  # share of `effort` for moves that are scored by the time of the s
 _DISTANCES = (1, 1, 1, 2, 3, 4, 6)
 
 
-def search(
-    problem: Problem, *, effort: int | None = None, known: Iterable[Schedule] = ()
+def search_schedule(
+    problem: SearchProblem, *, effort: int | None = None, known: Iterable[Schedule] = ()
 ) -> Schedule:
     """Return the best schedule found.
 
@@ -52,23 +52,23 @@ def search(
     problem.check_limit()
     dice = random.Random(0)
     pp, m = problem.placement.pp, problem.microbatches
-    room = min(problem.room * pp // problem.placement.stages, m)
-    steady = 2 * max(pp, room)  # twice the most in flight: warm-up and drain do not meet
+    live_limit = min(problem.live_limit * pp // problem.placement.stages, m)
+    steady = 2 * max(pp, live_limit)  # twice the most in flight: warm-up and drain do not meet
     effort = effort or max(350_000, 370 * 3 * problem.placement.stages * steady)
-    free = problem.for_free_ranks
+    free = problem.asynchronous
     short = replace(free, microbatches=min(m, steady))
-    known = [schedule for schedule in known if problem.holds(schedule)]
-    starts = [orders for schedule in known if (orders := _orders(schedule))]
-    scored, walks = _scored(free, starts), []
-    if not scored or scored[0][0][0] > free.least * (1 + SLACK):
+    known = [schedule for schedule in known if problem.schedule_fits(schedule)]
+    starts = [orders for schedule in known if (orders := _split_orders(schedule))]
+    scored, walks = _score_all(free, starts), []
+    if not scored or scored[0][0][0] > free.lower_bound * (1 + SLACK):
         thorough = effort > 10 * problem.steps  # enough effort to list the full schedule
-        walks = _walks(short, effort, dice)[: None if thorough else 2]
+        walks = _search_locally(short, effort, dice)[: None if thorough else 2]
         for _, orders, rules in walks:
-            starts.append(extended(orders, m - short.microbatches))
+            starts.append(extend_orders(orders, m - short.microbatches))
             if m > short.microbatches and thorough:
                 listed = list_schedule(free, rules)
                 starts += [listed[1]] if listed else []
-        scored = _scored(free, starts)
+        scored = _score_all(free, starts)
     if not scored:
         raise ScheduleError(
             f"{problem.name}: no schedule found for pp={pp}, microbatches={m} within "
@@ -76,7 +76,7 @@ def search(
         )
     score, orders = scored[0]
     share = int(effort * _POLISH / problem.steps)
-    if m > short.microbatches and score[0] > free.least * (1 + SLACK):
+    if m > short.microbatches and score[0] > free.lower_bound * (1 + SLACK):
         score, orders = _move_steps(free, score, orders, share, dice)
     if free is problem:
         return problem.schedule(orders)
@@ -85,21 +85,23 @@ def search(
     for _, orders, _ in walks:
         moves = int(effort * _SCANS / short.steps / len(walks))
         moved = _move_steps(short, short.score(orders), orders, moves, dice)[1]
-        starts.append(extended(moved, m - short.microbatches))
-    score, orders = _scored(problem, starts)[0]
-    found = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
+        starts.append(extend_orders(moved, m - short.microbatches))
+    score, orders = _score_all(problem, starts)[0]
+    best = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
     costs, lockstep = problem.target.costs, problem.target.lockstep
-    return min([found, *known], key=lambda schedule: scan_time(schedule, costs, lockstep))
+    return min([best, *known], key=lambda schedule: scan_time(schedule, costs, lockstep))
 
 
-def _scored(problem: Problem, candidates: Iterable[Orders | None]) -> list[tuple[Score, Orders]]:
+def _score_all(
+    problem: SearchProblem, candidates: Iterable[Orders | None]
+) -> list[tuple[Score, Orders]]:
     """Return the candidates that fit the memory and have no deadlock, best first."""
-    fitting = [orders for orders in candidates if orders and all(map(problem.fits, orders))]
+    fitting = [orders for orders in candidates if orders and all(map(problem.order_fits, orders))]
     scored = [(score, orders) for orders in fitting if (score := problem.score(orders))]
     return sorted(scored, key=lambda item: item[0])
 
 
-def extended(orders: Orders, more: int) -> Orders | None:
+def extend_orders(orders: Orders, more: int) -> Orders | None:
     """Return orders with `more` additional microbatches, by repeating one period of each rank.
 
     A period is the run of steps nearest to the middle that has every op of every stage once.
@@ -125,47 +127,51 @@ def extended(orders: Orders, more: int) -> Orders | None:
     return longer
 
 
-def _walks(problem: Problem, effort: int, dice: random.Random) -> list[tuple[Score, Orders, Rules]]:
+def _search_locally(
+    problem: SearchProblem, effort: int, dice: random.Random
+) -> list[tuple[Score, Orders, PriorityRules]]:
     """Return the result of a local search from each of the best starting points, best first."""
-    found: dict[Score, tuple[Orders, Rules]] = {}  # the best, with distinct scores
-    for rules in islice(_starts(problem, dice), max(4, int(effort * _STARTS / problem.steps))):
-        most = max(found)[0] if len(found) == _WALKS else NEVER
+    best_by_score: dict[Score, tuple[Orders, PriorityRules]] = {}  # the best, with distinct scores
+    for rules in islice(
+        _starting_rules(problem, dice), max(4, int(effort * _STARTS / problem.steps))
+    ):
+        most = max(best_by_score)[0] if len(best_by_score) == _WALKS else NEVER
         result = list_schedule(problem, rules, most)
-        if result and result[0] not in found:
+        if result and result[0] not in best_by_score:
             score, orders = result
-            found[score] = orders, rules
-            if len(found) > _WALKS:
-                del found[max(found)]
+            best_by_score[score] = orders, rules
+            if len(best_by_score) > _WALKS:
+                del best_by_score[max(best_by_score)]
     walks = []
-    for best, (orders, rules) in sorted(found.items(), key=lambda item: item[0]):
-        for _ in range(int(effort * _CHANGES / problem.steps / len(found))):
-            changed = rules.changed(dice)
+    for best, (orders, rules) in sorted(best_by_score.items(), key=lambda item: item[0]):
+        for _ in range(int(effort * _CHANGES / problem.steps / len(best_by_score))):
+            changed = rules.mutate(dice)
             result = list_schedule(problem, changed, best[0])
             if result and result[0] <= best:  # equal scores too, because plateaus are wide
                 (best, orders), rules = result, changed
-        share = int(effort * _MOVES / problem.steps / len(found))
+        share = int(effort * _MOVES / problem.steps / len(best_by_score))
         walks.append((*_move_steps(problem, best, orders, share, dice), rules))
     return sorted(walks, key=lambda item: item[0])
 
 
-def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
+def _starting_rules(problem: SearchProblem, dice: random.Random) -> Iterator[PriorityRules]:
     """Yield blocks with the same rules on all ranks, in the order in which to try them.
 
     It cycles through blocks that fit the memory, fullest first; the same blocks in random order;
     and random blocks that need more memory, which help only where ops may overtake their order.
     """
-    pp, room = problem.placement.pp, max(1, problem.room)
+    pp, live_limit = problem.placement.pp, max(1, problem.live_limit)
     every = list(product((0, 1, 2), (False, True), (0, 1, 2)))  # follow, wait, fill
     overtaking = [rules for rules in every if rules[0] == 0]
     fit, tall = [], []
-    for block in blocks(problem.placement):
-        if block.held <= room:
+    for block in enumerate_blocks(problem.placement):
+        if block.peak_live <= live_limit:
             fit += [(block, rules) for rules in every]
         else:
             tall += [(block, rules) for rules in overtaking]
     dice.shuffle(fit)
     dice.shuffle(tall)
-    fullest = sorted(fit, key=lambda start: start[0].held)
+    fullest = sorted(fit, key=lambda start: start[0].peak_live)
     seen = set()
     while fullest or fit or tall:
         for source in (fullest, fit, fullest, tall):
@@ -173,17 +179,20 @@ def _starts(problem: Problem, dice: random.Random) -> Iterator[Rules]:
             if start and start not in seen:
                 seen.add(start)
                 block, rules = start
-                yield Rules(
-                    block.period, block.phases, *((rule,) * pp for rule in (*rules, room)), room
+                yield PriorityRules(
+                    block.period,
+                    block.phases,
+                    *((rule,) * pp for rule in (*rules, live_limit)),
+                    live_limit,
                 )
 
 
 def _move_steps(
-    problem: Problem, score: Score, orders: Orders, evaluations: int, dice: random.Random
+    problem: SearchProblem, score: Score, orders: Orders, evaluations: int, dice: random.Random
 ) -> tuple[Score, Orders]:
     """Move steps of the longest path within their rank; return the new score and orders."""
     orders = list(orders)
-    critical = problem.critical(orders, problem.replay(orders).begins)
+    critical = problem.critical_steps(orders, problem.replay(orders).begins)
     for _ in range(evaluations if critical else 0):
         rank, at = dice.choice(critical)
         distance = dice.choice(_DISTANCES)
@@ -195,19 +204,19 @@ def _move_steps(
             to = min(len(old) - 1, at + distance)
         new = list(old)
         new.insert(to, new.pop(at))
-        if not _in_order(new[min(at, to) : max(at, to) + 1]) or not problem.fits(new):
+        if not _is_in_order(new[min(at, to) : max(at, to) + 1]) or not problem.order_fits(new):
             continue
         orders[rank] = new
         replay = problem.replay(orders, score[0])
         moved = replay and replay.score(orders)
         if moved and moved <= score:
-            score, critical = moved, problem.critical(orders, replay.begins)
+            score, critical = moved, problem.critical_steps(orders, replay.begins)
         else:
             orders[rank] = old
     return score, orders
 
 
-def _in_order(steps: Sequence[Step]) -> bool:
+def _is_in_order(steps: Sequence[Step]) -> bool:
     """Return whether F, B and W of a microbatch, and the microbatches of an op, are in order."""
     latest: dict[tuple[int, int], int] = {}
     ops: dict[tuple[int, int], int] = {}
@@ -219,7 +228,7 @@ def _in_order(steps: Sequence[Step]) -> bool:
     return True
 
 
-def _orders(schedule: Schedule) -> Orders | None:
+def _split_orders(schedule: Schedule) -> Orders | None:
     """Return a schedule's orders; None where a cell has several actions or an unsplit gradient."""
     kinds = {Op.F: F, Op.B: B, Op.W: W}
     cells = (cell.actions for order in schedule.ranks for cell in order)

@@ -12,14 +12,14 @@ et al. 2024, Table 2).
 from dataclasses import dataclass
 
 from jaxpipe.schedule.action import Op, Schedule
-from jaxpipe.schedule.cells import Costs, Memory, place, timer
+from jaxpipe.schedule.cells import Costs, MemoryCosts, memoize_cell_time, place
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.progress import in_line
 from jaxpipe.schedule.scan import scan_time
+from jaxpipe.schedule.topological_order import sort_topologically
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """The result of a simulation: times in the unit of the costs, bubbles as fractions of a time.
 
     Attributes:
@@ -41,7 +41,9 @@ class Report:
     peak_until_w: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep = PLAIN) -> Report:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep = PLAIN
+) -> SimulationReport:
     """Simulate a schedule, both asynchronously and as the scan runs it under `lockstep`.
 
     Raises `ScheduleError` where the schedule cannot finish.
@@ -52,32 +54,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: Lockstep 
     (33.0, 0.2727, (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    lines = [line for line in clock(schedule, costs) if line]
+    lines = [line for line in asynchronous_times(schedule, costs) if line]
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
     scanned = scan_time(schedule, costs, lockstep)
-    taking = timer(costs)
+    taking = memoize_cell_time(costs)
     work = sum(taking(cell) for order in schedule.ranks for cell in order) / schedule.pp
-    return Report(
+    return SimulationReport(
         makespan=makespan,
         max_span=max_span,
         scan_makespan=scanned,
         bubble_global=1 - work / makespan,
         bubble_span=1 - work / max_span,
         bubble_scan=1 - work / scanned,
-        peak_until_b=_peaks(schedule, frees=(Op.B, Op.BW)),
-        peak_until_w=_peaks(schedule, frees=(Op.W, Op.BW)),
+        peak_until_b=_peak_live(schedule, frees=(Op.B, Op.BW)),
+        peak_until_w=_peak_live(schedule, frees=(Op.W, Op.BW)),
     )
 
 
-def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
+def asynchronous_times(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Return start and end of every cell, per rank, if each rank runs as early as it can.
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
-    line, ends = in_line(schedule), []
+    line, ends = sort_topologically(schedule), []
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
-    taking = timer(costs)
+    taking = memoize_cell_time(costs)
     for rank, cell, before in line:
         begin = times[rank][-1][1] if times[rank] else 0.0
         for other in before:
@@ -87,7 +89,7 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     return times
 
 
-def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) -> list[float]:
+def peak_memory(schedule: Schedule, memory: MemoryCosts, lockstep: Lockstep = PLAIN) -> list[float]:
     """Return the peak memory of each rank, in the unit of `memory`, as the scan runs the schedule.
 
     With `in_flight` a rank does not keep its order of cells, so the order is that of `place`.
@@ -97,25 +99,25 @@ def peak_memory(schedule: Schedule, memory: Memory, lockstep: Lockstep = PLAIN) 
     orders = schedule.ranks if lockstep.in_flight is None else zip(*place(schedule, lockstep))
     peaks = []
     for order in orders:
-        held = peak = 0.0
+        live = peak = 0.0
         for op, _, m in (action for cell in order for action in cell.actions):
             enters = m % slices == (0 if op is Op.F else slices - 1)
-            held += change[op] + memory.state * (enters and (op is Op.F or op.gives_dx))
-            peak = max(peak, held)
-            if op.gives_dx and m % slices == 0:
-                held -= 2 * memory.state
+            live += change[op] + memory.state * (enters and (op is Op.F or op.computes_dx))
+            peak = max(peak, live)
+            if op.computes_dx and m % slices == 0:
+                live -= 2 * memory.state
         peaks.append(peak)
     return peaks
 
 
-def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
+def _peak_live(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
     """Return the most (microbatch, stage) pairs live at once on each rank, in its order."""
     peaks = []
     for order in schedule.ranks:
-        held = peak = 0
+        live = peak = 0
         for cell in order:
-            held += cell.forward is not None
-            peak = max(peak, held)
-            held -= cell.gradient is not None and cell.gradient.op in frees
+            live += cell.forward is not None
+            peak = max(peak, live)
+            live -= cell.gradient is not None and cell.gradient.op in frees
         peaks.append(peak)
     return tuple(peaks)

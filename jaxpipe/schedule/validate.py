@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from jaxpipe.schedule.action import Action, Op, Schedule, ScheduleError
-from jaxpipe.schedule.progress import in_line
+from jaxpipe.schedule.topological_order import sort_topologically
 
 
 def validate(schedule: Schedule) -> None:
@@ -22,7 +22,7 @@ def validate(schedule: Schedule) -> None:
     _check_complete(schedule)
     _check_updates(schedule)
     _check_slices(schedule)
-    in_line(schedule)
+    sort_topologically(schedule)
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -47,15 +47,15 @@ def _check_complete(schedule: Schedule) -> None:
     for action, times in seen.items():
         if times > 1:
             raise ScheduleError(f"{action} appears {times} times: it must appear once.")
-    found: dict[tuple[int, int], set[Op]] = defaultdict(set)
+    ops_of_pair: dict[tuple[int, int], set[Op]] = defaultdict(set)
     for op, stage, m in seen:
         if op is not Op.U:
-            found[stage, m].add(op)
+            ops_of_pair[stage, m].add(op)
     trained = any(op is not Op.F for op, _, _ in seen)
     legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
-            ops = found[stage, m]
+            ops = ops_of_pair[stage, m]
             if ops not in legal:
                 have = " ".join(str(Action(op, stage, m)) for op in Op if op in ops) or "nothing"
                 raise ScheduleError(
@@ -75,11 +75,11 @@ def _check_updates(schedule: Schedule) -> None:
     length = schedule.microbatches // steps
     updated = [0] * schedule.stages
     for rank, action in schedule.actions():
-        step, done = action.microbatch // length, updated[action.stage]
-        if step != done:
+        step, complete = action.microbatch // length, updated[action.stage]
+        if step != complete:
             raise ScheduleError(
                 f"rank {rank}, {action}: it is of step {step}, and must stand after so many "
-                f"updates of its stage, but stands after {done}."
+                f"updates of its stage, but stands after {complete}."
             )
         updated[action.stage] += action.op is Op.U
     for stage, times in enumerate(updated):

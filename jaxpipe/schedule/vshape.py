@@ -16,9 +16,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxpipe.schedule.action import Action, Op, Placement, Schedule, Value, needed_by, produced_by
-from jaxpipe.schedule.problem import ANY_TARGET, Problem, Target, limit_in_units
-from jaxpipe.schedule.search import search
+from jaxpipe.schedule.action import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    Value,
+    needed_values,
+    produced_value,
+)
+from jaxpipe.schedule.problem import ANY_TARGET, SearchProblem, Target, limit_in_units
+from jaxpipe.schedule.search import search_schedule
 
 _HELD: dict[str, Callable[[int], int]] = {
     "zbv": lambda pp: 2 * pp,
@@ -27,7 +35,7 @@ _HELD: dict[str, Callable[[int], int]] = {
 }
 
 
-def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
+def search_v_shape(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:
     """Search for a `zbv`, `v_half` or `v_min` schedule for any costs, within a memory limit.
 
     The default limit is that of the table above, counted in (microbatch, stage) pairs from F to B,
@@ -35,39 +43,39 @@ def v_shaped(name: str, pp: int, microbatches: int, target: Target = ANY_TARGET)
     """
     memory, placement = target.memory, Placement.v_shape(pp)
     if target.memory_limit is None:
-        limit = max(_HELD[name](pp) * memory.F, 2 * memory.F + memory.growth)
+        limit = max(_HELD[name](pp) * memory.F, 2 * memory.F + memory.b_growth)
     else:
         limit = limit_in_units(target.memory_limit, placement, memory)
-    problem = Problem(name, placement, microbatches, limit, target)
+    problem = SearchProblem(name, placement, microbatches, limit, target)
     known = [zbv_order(pp, microbatches)] if name == "zbv" else []
     within_a_second = max(80_000, 350_000 - 12 * problem.steps)
-    return search(problem, effort=target.effort or within_a_second, known=known)
+    return search_schedule(problem, effort=target.effort or within_a_second, known=known)
 
 
 def zbv_order(pp: int, microbatches: int) -> Schedule:
     """Build the zero-bubble V schedule for F = B = W at 1F1B's memory, in six phases.
 
-    >>> print("\\n".join(" ".join(order) for order in zbv_order(2, 3).orders()))
+    >>> print("\\n".join(" ".join(order) for order in zbv_order(2, 3).notation()))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     full = max(microbatches, 2 * pp - 1)  # the phases need 2P - 1; those beyond M are dropped
     orders = [
-        [action for action in _six_phases(pp, rank, full) if action.microbatch < microbatches]
+        [action for action in _build_zbv_order(pp, rank, full) if action.microbatch < microbatches]
         for rank in range(pp)
     ]
-    return Schedule.of("zbv", Placement.v_shape(pp), microbatches, orders)
+    return Schedule.from_orders("zbv", Placement.v_shape(pp), microbatches, orders)
 
 
-def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
+def _build_zbv_order(pp: int, rank: int, microbatches: int) -> list[Action]:
     stages = (rank, 2 * pp - 1 - rank)
-    done = {(op, chunk): 0 for op in (Op.F, Op.B, Op.W) for chunk in (0, 1)}
+    counts = {(op, chunk): 0 for op in (Op.F, Op.B, Op.W) for chunk in (0, 1)}
     order: list[Action] = []
 
     def act(op: Op, chunk: int) -> None:
-        if done[op, chunk] < (microbatches if op is not Op.W else done[Op.B, chunk]):
-            order.append(Action(op, stages[chunk], done[op, chunk]))
-            done[op, chunk] += 1
+        if counts[op, chunk] < (microbatches if op is not Op.W else counts[Op.B, chunk]):
+            order.append(Action(op, stages[chunk], counts[op, chunk]))
+            counts[op, chunk] += 1
 
     def gradient(chunk: int) -> None:
         act(Op.B, chunk)
@@ -81,7 +89,7 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
     for _ in range(pp - rank):  # 3: the first gradients
         act(Op.F, 1)
         gradient(1)
-    while done[Op.F, 1] < microbatches:  # 4: steady
+    while counts[Op.F, 1] < microbatches:  # 4: steady
         act(Op.F, 0)
         gradient(0)
         act(Op.F, 1)
@@ -92,7 +100,7 @@ def _six_phases(pp: int, rank: int, microbatches: int) -> list[Action]:
     for _ in range(pp - rank):  # 6: B, each followed by a W
         gradient(0)
     for chunk in (1, 0):
-        while done[Op.W, chunk] < microbatches:
+        while counts[Op.W, chunk] < microbatches:
             act(Op.W, chunk)
     return order
 
@@ -108,31 +116,31 @@ def one_f_one_b_v(pp: int, microbatches: int) -> Schedule:
     after its inputs and do not raise the rank's peak memory. For P - 1 a multiple of 3 this leaves
     5/6 of 1F1B's bubble.
 
-    >>> print("\\n".join(" ".join(order) for order in one_f_one_b_v(2, 2).orders()))
+    >>> print("\\n".join(" ".join(order) for order in one_f_one_b_v(2, 2).notation()))
     0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
     1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
     """
     placement = Placement.v_shape(pp)
-    block = _block(placement).items()
+    block = _build_block(placement).items()
     planned = [(t + _PERIOD * m, Action(*at, m)) for at, t in block for m in range(microbatches)]
     planned.sort(key=lambda item: item[0])
-    lines = [_Line(planned[-1][0] + 3) for _ in range(pp)]
+    lines = [_RankTimeline(planned[-1][0] + 3) for _ in range(pp)]
     for tick, action in planned:
         lines[placement.rank_of[action.stage]].put(tick, action.op)
-    most = max(line.held.max() for line in lines)
+    most = max(line.live.max() for line in lines)
     ends: dict[Value, int] = {}
     orders: list[list[tuple[int, Action]]] = [[] for _ in lines]
     for tick, action in planned:
-        ready = max((ends[value] for value in needed_by(action, placement.stages)), default=0)
+        ready = max((ends[value] for value in needed_values(action, placement.stages)), default=0)
         rank = placement.rank_of[action.stage]
         begin = lines[rank].move(tick, action.op, ready, most)
-        ends[produced_by(action)] = begin + _TICKS[action.op]
+        ends[produced_value(action)] = begin + _TICKS[action.op]
         orders[rank].append((begin, action))
     in_order = [[a for _, a in sorted(order, key=lambda item: item[0])] for order in orders]
-    return Schedule.of("1f1b_v", placement, microbatches, in_order)
+    return Schedule.from_orders("1f1b_v", placement, microbatches, in_order)
 
 
-def _block(placement: Placement) -> dict[tuple[Op, int], int]:
+def _build_block(placement: Placement) -> dict[tuple[Op, int], int]:
     """Return the ticks of microbatch 0, which do not collide when repeated every 6 ticks.
 
     F goes down the ranks and up again without a pause. BW of a stage takes the first two
@@ -146,27 +154,29 @@ def _block(placement: Placement) -> dict[tuple[Op, int], int]:
     tick = placement.stages
     pairs = [{t, (t + 1) % _PERIOD} for t in range(_PERIOD)]
     for stage in reversed(range(placement.stages)):
-        own = free[placement.rank_of[stage]]
-        while not any(pairs[tick % _PERIOD] <= own <= pairs[tick % _PERIOD] | two for two in pairs):
+        ticks = free[placement.rank_of[stage]]
+        while not any(
+            pairs[tick % _PERIOD] <= ticks <= pairs[tick % _PERIOD] | two for two in pairs
+        ):
             tick += 1
-        own -= pairs[tick % _PERIOD]
+        ticks -= pairs[tick % _PERIOD]
         begins[Op.BW, stage] = tick
         tick += _TICKS[Op.BW]
     return begins
 
 
-class _Line:
+class _RankTimeline:
     """The ticks of one rank: whether each is busy, and the (microbatch, stage) pairs live in it."""
 
     def __init__(self, ticks: int):
-        self.taken = np.zeros(ticks, bool)
-        self.held = np.zeros(ticks, int)
+        self.busy = np.zeros(ticks, bool)
+        self.live = np.zeros(ticks, int)
 
     def put(self, tick: int, op: Op) -> None:
         """Place an op that starts in a tick."""
         end = tick + _TICKS[op]
-        self.taken[tick:end] = True
-        self.held[tick if op is Op.F else end :] += 1 if op is Op.F else -1
+        self.busy[tick:end] = True
+        self.live[tick if op is Op.F else end :] += 1 if op is Op.F else -1
 
     def move(self, tick: int, op: Op, ready: int, most: int) -> int:
         """Move an op to its earliest possible tick, at most `tick`, and return that tick.
@@ -178,13 +188,13 @@ class _Line:
           most: limit on live (microbatch, stage) pairs.
         """
         ticks = _TICKS[op]
-        self.taken[tick : tick + ticks] = False
-        fits = lambda t: op is Op.BW or self.held[t:tick].max() < most  # noqa: E731
-        idle = (t for t in range(ready, tick) if not self.taken[t : t + ticks].any())
+        self.busy[tick : tick + ticks] = False
+        fits = lambda t: op is Op.BW or self.live[t:tick].max() < most  # noqa: E731
+        idle = (t for t in range(ready, tick) if not self.busy[t : t + ticks].any())
         begin = next(filter(fits, idle), tick)
-        self.taken[begin : begin + ticks] = True
+        self.busy[begin : begin + ticks] = True
         if op is Op.F:
-            self.held[begin:tick] += 1
+            self.live[begin:tick] += 1
         else:
-            self.held[begin + ticks : tick + ticks] -= 1
+            self.live[begin + ticks : tick + ticks] -= 1
         return begin

@@ -40,7 +40,7 @@ def programs_of(config: Config) -> dict[str, str]:
 def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
     """A process's data fingerprints, layers per stage, and a digest of its schedule and tables."""
     tables = trainer.pipeline.tables
-    described = (tables.slots, tables.lanes, tables.routes, tables.pairs, tables.lockstep)
+    described = (tables.slots, tables.lanes, tables.permute_pairs, tables.pairs, tables.lockstep)
     columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
     digest = _digest([repr(described).encode(), *columns])
     return {

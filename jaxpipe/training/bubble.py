@@ -15,8 +15,8 @@ from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.ticks import closing_tick
 from jaxpipe.planning import op_seconds
 from jaxpipe.schedule import simulate
-from jaxpipe.schedule.lower import grid_of
-from jaxpipe.schedule.recorded import Event, ProfileError, Ranks, bubbles, ticks_of
+from jaxpipe.schedule.lower import build_grid
+from jaxpipe.schedule.recording import Event, ProfileError, RankTicks, match_ticks, rank_bubbles
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.recording import recording
 from jaxpipe.training.state import State
@@ -58,7 +58,7 @@ class BubbleMeter:
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 _, events = recorded(lambda: _kept(made, step(state, batch)), Path(folder))
-                found = bubbles(ticks(pipeline, events))
+                found = rank_bubbles(ticks(pipeline, events))
         except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
             self._say(f"log.bubble_every: {error}; no more steps are recorded")
             self._every = 0
@@ -91,7 +91,7 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
     return made, events_of(newest)
 
 
-def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:
+def ticks(pipeline: Pipeline, events: Iterator[Event]) -> RankTicks:
     """The ticks of a recorded step, for this process's pipeline ranks of the first replica.
 
     Only ticks within the scan are included: ticks after it (`overlap_sums`) are other operations.
@@ -99,12 +99,12 @@ def ticks(pipeline: Pipeline, events: Iterator[Event]) -> Ranks:
     """
     first = enumerate(pipeline.mesh.devices[:, 0, 0, 0, 0])
     own, how = jax.process_index(), pipeline.execution
-    return ticks_of(
+    return match_ticks(
         events,
-        grid_of(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)],
+        build_grid(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)],
         {device.id: rank for rank, device in first if device.process_index == own},
         turns=how.lockstep.turns,
-        stages=pipeline.schedule.labels_stages,
+        labels_stages=pipeline.schedule.labels_stages,
     )
 
 

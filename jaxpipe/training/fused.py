@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline import Aux, Pipeline
-from jaxpipe.schedule import fused
+from jaxpipe.schedule import fuse_steps
 from jaxpipe.training import optimizer as optimizers
 from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
@@ -46,7 +46,7 @@ class FusedSteps:
             return None
         # The update of a stage already reduces its gradients over the replicas.
         how = replace(one.execution, overlap_sums=False)
-        return replace(one, schedule=fused(one.schedule, self.count), execution=how)
+        return replace(one, schedule=fuse_steps(one.schedule, self.count), execution=how)
 
     @cached_property
     def train_steps(self) -> Any:

@@ -21,7 +21,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.candidates import variant_of
 from jaxpipe.runtime import processes
-from jaxpipe.schedule import family_of
+from jaxpipe.schedule import find_family
 from jaxpipe.training.op_timers import TransferTimer, op_seconds
 from jaxpipe.training.trainer import Trainer
 
@@ -81,7 +81,7 @@ def _gain(config: Config, memory: float | None) -> str:
 
     found = chosen(config, platform=platform, memory=memory)
     name, after = found.schedule.name, least(found)
-    if not family_of(config.parallel.schedule).searched:
+    if not find_family(config.parallel.schedule).is_searched:
         return f"{name} has one order, whatever ops cost; {what} by the simulator: {after:.4g} s"
     sheet = analytic(config, Hardware())
     before = least(chosen(config, platform=platform, memory=memory, seconds=sheet))

@@ -31,7 +31,7 @@ from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
-from jaxpipe.schedule import Buffers, Op, Row
+from jaxpipe.schedule import Buffers, Op, TableRow
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -174,11 +174,11 @@ def _loops(
         every = enumerate(given["layers"])
         return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
 
-    def of_microbatch(given: Tree, row: Row) -> ActionInputs:
+    def of_microbatch(given: Tree, row: TableRow) -> ActionInputs:
         shared = given["embed_head"]
         return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1), shared)
 
-    def forward(state: Tree, given: Tree, row: Row) -> Tree:
+    def forward(state: Tree, given: Tree, row: TableRow) -> Tree:
         x, rings = state
         parts = tuple(plan.written_by(own, Op.F) for own in rings)
         before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
@@ -187,7 +187,7 @@ def _loops(
         return made.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, given: Tree, row: Row) -> Tree:
+        def run(state: Tree, given: Tree, row: TableRow) -> Tree:
             dy, rings, (totals, read) = state
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
@@ -222,7 +222,7 @@ def _ends(
     head = EmbedHeadFunction.trace(functions.head, trained, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
-    def leave(state: Tree, given: Tree, row: Row) -> Tree:
+    def leave(state: Tree, given: Tree, row: TableRow) -> Tree:
         y = buffers.read(given["inputs"], row.for_b_read)
         context = Context(given["microbatch"], embed_head=given["embed_head"])
         output, kept = head_split.forward(None, y, context)
@@ -230,12 +230,12 @@ def _ends(
         dy, used = head_split.backward(None, context, kept, seed)
         return output.y, dy.value, add_gradients(state[2], used.embed_head)
 
-    def enter(state: Tree, given: Tree, row: Row) -> Tree:
+    def enter(state: Tree, given: Tree, row: TableRow) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
         tokens = jax.tree.map(other, given["microbatch"])
         return functions.embed(given["embed_head"], tokens)
 
-    def enter_gradient(state: Tree, given: Tree, row: Row) -> Tree:
+    def enter_gradient(state: Tree, given: Tree, row: TableRow) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
         return add_gradients(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
 
@@ -266,7 +266,9 @@ def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
 
     def loop(state: Tree, given: Tree) -> Tree:
         def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-            every = Row._make([slot] * len(Row._fields))  # the same slot of every ring buffer
+            every = TableRow._make(
+                [slot] * len(TableRow._fields)
+            )  # the same slot of every ring buffer
             return run(state, given, every), None
 
         return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]

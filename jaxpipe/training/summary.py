@@ -11,7 +11,7 @@ from rich.text import Text
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning import rank_bytes
-from jaxpipe.schedule import Report, Tables, simulate, timeline
+from jaxpipe.schedule import SimulationReport, Tables, draw_timeline, simulate
 from jaxpipe.training.moments import HOST
 from jaxpipe.training.trainer import Trainer
 
@@ -28,11 +28,11 @@ def summary(trainer: Trainer) -> RenderableType:
         _stage_table(trainer, tables),
     ]
     if tables.ticks <= _WIDEST:
-        parts.append(Text(timeline(trainer.schedule, tables.lockstep), no_wrap=True))
+        parts.append(Text(draw_timeline(trainer.schedule, tables.lockstep), no_wrap=True))
     return Group(*parts)
 
 
-def _run_table(trainer: Trainer, tables: Tables, report: Report) -> Table:
+def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Table:
     config = trainer.config
     parallel, train, model = config.parallel, config.train, config.model
     device = trainer.mesh.devices.flat[0]
@@ -95,7 +95,7 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
         table.add_row(
             str(rank),
             ", ".join(_stages_of(trainer, rank)),
-            str(tables.slots_of[rank].for_w),
+            str(tables.rank_slots[rank].for_w),
             *map(readable_bytes, per_rank.values()),
         )
     return table

@@ -25,7 +25,7 @@ from jaxpipe.planning import (
     op_seconds,
 )
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.schedule import Variant
+from jaxpipe.schedule import ScheduleVariant
 from jaxpipe.training.op_timers import OpTimer, UpdateTimer
 from jaxpipe.training.trainer import Trainer
 
@@ -166,7 +166,7 @@ def test_ops_without_the_devices_that_they_need():
         costs.of_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
-@pytest.mark.oldest
+@pytest.mark.versions
 def test_steps_on_the_present_devices(tmp_path, capsys):
     out = tmp_path / "steps.json"
     assert bench.main(["train", str(SMALL), "--steps", "2", "--out", str(out)]) == 0
@@ -235,7 +235,10 @@ def test_the_published_comparison_of_schedules_is_reproduced():
     seconds = op_seconds(config)
     plain, interleaved = (
         estimate(config, candidate(config, seconds, variant), seconds)
-        for variant in (Variant("1f1b"), Variant("interleaved_1f1b", virtual_stages=2))
+        for variant in (
+            ScheduleVariant("1f1b"),
+            ScheduleVariant("interleaved_1f1b", virtual_stages=2),
+        )
     )
     assert plain.report.makespan / interleaved.report.makespan == pytest.approx(1.28, rel=0.05)
 

@@ -13,14 +13,17 @@ from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import sleeping
 from jaxpipe.bench.clockwork import Result, Steps, table, work_of
 from jaxpipe.parallel import make_mesh
-from jaxpipe.schedule import Variant, simulate
+from jaxpipe.schedule import ScheduleVariant, simulate
 
 F, B, W = 0.004, 0.002, 0.001
 RUN = ["clockwork", "--ranks", "2", "--seconds", "0.004", "0.002", "0.001", "--steps", "1"]
 
 
-@pytest.mark.parametrize("variant", [Variant("1f1b", in_flight=3), Variant("zb_h1"),
-                                     Variant("dualpipev")], ids=lambda one: one.label)  # fmt: skip
+@pytest.mark.parametrize(
+    "variant",
+    [ScheduleVariant("1f1b", in_flight=3), ScheduleVariant("zb_h1"), ScheduleVariant("dualpipev")],
+    ids=lambda one: one.label,
+)
 def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch):
     """The two ranks are two virtual devices here."""
     monkeypatch.setattr(
@@ -53,17 +56,21 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, capsys):
 
 def test_neighbours_go_by_turns_where_that_is_shorter():
     """Sleeps then follow the clock of the scan in which a rank waits for one neighbour."""
-    found = {name: work_of(Variant(name), 4, 16, (F, B, W)).lockstep for name in ("1f1b", "zbv")}
-    assert (found["1f1b"].turns, found["1f1b"].meets) == (2, False)
-    assert (found["zbv"].turns, found["zbv"].meets) == (1, True)
-    assert replace(work_of(Variant("1f1b"), 4, 16, (F, B, W)), steps=2).lockstep.meets
+    found = {
+        name: work_of(ScheduleVariant(name), 4, 16, (F, B, W)).lockstep for name in ("1f1b", "zbv")
+    }
+    assert (found["1f1b"].turns, found["1f1b"].synchronizes_all) == (2, False)
+    assert (found["zbv"].turns, found["zbv"].synchronizes_all) == (1, True)
+    assert replace(
+        work_of(ScheduleVariant("1f1b"), 4, 16, (F, B, W)), steps=2
+    ).lockstep.synchronizes_all
 
 
 def test_steps_that_overlap_are_run_as_one(monkeypatch):
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
-    one, slept = work_of(Variant("zb_h2"), 2, 4, (F, B, W)), []
+    one, slept = work_of(ScheduleVariant("zb_h2"), 2, 4, (F, B, W)), []
     work = replace(one, steps=3)
     monkeypatch.setattr(time, "sleep", slept.append)
     sleeping.Worker().build("steps", work.as_words())

@@ -9,7 +9,13 @@ import pytest
 from jaxpipe import profile
 from jaxpipe.schedule import Lockstep, Op, build
 from jaxpipe.schedule.cells import place
-from jaxpipe.schedule.recorded import Event, ProfileError, bubbles, op_seconds, ticks_of
+from jaxpipe.schedule.recording import (
+    Event,
+    ProfileError,
+    match_ticks,
+    median_op_seconds,
+    rank_bubbles,
+)
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 
@@ -31,11 +37,13 @@ def recorded(ticks, work=2.0, exchange=1.0):
 
 def test_ticks_are_what_lies_between_exchanges():
     grid = place(build("1f1b", pp=2, microbatches=2))
-    ranks = ticks_of(recorded(len(grid)), grid, {7: 0, 5: 1})
+    ranks = match_ticks(recorded(len(grid)), grid, {7: 0, 5: 1})
     assert [tick.label for tick in ranks[0]] == ["F0", "F1", "idle", "BW0", "idle", "BW1"]
-    assert {(tick.works - tick.begin, tick.end - tick.works) for tick in ranks[1]} == {(1.0, 2.0)}
-    assert bubbles(ranks) == {rank: pytest.approx(1 - 4 * 2 / 18) for rank in (0, 1)}
-    assert op_seconds(ranks) == {(op, s): 2.0 for op in (Op.F, Op.BW) for s in (0, 1)}
+    assert {
+        (tick.compute_begin - tick.begin, tick.end - tick.compute_begin) for tick in ranks[1]
+    } == {(1.0, 2.0)}
+    assert rank_bubbles(ranks) == {rank: pytest.approx(1 - 4 * 2 / 18) for rank in (0, 1)}
+    assert median_op_seconds(ranks) == {(op, s): 2.0 for op in (Op.F, Op.BW) for s in (0, 1)}
 
 
 def test_ticks_of_turns_begin_with_a_permute_each():
@@ -45,19 +53,19 @@ def test_ticks_of_turns_begin_with_a_permute_each():
         if not event.name.startswith("ppermute.2"):
             name = names[event.begin / 3 % 2] if event.name == "ppermute.1" else event.name
             events.append(replace(event, name=name))
-    ranks = ticks_of(events, grid, {7: 0, 5: 1}, turns=2)
+    ranks = match_ticks(events, grid, {7: 0, 5: 1}, turns=2)
     assert [tick.label for tick in ranks[0]][:4] == ["idle", "F0", "idle", "F1"]
     assert {tick.end - tick.begin for tick in ranks[1]} == {3.0}
     with pytest.raises(ProfileError, match="no exchange that runs once"):
-        ticks_of(events, grid, {7: 0, 5: 1})
+        match_ticks(events, grid, {7: 0, 5: 1})
 
 
 def test_a_recording_without_ticks_is_refused():
     grid = place(build("1f1b", pp=2, microbatches=2))
     with pytest.raises(ProfileError, match="no exchange that runs once in each of 6 ticks"):
-        ticks_of(recorded(5), grid, {7: 0, 5: 1})
+        match_ticks(recorded(5), grid, {7: 0, 5: 1})
     with pytest.raises(ProfileError, match="lacks some of the devices"):
-        ticks_of(recorded(6), grid, {7: 0, 5: 1, 3: 2})
+        match_ticks(recorded(6), grid, {7: 0, 5: 1, 3: 2})
 
 
 @pytest.mark.slow(unless=["dualpipe"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from commands import SMALL
 from hf_models import LLAMA, QWEN3_MOE, random_tensors, write_model
-from test_start import SMALL
 
 from jaxpipe import config as configs
 from jaxpipe import train
@@ -27,7 +27,7 @@ from jaxpipe.model import FAMILIES
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
-    assert train.main([SMALL, f"run.dir={directory}", "train.steps=3"]) == 0
+    assert train.main([str(SMALL), f"run.dir={directory}", "train.steps=3"]) == 0
     return directory
 
 
@@ -36,9 +36,9 @@ def starts(tmp_path, run):
     """Three ways to use a run's checkpoint: in the run itself, by its path, its parameters."""
     same = tmp_path / "same"
     shutil.copytree(run, same)
-    other = [SMALL, f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={run}"]
+    other = [str(SMALL), f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={run}"]
     return [
-        [SMALL, f"run.dir={same}", "train.steps=4"],
+        [str(SMALL), f"run.dir={same}", "train.steps=4"],
         [*other, "train.steps=4"],
         [*other, "checkpoint.parameters_only=true", "train.steps=3"],
     ]

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 import xxhash
+from commands import SMALL
 from test_checkpoint import make_state, open_at
-from test_start import SMALL
 
 from jaxpipe import train
 from jaxpipe.checkpoint import DamagedError, integrity, read_state, store
@@ -190,7 +190,7 @@ def test_one_without_checksums_is_read_and_reported(tmp_path, two, state_and_key
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
-    assert train.main([SMALL, f"run.dir={directory}"]) == 0
+    assert train.main([str(SMALL), f"run.dir={directory}"]) == 0
     return directory
 
 
@@ -202,7 +202,7 @@ def damage(step):
 def test_a_run_never_begins_anew_by_itself(tmp_path, run, capsys):
     shutil.copytree(run / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
     damage(tmp_path / "checkpoints" / "4")
-    words = [SMALL, f"run.dir={tmp_path}", "train.steps=3"]
+    words = [str(SMALL), f"run.dir={tmp_path}", "train.steps=3"]
     for _ in range(2):  # the second time it is moved aside already
         assert train.main(words) == 2
         error = capsys.readouterr().err
@@ -222,7 +222,7 @@ def test_every_reader_notices(tmp_path, run, capsys):
     assert "files are as they were saved" in capsys.readouterr().out
     damage(step)
     alone = "checkpoint.parameters_only=true"
-    new = [SMALL, f"run.dir={tmp_path / 'new'}", f"checkpoint.resume={step}"]
+    new = [str(SMALL), f"run.dir={tmp_path / 'new'}", f"checkpoint.resume={step}"]
     for read in (
         lambda: command(["inspect", str(step)]),
         lambda: command(["export", str(step), str(tmp_path / "out")]),

@@ -11,7 +11,7 @@ from jaxpipe.runtime import compiler
 from jaxpipe.runtime.compiler import Option, of_purpose
 from jaxpipe.training.trainer import Trainer
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.versions
 
 STEP = of_purpose("step")
 PURPOSES = ("step", "offload", "moments", "deterministic", "ring", "deviceless", "costs")

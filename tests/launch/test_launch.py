@@ -225,17 +225,17 @@ def test_a_driver_must_be_new_enough_for_the_packages(tree, driver, code):
 
 
 def test_the_oldest_packages_are_installed_once(tree):
-    (tree / "tests").mkdir()
-    (tree / "tests" / "oldest.py").touch()
+    (tree / "tests" / "support").mkdir(parents=True)
+    (tree / "tests" / "support" / "versions.py").touch()
     (tree.parent / "python3.11").symlink_to(tree.parent / "python")
     given = {"PATH": f"{tree.parent}:/usr/bin:/bin", "VERSION": "3.11.9",
              "XDG_CACHE_HOME": str(tree.parent / "kept")}  # fmt: skip
     code, said, errors = run(tree, "test.sh", "--oldest", **given)
     assert code == 0, errors
     assert "-m pip install" in errors
-    assert said.splitlines()[-1].endswith(" -m pytest -m oldest and not slow -p no:cacheprovider")
+    assert said.splitlines()[-1].endswith(" -m pytest -m versions and not slow -p no:cacheprovider")
     assert "pip install" not in run(tree, "test.sh", "--oldest", **given)[2]
     other = given | {"VERSION": "3.12.1", "PYENV_ROOT": "/nowhere"}
     code, _, errors = run(tree, "test.sh", "--oldest", **other)
     assert code == 1
-    assert "the oldest packages are tested with Python 3.11" in errors
+    assert "the oldest packages are tested with the oldest Python" in errors

@@ -5,10 +5,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
-from oldest import pins
 from packaging.requirements import Requirement
+from versions import pins
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.versions
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -66,7 +66,7 @@ def test_the_installed_plugin_is_one_that_jax_takes():
 def test_the_oldest_versions_are_allowed():
     """Every dependency names its oldest version; that of jax is not an excluded one."""
     dependencies, extras = of_project()
-    oldest = dict(pin.split("==") for pin in pins(PROJECT.read_text()))
+    oldest = dict(pin.split("==") for pin in pins(PROJECT.read_text(), "oldest"))
     assert len(oldest) == len(dependencies) + len(extras["data"])
     for line in [*dependencies, *extras["data"]]:
         one = Requirement(line)

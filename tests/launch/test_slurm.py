@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import CPUS_PER_NODE, NODES, running_cluster, wait_for, why_not
 
 ROOT = Path(__file__).parents[2]
-STAND_IN = Path(__file__).parent / "stand_in.py"
+STAND_IN = Path(__file__).parents[1] / "support" / "stand_in.py"
 REASON = why_not()
 pytestmark = [
     pytest.mark.slurm,

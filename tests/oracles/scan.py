@@ -28,7 +28,7 @@ class _Scan:
                 if one != other:
                     self._join(one, other)
         self.meetings = self._meetings() if lockstep.vocab_parallel else set()
-        self.meetings |= set(range(len(self.grid))) if lockstep.meets else set()
+        self.meetings |= set(range(len(self.grid))) if lockstep.synchronizes_all else set()
         self.posted = defaultdict(dict)  # tick -> rank -> when
         self.met = defaultdict(dict)
         self.waiting = []  # (rank, since when, the posted times, ranks that must post, travel time)
@@ -46,7 +46,7 @@ class _Scan:
             for action in (action for cell in row for action in cell.actions):
                 first_f = action.op is Op.F and action.stage == 0
                 last_f = action.op is Op.F and action.stage == last
-                returned = action.op.gives_dx and action.stage == 0
+                returned = action.op.computes_dx and action.stage == 0
                 found |= {tick} if first_f else set()
                 found |= {tick + 1} if last_f or returned else set()
         return found
@@ -61,7 +61,7 @@ class _Scan:
                 yield "meet", tick
             if self.lockstep.transfer_ticks == 2:
                 yield "post", tick
-            yield "work", self.costs.of_cell(row[rank])
+            yield "work", self.costs.cell_time(row[rank])
             if self.lockstep.transfer_ticks == 2 and tick + 1 < len(self.grid):
                 yield "wait", tick
 

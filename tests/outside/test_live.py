@@ -6,8 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import record  # noqa: E402
-import records  # noqa: E402
+import record_transformers as record  # noqa: E402
+import transformers_records as records  # noqa: E402
 
 MODELS = list(record.MODELS)
 

@@ -1,13 +1,14 @@
 """Against recorded results of transformers, torch's autograd and NumPy's updates, on four layouts.
 
-`record.py` writes the records; `test_live.py` asserts that transformers gives the same today.
+`record_transformers.py` writes the records; `test_live.py` asserts that transformers gives the same
+today.
 """
 
 from importlib import import_module
 
 import numpy as np
 import pytest
-import records
+import transformers_records as records
 from updates import STEPS
 
 from jaxpipe.parallel import ContextParallel
@@ -66,7 +67,7 @@ def test_what_is_decided_for_gpus_alone(name, layout, monkeypatch):
     record, how = records.read(name), LAYOUTS[layout] | {"vocab_parallel_pp": name == "llama"}
     lockstep = records.trainer_of(record, how).execution.lockstep
     assert lockstep.transfer_ticks == 2 or lockstep.turns > 1
-    assert not lockstep.meets
+    assert not lockstep.synchronizes_all
     assert lockstep.vocab_parallel == (name == "llama")
     assert_right_gradients(name, how, overlap_sums=how.get("dp", 1) > 1)
 

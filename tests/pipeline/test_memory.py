@@ -12,7 +12,7 @@ from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.rings import values_by_use
 from jaxpipe.pipeline.store import ring_lengths
-from jaxpipe.schedule import BUILDERS, family_of, lower
+from jaxpipe.schedule import BUILDERS, find_family, lower
 
 EXAMPLES = 256  # large enough that activations outweigh parameters and tables
 X = jax.ShapeDtypeStruct((EXAMPLES, LENGTH, WIDTH), "float32")
@@ -31,7 +31,7 @@ def ring_bytes(schedule, remat):
     split = split_layer(KIND.layer, layer, X, Context(microbatch), POLICIES[remat])
     tables = lower(schedule)
     uses, _ = values_by_use(split.residuals, split.stash, separate=False)
-    lengths = ring_lengths(uses, tables.slots_of)
+    lengths = ring_lengths(uses, tables.rank_slots)
     held = sum(length * size(value) for value, length in lengths.items())
     return (tables.slots.inbox + 1) * size(X) + LAYERS_EACH * held
 
@@ -64,7 +64,7 @@ def test_memory_is_flat_in_microbatches(name):
     """Except for ring buffers, which a search may make shorter where there are few microbatches."""
     (small, fewer), (large, rings) = (measured(name, 4, m, "full") for m in (8, 40))
     assert ((large - rings) - (small - fewer)) / 32 <= 0.02 * size(X)
-    assert fewer == rings or family_of(name).searched
+    assert fewer == rings or find_family(name).is_searched
 
 
 @pytest.mark.parametrize("name", sorted(GROWS))

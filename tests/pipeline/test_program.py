@@ -56,7 +56,7 @@ def test_no_ring_is_copied_in_the_loop(name):
     microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, WIDE))
     split = split_layer(KIND.layer, layer, jnp.zeros((WIDE, 6, 8)), Context(microbatch))
     uses, _ = values_by_use(split.residuals, split.stash, separate=False)
-    lengths = ring_lengths(uses, tables.slots_of)
+    lengths = ring_lengths(uses, tables.rank_slots)
     sizes = {tables.slots.inbox + 1, *lengths.values()} - {0}
     assert not copies_in_the_loop(trace.lower().compile(), sizes, (WIDE, 6))
 

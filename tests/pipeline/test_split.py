@@ -14,7 +14,7 @@ from jaxpipe.pipeline import POLICIES, Context, LayerOutput, split_layer
 from jaxpipe.pipeline.jaxpr import equations_to, reads, trace_flat
 from jaxpipe.pipeline.split import Cotangent
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.versions
 
 
 @pytest.fixture

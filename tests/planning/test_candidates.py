@@ -25,7 +25,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.memory import mirrored_bytes
-from jaxpipe.schedule import Lockstep, Variant, build, write
+from jaxpipe.schedule import Lockstep, ScheduleVariant, build, write_schedule
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -114,7 +114,9 @@ def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():
     costs = analytic(config, Hardware()).costs((1,) * 8)
     how = {"costs": costs, "objective": "scan", "effort": QUICK}
     searched = {
-        ticks: build("zbv", pp=4, microbatches=8, lockstep=Lockstep(ticks, meets=meets), **how)
+        ticks: build(
+            "zbv", pp=4, microbatches=8, lockstep=Lockstep(ticks, synchronizes_all=meets), **how
+        )
         for ticks, meets in ((1, True), (2, False))
     }
     assert searched[1] != searched[2]
@@ -134,7 +136,7 @@ def test_its_row_is_marked(label, capsys):
 
 
 def test_a_schedule_of_a_file_is_marked_too(tmp_path):
-    write(build("bfs", pp=2, microbatches=8), tmp_path / "mine.csv")
+    write_schedule(build("bfs", pp=2, microbatches=8), tmp_path / "mine.csv")
     how = ["parallel.schedule=custom", f"parallel.schedule_file={tmp_path / 'mine.csv'}"]
     config = configs.load(SMALL, [*SIZES, *how])
     (own,) = (row for row in candidates(config) if row.configured)
@@ -175,7 +177,7 @@ def test_what_a_sequence_parallel_run_sends():
         )
         seconds = analytic(config, Hardware(link=1e12))
         one, both = (
-            estimate(config, candidate(config, seconds, Variant(name)), seconds)
+            estimate(config, candidate(config, seconds, ScheduleVariant(name)), seconds)
             for name in ("1f1b", "dualpipe")
         )
         choice = both.candidate.choice

@@ -78,7 +78,7 @@ def test_every_schedule_has_the_better_ends():
         met.add(takes)
         assert auto.seconds == (shared if takes else own).seconds
         assert auto.bytes == (shared if takes else own).bytes
-        if not FAMILIES[auto.candidate.variant.family].searched:
+        if not FAMILIES[auto.candidate.variant.family].is_searched:
             assert takes == (shared.seconds <= 1.01 * own.seconds), label
         assert shared.bytes.total < own.bytes.total
     assert True in met

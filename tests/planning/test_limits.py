@@ -12,11 +12,11 @@ from jaxpipe.planning import chosen, layout_of, rank_bytes
 from jaxpipe.planning.checks import validate
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.limits import room_of
-from jaxpipe.schedule import FAMILIES, Memory, Op, ScheduleError, build, peak_memory
+from jaxpipe.schedule import FAMILIES, MemoryCosts, Op, ScheduleError, build, peak_memory
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SEVENTY = Path(__file__).parents[2] / "configs" / "llama3_70b_plan.toml"
-SEARCHED = [name for name, family in FAMILIES.items() if family.searched]
+SEARCHED = [name for name, family in FAMILIES.items() if family.is_searched]
 H100 = 80e9
 GIB = 2**30
 
@@ -109,7 +109,7 @@ def test_slices_keep_keys_values_and_their_gradients():
             states = len(started(forward) - ended) + len(started(back) - ended)
             most = max(most, len(forward) - len(back) + 0.5 * states)
         peaks.append(most)
-    assert peak_memory(schedule, Memory(state=0.5)) == peaks
+    assert peak_memory(schedule, MemoryCosts(state=0.5)) == peaks
     config = configs.load(
         SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "parallel.memory_limit=5"]
     )

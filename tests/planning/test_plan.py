@@ -17,7 +17,7 @@ from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, analytic, chosen, configured, estimate, estimates
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import ring_bytes
-from jaxpipe.schedule import BUILDERS, Lockstep, Memory, lower, peak_memory
+from jaxpipe.schedule import BUILDERS, Lockstep, MemoryCosts, lower, peak_memory
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -82,7 +82,7 @@ def test_rings_are_what_the_fullest_rank_holds(schedule):
     config = configs.load(path, [f"parallel.schedule={schedule}"])
     choice = chosen(config)
     (kind,) = costs_of(config).kinds.values()
-    memory = Memory(
+    memory = MemoryCosts(
         F=kind.for_b + kind.for_w, B=kind.stash - kind.for_b, W=-kind.for_w - kind.stash
     )
     held = max(peak_memory(choice.schedule, memory))

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legal import QUICK
 
-from jaxpipe.schedule import Costs, Memory, ScheduleError, build, peak_memory, simulate, validate
+from jaxpipe.schedule import (
+    Costs,
+    MemoryCosts,
+    ScheduleError,
+    build,
+    peak_memory,
+    simulate,
+    validate,
+)
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "zb_auto.json").read_text())
 
@@ -16,7 +24,7 @@ CASES = json.loads((Path(__file__).parents[1] / "data" / "zb_auto.json").read_te
 def found(row, **options):
     """Return `(schedule, span, limit on the span)` of one row of the data."""
     pp, m, f, b, w, transfer, *memory, limit, bound = row
-    costs, memory = Costs(f, b, w, transfer), Memory(*memory)
+    costs, memory = Costs(f, b, w, transfer), MemoryCosts(*memory)
     schedule = build(
         "zb_auto",
         pp=pp,
@@ -66,7 +74,7 @@ def test_no_worse_than_the_paper(row):
     pp, m, f, b, w, transfer, hidden, heads, one, two = row
     costs = Costs(f, b, w, transfer)
     both = 34 * hidden + 5 * heads * 1024  # bytes per token and layer, sequence 1024
-    memory = Memory(F=both, B=32 * hidden - both, W=-32 * hidden)
+    memory = MemoryCosts(F=both, B=32 * hidden - both, W=-32 * hidden)
     for limit, bubble in (("1p", one), ("2p", two)):
         effort = None if pp == 32 and limit == "2p" else 50_000  # the default where it needs it
         schedule = build(
@@ -89,7 +97,7 @@ def test_always_within_the_limit(pp, microbatches, times, limit):
         "zb_auto", pp=pp, microbatches=microbatches, costs=costs, memory_limit=limit, effort=QUICK
     )
     validate(schedule)
-    assert max(peak_memory(schedule, Memory())) <= limit * (1 + 1e-9)
+    assert max(peak_memory(schedule, MemoryCosts())) <= limit * (1 + 1e-9)
 
 
 def test_costs_per_stage_and_other_objectives():

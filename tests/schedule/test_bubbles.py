@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from oracles.bubbles import BUBBLES, OpTimes, bubble, held_activations
 
 from jaxpipe.schedule import BUILDERS, FAMILIES, Costs, Op, build
-from jaxpipe.schedule.simulate import clock, simulate
+from jaxpipe.schedule.simulate import asynchronous_times, simulate
 
 RANKS = st.sampled_from([2, 3, 4, 6])
 TIME = st.integers(1, 6)
@@ -16,7 +16,7 @@ def idle(name, pp, microbatches, times, *, span=False, **sizes):
     """Return the idle time of the rank that idles most, in the whole step or in its own span."""
     costs = Costs(times.F, times.B, times.W, pair=times.overlapped)
     schedule = build(name, pp=pp, microbatches=microbatches, **sizes)
-    lines = clock(schedule, costs)
+    lines = asynchronous_times(schedule, costs)
     begin = min(line[0][0] for line in lines)
     end = max(line[-1][1] for line in lines)
     return max(
@@ -141,7 +141,7 @@ def test_printed_memory():
 
 
 def test_what_has_no_closed_form():
-    searched = {name for name in BUILDERS if FAMILIES[name].searched}
+    searched = {name for name in BUILDERS if FAMILIES[name].is_searched}
     assert BUILDERS.keys() - BUBBLES.keys() == searched | {"1f1b_v"}
     with pytest.raises(ValueError, match="no closed form for the bubble of 'zb_auto'"):
         bubble("zb_auto", 4, OpTimes(1, 1, 1))

@@ -3,15 +3,15 @@
 import pytest
 from legal import near
 
-from jaxpipe.schedule import BUILDERS, ScheduleError, build, read, write
+from jaxpipe.schedule import BUILDERS, ScheduleError, build, read_schedule, write_schedule
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_round_trip(tmp_path, name, suffix):
     schedule = near(name, 4, 8)
-    write(schedule, tmp_path / f"{name}{suffix}")
-    again = read(tmp_path / f"{name}{suffix}")
+    write_schedule(schedule, tmp_path / f"{name}{suffix}")
+    again = read_schedule(tmp_path / f"{name}{suffix}")
     assert again.ranks == schedule.ranks
     assert again.placement == schedule.placement
     assert again.microbatches == schedule.microbatches
@@ -19,11 +19,11 @@ def test_round_trip(tmp_path, name, suffix):
 
 def test_slices_are_given_beside_the_file(tmp_path):
     schedule = build("1f1b", pp=2, microbatches=3, slices=2)
-    write(schedule, tmp_path / "1f1b.csv")
-    assert read(tmp_path / "1f1b.csv", slices=2) == schedule
+    write_schedule(schedule, tmp_path / "1f1b.csv")
+    assert read_schedule(tmp_path / "1f1b.csv", slices=2) == schedule
     assert build("custom", pp=2, microbatches=3, slices=2, path=tmp_path / "1f1b.csv") == schedule
     with pytest.raises(ScheduleError, match="go forward in order, and back in reverse"):
-        read(tmp_path / "1f1b.csv", slices=3)
+        read_schedule(tmp_path / "1f1b.csv", slices=3)
     with pytest.raises(ScheduleError, match=r"is for pp=2 and microbatches=3 of 2 slices, not for"):
         build("custom", pp=2, microbatches=4, slices=2, path=tmp_path / "1f1b.csv")
 
@@ -31,7 +31,10 @@ def test_slices_are_given_beside_the_file(tmp_path):
 def test_idle_cells_are_passed_over(tmp_path):
     path = tmp_path / "gaps.csv"
     path.write_text("0F0,,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n")
-    assert read(path).orders() == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    assert read_schedule(path).notation() == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,23 +55,23 @@ def test_faults_are_named(tmp_path, text, message):
     path = tmp_path / "custom.csv"
     path.write_text(text)
     with pytest.raises(ScheduleError, match=message) as caught:
-        read(path)
+        read_schedule(path)
     assert "custom.csv" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ScheduleError, match="none.csv: cannot be read"):
-        read(tmp_path / "none.csv")
+        read_schedule(tmp_path / "none.csv")
     (tmp_path / "half.json").write_text('[["0F0"')
     with pytest.raises(ScheduleError, match="half.json: is not valid json"):
-        read(tmp_path / "half.json")
+        read_schedule(tmp_path / "half.json")
 
 
 def test_build_takes_a_file(tmp_path):
     path = tmp_path / "mine.csv"
-    write(build("zb_h1", pp=2, microbatches=4), path)
-    assert build("custom", pp=2, microbatches=4, path=path).orders()[1][0] == "1F0"
+    write_schedule(build("zb_h1", pp=2, microbatches=4), path)
+    assert build("custom", pp=2, microbatches=4, path=path).notation()[1][0] == "1F0"
     with pytest.raises(
         ScheduleError, match="is for pp=2 and microbatches=4, not for pp=2 and micr"
     ):

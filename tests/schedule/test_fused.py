@@ -16,22 +16,22 @@ from jaxpipe.schedule import (
     Cell,
     Costs,
     Lockstep,
-    Memory,
+    MemoryCosts,
     Op,
     ScheduleError,
     build,
-    fused,
+    draw_timeline,
+    fuse_steps,
+    fusion_gain,
     lower,
     peak_memory,
     simulate,
-    time_saved,
-    timeline,
     validate,
-    write,
+    write_schedule,
 )
 from jaxpipe.schedule.cells import place
-from jaxpipe.schedule.picture import picture
-from jaxpipe.schedule.scan import paced, scan_time
+from jaxpipe.schedule.figure import draw_figure
+from jaxpipe.schedule.scan import optimize_pace, scan_time
 
 ON_ONE_RANK = [name for name in BUILDERS if FAMILIES[name].placement != "both ways"]
 ALIKE = Costs(1.0, 1.0, 1.0)
@@ -44,7 +44,7 @@ ALIKE = Costs(1.0, 1.0, 1.0)
     microbatches=st.integers(1, 9),
     steps=st.integers(1, 3),
     lockstep=st.builds(
-        Lockstep, st.integers(1, 2), st.sampled_from([None, 24]), meets=st.booleans()
+        Lockstep, st.integers(1, 2), st.sampled_from([None, 24]), synchronizes_all=st.booleans()
     ),
 )
 @settings(max_examples=8, deadline=None)
@@ -52,14 +52,14 @@ def test_steps_in_turn_are_valid_and_the_scan_keeps_them_so(
     name, pp, microbatches, steps, lockstep
 ):
     one = near(name, pp, microbatches, 2)
-    several = fused(one, steps)
+    several = fuse_steps(one, steps)
     validate(several)
     validate(replace(several, ranks=tuple(_busy(line) for line in zip(*place(several, lockstep)))))
-    assert peak_memory(several, Memory()) == peak_memory(one, Memory())
+    assert peak_memory(several, MemoryCosts()) == peak_memory(one, MemoryCosts())
     costs = Costs(1.0, 1.3, 0.8, transfer=0.1, U=0.7)
     assert scan_time(several, costs, lockstep) == pytest.approx(by_events(several, costs, lockstep))
     report = simulate(several, costs, lockstep)
-    assert report.makespan <= steps * simulate(fused(one, 1), costs, lockstep).makespan + 1e-9
+    assert report.makespan <= steps * simulate(fuse_steps(one, 1), costs, lockstep).makespan + 1e-9
 
 
 def _busy(line):
@@ -74,27 +74,27 @@ def test_what_a_parallelogram_gains(pp, steps):
     one, costs = build("zb_h2", pp=pp, microbatches=m), replace(ALIKE, U=update)
     wait, work = pp - 1, 3 * m
     assert simulate(one, costs).makespan == work + wait
-    assert simulate(fused(one, steps), costs).makespan == steps * (work + update) + wait
+    assert simulate(fuse_steps(one, steps), costs).makespan == steps * (work + update) + wait
     saved = 1 - (steps * work + wait) / (steps * (work + wait))
-    assert time_saved(one, steps, ALIKE) == pytest.approx(saved, rel=1e-12)
+    assert fusion_gain(one, steps, ALIKE) == pytest.approx(saved, rel=1e-12)
 
 
 def test_what_has_no_parallelogram_gains_nothing():
     one = build("zb_h1", pp=8, microbatches=32)
-    assert time_saved(one, 4, ALIKE) == 0
-    assert simulate(fused(one, 4)).makespan == 4 * simulate(one).makespan
+    assert fusion_gain(one, 4, ALIKE) == 0
+    assert simulate(fuse_steps(one, 4)).makespan == 4 * simulate(one).makespan
 
 
 def test_transfers_of_two_ticks_leave_little_of_it():
     one, costs = build("zb_h2", pp=8, microbatches=32), Costs(1, 1.15, 0.85, transfer=0.05)
-    assert time_saved(one, 4, costs, Lockstep(1)) > 0.04
-    ticks = paced(one, costs, Lockstep(2))
+    assert fusion_gain(one, 4, costs, Lockstep(1)) > 0.04
+    ticks = optimize_pace(one, costs, Lockstep(2))
     assert ticks.every > 1
-    assert 0 < time_saved(one, 4, costs, ticks) < 0.01
+    assert 0 < fusion_gain(one, 4, costs, ticks) < 0.01
 
 
 def test_an_update_stands_with_the_last_gradient_of_its_stage():
-    several = fused(build("zbv", pp=2, microbatches=4, effort=20_000), 2)
+    several = fuse_steps(build("zbv", pp=2, microbatches=4, effort=20_000), 2)
     for order in several.ranks:
         for at, cell in enumerate(order):
             if cell.update:
@@ -109,16 +109,16 @@ def test_an_update_stands_with_the_last_gradient_of_its_stage():
 def test_an_update_takes_its_time_and_is_drawn(tmp_path):
     forward, gradient = Action(Op.F, 0, 3), Action(Op.BW, 1, 1)
     both = Cell(forward, gradient, Action(Op.U, 1, 1))
-    assert Costs(U=(0.0, 0.5)).of_cell(both) == 3.5
-    assert Costs(pair=2.0, U=(0.0, 0.5)).of_cell(both) == 2.5
+    assert Costs(U=(0.0, 0.5)).cell_time(both) == 3.5
+    assert Costs(pair=2.0, U=(0.0, 0.5)).cell_time(both) == 2.5
     path = tmp_path / "steps.svg"
-    picture(fused(build("zb_h2", pp=2, microbatches=3), 2), path, lockstep=Lockstep())
+    draw_figure(fuse_steps(build("zb_h2", pp=2, microbatches=3), 2), path, lockstep=Lockstep())
     assert "U (update)" in path.read_text()
 
 
 def test_forwards_that_run_ahead_wait_for_the_update():
-    several = fused(build("1f1b", pp=2, microbatches=3), 2)
-    assert timeline(several, Lockstep(in_flight=6)).splitlines() == [
+    several = fuse_steps(build("1f1b", pp=2, microbatches=3), 2)
+    assert draw_timeline(several, Lockstep(in_flight=6)).splitlines() == [
         "rank 0 | F0 F1     F2+BW0 BW1       BW2+U2 F3 F4     F5+BW3 BW4       BW5+U5",
         "rank 1 | .  F0+BW0 F1+BW1 F2+BW2+U2 .      .  F3+BW3 F4+BW4 F5+BW5+U5 .",
     ]
@@ -134,7 +134,7 @@ def test_forwards_that_run_ahead_wait_for_the_update():
     ],
 )
 def test_validate_names_what_breaks_the_steps(edit, message):
-    several = fused(build("1f1b", pp=2, microbatches=2), 2)
+    several = fuse_steps(build("1f1b", pp=2, microbatches=2), 2)
     with pytest.raises(ScheduleError, match=message):
         validate(edit(several))
 
@@ -153,11 +153,11 @@ def _swapped(order):
 def test_what_is_refused(tmp_path):
     one = build("zb_h1", pp=2, microbatches=2)
     with pytest.raises(ScheduleError, match="steps=0 must be at least 1"):
-        fused(one, 0)
+        fuse_steps(one, 0)
     with pytest.raises(ScheduleError, match="dualpipe has every stage on two ranks"):
-        fused(build("dualpipe", pp=2, microbatches=4), 2)
+        fuse_steps(build("dualpipe", pp=2, microbatches=4), 2)
     with pytest.raises(ScheduleError, match="the notation of files has no updates"):
-        write(fused(one, 2), tmp_path / "orders.csv")
+        write_schedule(fuse_steps(one, 2), tmp_path / "orders.csv")
 
 
 @pytest.mark.parametrize("name", ["zb_h2", "zbv", "interleaved_1f1b"])
@@ -168,7 +168,7 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
     The tables also mark the first gradient of the embedding in a step.
     """
     one, steps, m = near(name, 2, 6), 3, 6
-    columns = lower(fused(one, steps), lockstep).columns
+    columns = lower(fuse_steps(one, steps), lockstep).columns
     works = columns.B + columns.W + columns.BW > 0
     for rank in range(one.pp):
         number = columns.gradient_mb[:, rank] // m
@@ -191,6 +191,6 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
 
 def test_they_take_no_more_slots_and_fewer_ticks():
     one = build("zb_h2", pp=4, microbatches=8)
-    tables = lower(fused(one, 3))
+    tables = lower(fuse_steps(one, 3))
     assert tables.slots == lower(one).slots
     assert tables.ticks < 3 * lower(one).ticks

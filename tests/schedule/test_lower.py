@@ -25,7 +25,7 @@ from jaxpipe.schedule import (
     simulate,
     validate,
 )
-from jaxpipe.schedule.lifetimes import colour
+from jaxpipe.schedule.lifetimes import assign_slots
 
 PAIRED = ("dualpipe", "dualpipev")  # an F together with a gradient of another chunk
 
@@ -34,8 +34,8 @@ PAIRED = ("dualpipe", "dualpipev")  # an F together with a gradient of another c
 def from_least(name, pp, more, chunks):
     """Near the family's fewest microbatches on `pp` ranks plus `more`; fewer if it searches."""
     family = FAMILIES[name]
-    more = more % 6 if family.searched else more - 1
-    return near(name, pp, family.least(pp) + more, chunks)
+    more = more % 6 if family.is_searched else more - 1
+    return near(name, pp, family.min_microbatches(pp) + more, chunks)
 
 
 def writable(tables):
@@ -76,9 +76,9 @@ def test_by_turns_every_value_travels_in_the_turn_of_its_ranks(name, pp, microba
     schedule = from_least(name, pp, microbatches, 1)
     tables = lower(schedule, Lockstep(turns=turns, **ends))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
-    joined = [way for routes in tables.routes for ways in routes.values() for way in ways]
+    joined = [way for routes in tables.permute_pairs for ways in routes.values() for way in ways]
     assert len(joined) == len(set(joined)) == 2 * (pp - 1)
-    for routes in tables.routes:
+    for routes in tables.permute_pairs:
         senders = [sender for ways in routes.values() for sender, _ in ways]
         assert len(senders) == len(set(senders))  # no rank has two partners
 
@@ -136,7 +136,7 @@ def test_forward_only_tables(placement, transfer_ticks, vocab_parallel):
     schedule = forward_only(placement, 6)
     tables = lower(schedule, Lockstep(transfer_ticks, vocab_parallel=vocab_parallel))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
-    assert not tables.trains
+    assert not tables.has_gradients
     assert tables.slots.inbox <= transfer_ticks * placement.chunks + vocab_parallel
     assert not any(tables.slots[1:])
 
@@ -160,7 +160,7 @@ def test_a_planted_fault_is_caught(fault):
         assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
 
 
-SLICED = [name for name in BUILDERS if FAMILIES[name].takes("slices")]  # not those of files
+SLICED = [name for name in BUILDERS if FAMILIES[name].has_option("slices")]  # not those of files
 
 
 @pytest.mark.parametrize("name", SLICED)
@@ -218,7 +218,7 @@ def test_a_planted_fault_of_slices_is_caught(fault):
     tables = writable(lower(schedule))
     assert interpret(schedule, tables)
     columns = tables.columns
-    used = columns.chunk_of(Op.F if fault in ("state", "first_slice") else Op.B) > 0
+    used = columns.chunk_column(Op.F if fault in ("state", "first_slice") else Op.B) > 0
     if fault == "dstate":
         used &= columns.last_slice == 0
     getattr(columns, fault)[used] ^= 1
@@ -229,7 +229,7 @@ def test_a_planted_fault_of_slices_is_caught(fault):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), min_size=1, max_size=30))
 def test_colouring_uses_the_fewest_slots(spans):
     intervals = {i: (start, start + length) for i, (start, length) in enumerate(spans)}
-    slots = colour(intervals.items())
+    slots = assign_slots(intervals.items())
     alive = [
         [slots[i] for i, (first, last) in intervals.items() if first <= tick <= last]
         for tick in range(40)
@@ -263,7 +263,7 @@ def test_a_permute_carries_no_more_than_it_must(name, pp, lanes):
     ],
 )
 def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
-    (routes,) = lower(near(name, pp, 6, 2)).routes
+    (routes,) = lower(near(name, pp, 6, 2)).permute_pairs
     assert list(routes[1]) == up
     assert list(routes[-1]) == sorted((to, sender) for sender, to in up)
 
@@ -290,7 +290,12 @@ def test_tables_are_made_once_and_cannot_be_written():
     assert lower(same, Lockstep(vocab_parallel=True)) is tables
     assert lower(same, Lockstep()) is not tables
     columns = tables.columns
-    for column in (columns.W, columns.send[1], columns.ends.dy_write, columns.ends.head[0]):
+    for column in (
+        columns.W,
+        columns.send[1],
+        columns.vocab_parallel.dy_write,
+        columns.vocab_parallel.head[0],
+    ):
         with pytest.raises(ValueError, match="read-only"):
             column[0, 0] = 1
 
@@ -298,7 +303,7 @@ def test_tables_are_made_once_and_cannot_be_written():
 def test_rejects_a_message_across_the_ring():
     placement = Placement((0, 2, 1, 3))
     orders = [[Action(Op.F, stage, 0)] for stage in (0, 2, 1, 3)]
-    schedule = Schedule.of("skipping", placement, 1, orders)
+    schedule = Schedule.from_orders("skipping", placement, 1, orders)
     with pytest.raises(ScheduleError, match="stage 0, microbatch 0 goes from rank 0 to rank 2"):
         lower(schedule)
 

@@ -24,7 +24,7 @@ def test_orders_equal_pytorch_and_deepseek(case):
         microbatches=case["microbatches"],
         virtual_stages=case["virtual_stages"],
     )
-    assert [" ".join(order) for order in schedule.orders()] == case["orders"]
+    assert [" ".join(order) for order in schedule.notation()] == case["orders"]
 
 
 @pytest.mark.parametrize("case", TIMES, ids=lambda case: f"{name_of(case)}-{case['cost']}")

@@ -25,7 +25,7 @@ from jaxpipe.schedule import (
     forward_only,
     simulate,
 )
-from jaxpipe.schedule.picture import Box, boxes, picture, segments
+from jaxpipe.schedule.figure import Box, build_tracks, draw_figure, timed_boxes
 from jaxpipe.schedule.scan import scan_time
 
 CLOCKS = [None, Lockstep(1), Lockstep(2), Lockstep(1, 20), Lockstep(2, 20)]
@@ -37,7 +37,7 @@ def small(name, pp=4, microbatches=8):
 
 
 def svg_of(schedule, folder, **options):
-    picture(schedule, folder / "a.svg", **options)
+    draw_figure(schedule, folder / "a.svg", **options)
     return (folder / "a.svg").read_text()
 
 
@@ -49,13 +49,13 @@ def test_boxes_and_idle_cover_the_time(name, lockstep, costs):
     schedule = small(name)
     report = simulate(schedule, costs, lockstep or Lockstep())
     span = report.scan_makespan if lockstep else report.makespan
-    rows = segments(boxes(schedule, costs, lockstep))
+    rows = build_tracks(timed_boxes(schedule, costs, lockstep))
     for order, row in zip(schedule.ranks, rows):
         pieces = sorted([*((box.start, box.end) for box in row.boxes), *row.idle])
         assert pieces[0][0] == 0
         assert pieces[-1][1] == pytest.approx(span)
         assert all(end == start for (_, end), (start, _) in pairwise(pieces))
-        assert all(b.end - b.start == pytest.approx(costs.of_cell(b.cell)) for b in row.boxes)
+        assert all(b.end - b.start == pytest.approx(costs.cell_time(b.cell)) for b in row.boxes)
         drawn = [action for box in row.boxes for action in box.cell.actions]
         assert sorted(map(str, drawn)) == sorted(str(a) for cell in order for a in cell.actions)
 
@@ -69,7 +69,7 @@ def test_boxes_and_idle_cover_the_time(name, lockstep, costs):
 @settings(max_examples=40, deadline=None)
 def test_a_picture_of_the_scan_ends_with_its_time(size, name, times, ticks):
     schedule, costs = build(name, pp=size[0], microbatches=size[1]), Costs(*times)
-    lines = boxes(schedule, costs, Lockstep(ticks))
+    lines = timed_boxes(schedule, costs, Lockstep(ticks))
     last = max(box.end for line in lines for box in line)
     assert last == pytest.approx(scan_time(schedule, costs, Lockstep(ticks)))
 
@@ -79,12 +79,12 @@ def test_a_picture_of_the_scan_ends_with_its_time(size, name, times, ticks):
 def test_memory_peaks(name, lockstep):
     schedule = small(name)
     report = simulate(schedule)
-    lines = boxes(schedule, Costs(), lockstep)
-    peaks = [max(amount for _, amount in row.memory) for row in segments(lines)]
+    lines = timed_boxes(schedule, Costs(), lockstep)
+    peaks = [max(amount for _, amount in row.memory) for row in build_tracks(lines)]
     assert tuple(peaks) == report.peak_until_w
-    peaks = [max(amount for _, amount in row.memory) for row in segments(lines, (1.0, 0.0))]
+    peaks = [max(amount for _, amount in row.memory) for row in build_tracks(lines, (1.0, 0.0))]
     assert tuple(peaks) == report.peak_until_b
-    for row in segments(lines, (3.0, 0.5)):
+    for row in build_tracks(lines, (3.0, 0.5)):
         times, amounts = zip(*row.memory)
         assert all(early < late for early, late in pairwise(times))
         assert amounts[-1] == 0
@@ -92,8 +92,8 @@ def test_memory_peaks(name, lockstep):
 
 def test_memory_and_phases_by_hand():
     schedule = build("zb_h1", pp=2, microbatches=2)
-    lines = boxes(schedule, Costs())
-    first, second = segments(lines, (3.0, 1.0))
+    lines = timed_boxes(schedule, Costs())
+    first, second = build_tracks(lines, (3.0, 1.0))
     assert [str(box.cell) for box in second.boxes] == [
         "F0@1",
         "B0@1",
@@ -112,7 +112,7 @@ def test_memory_and_phases_by_hand():
 def test_an_overlapped_pair_frees_at_its_end():
     cell = small("dualpipe").ranks[0][7]
     assert len(cell.actions) == 2
-    row = segments([[Box(0.0, 3.0, cell)]])[0]
+    row = build_tracks([[Box(0.0, 3.0, cell)]])[0]
     assert row.memory == [(0.0, 1.0), (3.0, 0.0)]
 
 
@@ -133,14 +133,14 @@ def test_files_are_the_same_every_time(tmp_path, name, pp, suffix, start):
     schedule = small(name, pp)
     files = [tmp_path / f"{i}{suffix}" for i in range(2)]
     for file in files:
-        picture(schedule, file)
+        draw_figure(schedule, file)
     assert files[0].read_bytes().startswith(start)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_page_stands_alone(tmp_path):
     schedule = replace(small("1f1b"), name="a<b>")
-    picture(schedule, tmp_path / "a.html")
+    draw_figure(schedule, tmp_path / "a.html")
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert "<title>a&lt;b&gt; · P = 4, M = 8 · bubble 27.3%</title>" in page
     assert page.count("<svg") == page.count("</svg>") == 1
@@ -194,7 +194,7 @@ def test_corners(tmp_path, schedule):
 def test_large_schedules_stay_small(tmp_path):
     schedule = build("zb_h1", pp=32, microbatches=256)
     begin = time.process_time()
-    picture(schedule, tmp_path / "a.pdf")
+    draw_figure(schedule, tmp_path / "a.pdf")
     assert time.process_time() - begin < 20  # of CPU time, however busy the machine is
     assert (tmp_path / "a.pdf").stat().st_size < 2e6
 
@@ -202,22 +202,24 @@ def test_large_schedules_stay_small(tmp_path):
 @pytest.mark.parametrize("path", ["a.gif", "a", "a.svg.gz"])
 def test_unknown_suffix(tmp_path, path):
     with pytest.raises(ScheduleError, match=".svg, .pdf, .png, .html"):
-        picture(small("1f1b"), tmp_path / path)
+        draw_figure(small("1f1b"), tmp_path / path)
     assert not list(tmp_path.iterdir())
 
 
 def test_errors(tmp_path):
-    stuck = Schedule.of("stuck", Placement.loop(1), 1, [[Action(Op.BW, 0, 0), Action(Op.F, 0, 0)]])
+    stuck = Schedule.from_orders(
+        "stuck", Placement.loop(1), 1, [[Action(Op.BW, 0, 0), Action(Op.F, 0, 0)]]
+    )
     for lockstep in (None, Lockstep()):
         with pytest.raises(ScheduleError, match="deadlock"):
-            picture(stuck, tmp_path / "a.svg", lockstep=lockstep)
+            draw_figure(stuck, tmp_path / "a.svg", lockstep=lockstep)
 
 
 def test_matplotlib_waits_until_a_picture_is_drawn(tmp_path):
     code = """
 import sys
 from jaxpipe.schedule import build
-from jaxpipe.schedule.picture import picture
+from jaxpipe.schedule.figure import picture
 assert "matplotlib" not in sys.modules
 picture(build("1f1b", pp=2, microbatches=2), sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules

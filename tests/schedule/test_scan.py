@@ -13,16 +13,16 @@ from jaxpipe.schedule import (
     FAMILIES,
     Costs,
     Lockstep,
-    Memory,
+    MemoryCosts,
     ScheduleError,
-    Sizes,
+    VariantSizes,
     build,
     check_memory,
     lower,
     peak_memory,
     simulate,
 )
-from jaxpipe.schedule.scan import paced, scan_starts, scan_time
+from jaxpipe.schedule.scan import optimize_pace, scan_starts, scan_time
 
 PUBLISHED = Costs(1, 1.15, 0.85, transfer=0.05)
 
@@ -42,7 +42,10 @@ def test_the_clock_is_what_a_program_per_rank_does(
     name, pp, microbatches, transfer_ticks, vocab_parallel, meets, times
 ):
     schedule = near(name, pp, microbatches, 2)
-    costs, lockstep = Costs(*times), Lockstep(transfer_ticks, None, vocab_parallel, meets=meets)
+    costs, lockstep = (
+        Costs(*times),
+        Lockstep(transfer_ticks, None, vocab_parallel, synchronizes_all=meets),
+    )
     assert scan_time(schedule, costs, lockstep) == pytest.approx(
         by_events(schedule, costs, lockstep), rel=1e-12
     )
@@ -104,12 +107,12 @@ PACED = {"1f1b": 0.694, "interleaved_1f1b": 0.895, "zb_h2": 0.921, "dualpipev": 
 @pytest.mark.parametrize("name", PACED)
 def test_idle_ticks_let_ranks_wait_less(name):
     schedule = build(name, pp=8, microbatches=32)
-    lockstep = paced(schedule, PUBLISHED, Lockstep(2))
+    lockstep = optimize_pace(schedule, PUBLISHED, Lockstep(2))
     assert lockstep.every > 1
     assert 1 - simulate(schedule, PUBLISHED, lockstep).bubble_scan >= PACED[name] - 0.001
     before, after = lower(schedule, Lockstep(2)), lower(schedule, lockstep)
     assert before.slots._replace(inbox=0) == after.slots._replace(inbox=0)
-    assert before.routes == after.routes
+    assert before.permute_pairs == after.permute_pairs
 
 
 @pytest.mark.parametrize(
@@ -117,18 +120,18 @@ def test_idle_ticks_let_ranks_wait_less(name):
     [(8, "dualpipe", 9, 0.939), (8, "dualpipev", 16, 0.903), (16, "dualpipev", 32, 0.899)],
 )
 def test_forwards_from_both_ends_may_run_ahead_in_their_own_memory(pp, name, held, share):
-    (ahead,) = (v for v in FAMILIES[name].variants(name, Sizes(pp, 64)) if v.in_flight)
+    (ahead,) = (v for v in FAMILIES[name].variants(name, VariantSizes(pp, 64)) if v.in_flight)
     assert ahead.in_flight == held
     schedule, lockstep = build(name, pp=pp, microbatches=4 * pp), Lockstep(2, in_flight=held)
     assert 1 - simulate(schedule, PUBLISHED, lockstep).bubble_scan == pytest.approx(share, abs=1e-3)
-    peaks = [max(peak_memory(schedule, Memory(), how)) for how in (Lockstep(2), lockstep)]
+    peaks = [max(peak_memory(schedule, MemoryCosts(), how)) for how in (Lockstep(2), lockstep)]
     assert peaks[1] == held <= peaks[0]
 
 
 @pytest.mark.parametrize(("pp", "share"), [(4, 0.817), (8, 0.795), (16, 0.784)])
 def test_by_turns_1f1b_idles_hardly_more_than_ranks_that_are_free(pp, share):
     schedule = build("1f1b", pp=pp, microbatches=4 * pp)
-    lockstep = paced(schedule, PUBLISHED, Lockstep(2), turns=True)
+    lockstep = optimize_pace(schedule, PUBLISHED, Lockstep(2), turns=True)
     assert (lockstep.transfer_ticks, lockstep.turns) == (1, 2)
     report = simulate(schedule, PUBLISHED, lockstep)
     assert 1 - report.bubble_scan == pytest.approx(share, abs=0.001)
@@ -139,12 +142,12 @@ def test_by_turns_1f1b_idles_hardly_more_than_ranks_that_are_free(pp, share):
 def test_turns_are_taken_only_where_they_gain():
     for name in ("zb_h1", "dualpipe"):
         schedule = build(name, pp=4, microbatches=16)
-        assert paced(schedule, PUBLISHED, Lockstep(2), turns=True).turns == 1
+        assert optimize_pace(schedule, PUBLISHED, Lockstep(2), turns=True).turns == 1
 
 
 def test_nothing_is_paced_where_it_gains_nothing():
     schedule = build("gpipe", pp=4, microbatches=8)
-    assert paced(schedule, Costs(), Lockstep(2)) == Lockstep(2)
+    assert optimize_pace(schedule, Costs(), Lockstep(2)) == Lockstep(2)
 
 
 @given(
@@ -167,7 +170,7 @@ def test_zb_auto_is_no_worse_than_what_fits_the_same_memory(pp, more, limit, loc
         way = replace(lockstep, in_flight=in_flight)
         schedule = build(name, pp=pp, microbatches=microbatches)
         try:
-            check_memory(schedule, Memory(), limit, way)
+            check_memory(schedule, MemoryCosts(), limit, way)
             others.append(scan_time(schedule, costs, way))
         except ScheduleError:  # it needs more memory
             continue

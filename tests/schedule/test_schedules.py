@@ -17,21 +17,21 @@ from jaxpipe.schedule import (
     Placement,
     Schedule,
     ScheduleError,
-    Sizes,
+    VariantSizes,
     build,
+    draw_timeline,
     forward_only,
     lower,
     simulate,
-    timeline,
     validate,
-    write,
+    write_schedule,
 )
 from jaxpipe.schedule.cells import place
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
 
-SEARCHED = [name for name in BUILDERS if FAMILIES[name].searched]
+SEARCHED = [name for name in BUILDERS if FAMILIES[name].is_searched]
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in SEARCHED])
@@ -93,13 +93,12 @@ def test_peaks(size):
 
 def test_the_1f1b_figure_of_four_stages_and_eight_microbatches():
     """PipeDream-2BW/flush, Fig. 2: warm-up 3, 2, 1, 0; then strict alternation; then drain."""
-    assert timeline(build("1f1b", pp=4, microbatches=8)).splitlines()[3].split("| ")[1].split()[
-        3:
-    ] == [
+    last_rank = draw_timeline(build("1f1b", pp=4, microbatches=8)).splitlines()[3]
+    assert last_rank.split("| ")[1].split()[3:] == [
         "F0", "BW0", "F1", "BW1", "F2", "BW2", "F3", "BW3", "F4", "BW4", "F5", "BW5", "F6", "BW6",
         "F7", "BW7", ".", ".", ".",
     ]  # fmt: skip
-    orders = build("1f1b", pp=4, microbatches=8).orders()
+    orders = build("1f1b", pp=4, microbatches=8).notation()
     assert " ".join(orders[0]) == (
         "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"
     )
@@ -170,7 +169,7 @@ GOOD = build("1f1b", pp=2, microbatches=2)
 
 
 def F(stage, microbatch):
-    return Cell.of(Action(Op.F, stage, microbatch))
+    return Cell.from_action(Action(Op.F, stage, microbatch))
 
 
 def broken(rank, edit):
@@ -196,7 +195,7 @@ def broken(rank, edit):
         ),
         (
             1,
-            lambda o: o.append(Cell.of(Action(Op.W, 1, 0))),
+            lambda o: o.append(Cell.from_action(Action(Op.W, 1, 0))),
             "stage 1, microbatch 0 has F0@1 W0@1 BW0@1",
         ),
     ],
@@ -276,11 +275,11 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
     assert "\n" not in family.summary
     assert len(family.summary) <= 80
     if family.placement == "file":
-        write(build("1f1b", pp=4, microbatches=8), tmp_path / "order.csv")
+        write_schedule(build("1f1b", pp=4, microbatches=8), tmp_path / "order.csv")
         options = {"path": tmp_path / "order.csv"}
-    if family.searched:
+    if family.is_searched:
         options = {"effort": QUICK}
-    pp, microbatches = family.nearest(4, 8)
+    pp, microbatches = family.nearest_sizes(4, 8)
     schedule = build(name, pp=pp, microbatches=microbatches, **options)
     assert schedule.stages == pp * family.stages
     rank_of = schedule.placement.rank_of
@@ -289,8 +288,8 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
     mirrored = schedule.placement.mirrored_from is not None
     assert mirrored == (family.placement == "both ways")
     if family.placement == "file":  # its slices are those of the file: test_custom.py
-        assert family.takes("slices")
-    elif family.takes("slices"):
+        assert family.has_option("slices")
+    elif family.has_option("slices"):
         sliced = build(name, pp=pp, microbatches=microbatches, slices=2)
         assert (sliced.slices, sliced.microbatches) == (2, 2 * microbatches)
     else:
@@ -302,7 +301,7 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
 @given(pp=st.integers(1, 9), microbatches=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
-    near_by = FAMILIES[name].nearest(pp, microbatches)
+    near_by = FAMILIES[name].nearest_sizes(pp, microbatches)
     build(name, pp=near_by[0], microbatches=near_by[1])
     if (pp, microbatches) != near_by:
         with pytest.raises(ScheduleError):
@@ -312,12 +311,12 @@ def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_variants_to_plan_can_be_built(name):
     family = FAMILIES[name]
-    variants = list(family.variants(name, Sizes(pp=4, layers=12)))
+    variants = list(family.variants(name, VariantSizes(pp=4, layers=12)))
     assert variants
     assert len({variant.label for variant in variants}) == len(variants)
     for variant in variants:
         assert variant.family == name
-        options = {"effort": QUICK} if family.searched else {}
+        options = {"effort": QUICK} if family.is_searched else {}
         chosen = {"virtual_stages": variant.virtual_stages, "memory_limit": variant.memory_limit}
         schedule = build(name, pp=4, microbatches=8, **chosen, **options)
         lower(schedule, Lockstep(in_flight=variant.in_flight))
@@ -327,7 +326,7 @@ def test_packed_1f1b_is_as_tight_as_it_can_be():
     """With one fewer in flight the scan waits; slices and a shared vocabulary need more."""
     for slices, shared in ((1, False), (1, True), (2, False), (2, True)):
         schedule = build("1f1b", pp=4, microbatches=16, slices=slices)
-        packed = Sizes(4, 8, slices, shared).packed
+        packed = VariantSizes(4, 8, slices, shared).packed_in_flight
         ticks = [
             lower(schedule, Lockstep(in_flight=n, vocab_parallel=shared)).ticks
             for n in (packed - 1, packed, packed + 1)

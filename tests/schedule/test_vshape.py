@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from legal import QUICK
 
-from jaxpipe.schedule import Costs, Memory, build, peak_memory, simulate, validate
+from jaxpipe.schedule import Costs, MemoryCosts, build, peak_memory, simulate, validate
 from jaxpipe.schedule.vshape import zbv_order
 
 DATA = Path(__file__).parents[1] / "data"
@@ -45,7 +45,7 @@ PYTORCH = {
 def test_the_order_of_zbv_equals_pytorchs(microbatches):
     order = zbv_order(4, microbatches)
     validate(order)
-    assert [" ".join(rank) for rank in order.orders()] == PYTORCH[microbatches]
+    assert [" ".join(rank) for rank in order.notation()] == PYTORCH[microbatches]
 
 
 @pytest.mark.parametrize("pp", range(1, 17))
@@ -72,7 +72,7 @@ def test_no_worse_than_the_published_generators(row):
     that is up to 0.8 % longer.
     """
     name, pp, m, f, b, w, transfer, *memory, peak, span, makespan = row
-    costs, memory = Costs(f, b, w, transfer), Memory(*memory)
+    costs, memory = Costs(f, b, w, transfer), MemoryCosts(*memory)
     for effort in (QUICK, 4 * QUICK, 350_000):
         schedule = build(
             name, pp=pp, microbatches=m, costs=costs, memory=memory, effort=effort, objective="span"

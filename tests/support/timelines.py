@@ -7,7 +7,7 @@ schedule, up to `<!-- end -->`; the word `ticks` adds a line that numbers the ti
 import re
 from pathlib import Path
 
-from jaxpipe.schedule import Lockstep, build, fused, timeline
+from jaxpipe.schedule import Lockstep, build, draw_timeline, fuse_steps
 
 ROOT = Path(__file__).parents[2]
 _LOCKSTEP = ("in_flight", "transfer_ticks")  # options of the timeline; the others are the builder's
@@ -40,7 +40,7 @@ def marked_timeline(words):
     steps = options.pop("fused_steps", 0)
     lockstep = {key: options.pop(key) for key in _LOCKSTEP if key in options}
     one = build(name, **options)
-    drawn = timeline(fused(one, steps) if steps else one, Lockstep(**lockstep))
+    drawn = draw_timeline(fuse_steps(one, steps) if steps else one, Lockstep(**lockstep))
     return f"{_numbers(drawn)}\n{drawn}" if numbered else drawn
 
 

@@ -15,7 +15,7 @@ from toy import LENGTH, TOY, toy_params
 from jaxpipe import config as configs
 from jaxpipe.parallel import make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
-from jaxpipe.schedule import Lockstep, build, fused
+from jaxpipe.schedule import Lockstep, build, fuse_steps
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 
@@ -173,7 +173,7 @@ def test_steps_that_are_clipped_or_not_finite(schedule, broken):
 )
 def test_what_cannot_overlap(functions, execution, message):
     schedule, mesh = (
-        fused(build("1f1b", pp=2, microbatches=2), 2),
+        fuse_steps(build("1f1b", pp=2, microbatches=2), 2),
         make_mesh(2, devices=jax.devices()[:2]),
     )
     pipeline = Pipeline(functions, schedule, mesh, execution=execution)

@@ -1,0 +1,73 @@
+"""The functions of jax that jaxpipe uses although jax does not document them.
+
+A new version of jax may change each of them. `tests/test_jax_internals.py` calls all of them with
+the oldest, the current and the newest version.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+Mask = Literal["NO_MASK", "CAUSAL", "PADDING_CAUSAL"]
+
+
+def define_primitive(
+    name: str,
+    shapes: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    lower: Callable[..., Sequence[jax.Array]],
+) -> Primitive:
+    """Create a primitive with several results, which can be traced on any platform.
+
+    Args:
+      name: of the primitive, in jaxprs.
+      shapes: `(*operands, **parameters)` to the shape and dtype of each result; operands have a
+        shape and a dtype.
+      lower: `(*operands, **parameters)` to the results, traced when the primitive is compiled.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def _(*operands: ShapedArray, **parameters: Any) -> list[ShapedArray]:
+        return [ShapedArray(a.shape, a.dtype) for a in shapes(*operands, **parameters)]
+
+    mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=True))
+    return primitive
+
+
+def cudnn_attention(
+    name: Literal["fwd", "bwd"], width: int, mask: Mask, window: int
+) -> tuple[Primitive, dict[str, Any]]:
+    """Return jax's primitive for one of cuDNN's calls with heads of this width, and its parameters.
+
+    Its operands are `[B, L, H, K]`. It can be bound on any platform, and runs on GPUs only. jax's
+    public function needs a GPU when it is traced, and supports neither documents nor a gradient of
+    the log-sum-exp that it can return.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    parameters: dict[str, Any] = {
+        "scale": width**-0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType[mask],
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+    }
+    if jax.__version_info__ >= (0, 12):
+        parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return getattr(cudnn, f"_dot_product_attention_{name}_p"), parameters
+
+
+def distributed_state() -> Any:
+    """Return jax's record of this process: `client` of the coordination service (None in a run of
+    one process), `process_id` and `num_processes`.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state

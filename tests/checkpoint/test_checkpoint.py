@@ -1,0 +1,212 @@
+"""Checkpoints across layouts, damage and other models."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.config import ConfigError
+from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+
+LAYERS = 7
+
+
+def layer(index, width=6):
+    return {"attn": {"wq": index + jnp.arange(width * 4.0).reshape(width, 4)}, "norm": jnp.ones(4)}
+
+
+def make_state(counts, dp=1, width=6):
+    """Return `(state, keying)`: stage-stacked parameters and Adam moments on a mesh."""
+    pp, layout = len(counts), StageLayout(tuple(counts))
+    mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
+    params = {
+        "embed_head": {"embed": jnp.arange(12.0 * 8).reshape(12, 8), "norm": jnp.arange(5.0)},
+        "layers": layout.stack([layer(i, width) for i in range(layout.layers)]),
+    }
+    sharding = Sharding(mesh)
+    put = lambda tree: jax.device_put(tree, sharding.named_shardings(tree))  # noqa: E731
+    moments = optax.adamw(1e-3).init(params)
+    moments = optax.tree.map_params(optax.adamw(1e-3), lambda leaf: leaf + 0.5, moments)
+    # Layer slots without a layer hold zeros in a real state; restore leaves zeros there.
+    blank = layout.stack(
+        [jax.tree.map(jnp.ones_like, layer(i, width)) for i in range(layout.layers)]
+    )
+    blank = {"embed_head": jax.tree.map(jnp.ones_like, params["embed_head"]), "layers": blank}
+    is_stage = lambda node: isinstance(node, dict) and "embed_head" in node  # noqa: E731
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    moments = jax.tree.map(
+        lambda node: (
+            put(jax.tree.map(jnp.multiply, node, blank))
+            if is_stage(node)
+            else jax.device_put(node, everywhere)
+        ),
+        moments,
+        is_leaf=is_stage,
+    )
+    state = {"params": put(params), "optimizer": moments}
+    return state, Keying(layout, sharding)
+
+
+def keyed_numpy(state, keying):
+    return jax.tree.map(np.asarray, keying.keyed(state))
+
+
+def open_at(directory, keying, **options):
+    return Checkpoints(directory, **({"keep": 3, "asynchronous": True} | options), keying=keying)
+
+
+CHAIN = [[2, 2, 2, 1], [4, 3], [7], [3, 2, 2], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(CHAIN)])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_any_layout_restores_into_any_other(tmp_path, before, after, dp):
+    dp = min(dp, 8 // len(before), 8 // len(after))
+    state, keying = make_state(before, dp=dp)
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(5, state, {"position": 40})
+    like, other = make_state(after, dp=3 - dp if 2 * len(after) <= 8 else 1)
+    with open_at(tmp_path, other) as checkpoints:
+        restored, meta = checkpoints.restore(like, say=pytest.fail)
+    assert (meta["position"], meta["step"]) == (40, 5)
+    jax.tree.map(np.testing.assert_array_equal, restored, like)
+    shardings = jax.tree.map(
+        lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), restored, like
+    )
+    assert all(jax.tree.leaves(shardings))
+
+
+@pytest.mark.versions
+def test_keys_say_what_a_thing_is_and_plain_orbax_reads_them(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(1, state, {})
+    tree = ocp.StandardCheckpointer().restore(tmp_path / "1" / "state")
+    assert sorted(tree["params"]) == ["ends", "layers"]
+    assert sorted(tree["params"]["layers"]) == ["0", "1", "2"]
+    np.testing.assert_array_equal(
+        tree["params"]["layers"]["2"]["attn"]["wq"], layer(2)["attn"]["wq"]
+    )
+    assert tree["optimizer"][0]["mu"]["layers"]["2"]["attn"]["wq"].shape == (6, 4)
+
+
+def damage(directory):
+    """Truncate every data file of a checkpoint."""
+    files = [path for path in (directory / "state").rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, {})
+    damage(tmp_path / "3")
+    said = []
+    with open_at(tmp_path, keying) as checkpoints:
+        restored, meta = checkpoints.restore(state, say=said.append)
+        assert meta["step"] == 2
+        assert "checkpoint 3 is damaged" in said[0]
+        checkpoints.save(3, restored, {})  # the number is free again
+    assert (tmp_path / "damaged-3").is_dir()
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 3
+
+
+def test_an_unfinished_save_is_ignored(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(1, state, {})
+    half = tmp_path / "2.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    (half / "state" / "manifest.ocdbt").write_bytes(b"half")
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.steps == [1]
+
+
+def test_nothing_to_restore(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.restore(state, say=pytest.fail) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "width", "message"),
+    [
+        ([1, 1], 6, "layers/2/attn/wq has shape .*6, 4.* there and none"),
+        ([2, 2], 6, r"layers/3/attn/wq has shape none \(absent\) there"),
+        ([2, 1], 5, r"layers/0/attn/wq has shape \(6, 4\) there and \(5, 4\)"),
+    ],
+)
+def test_another_model_is_named_by_its_first_leaf(tmp_path, counts, width, message):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(1, state, {})
+    other, keying = make_state(counts, width=width)
+    with open_at(tmp_path, keying) as checkpoints, pytest.raises(ConfigError, match=message):
+        checkpoints.restore(other, say=pytest.fail)
+    assert (tmp_path / "1").is_dir()
+
+
+def test_keeps_the_latest(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying, keep=2) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, state, {})
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.steps == [3, 4]
+
+
+def test_directory_that_cannot_be_written(tmp_path):
+    _, keying = make_state([2, 1])
+    file = Path(tmp_path / "file")
+    file.touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        open_at(file / "checkpoints", keying)
+
+
+def test_a_leaf_of_another_kind_is_named(tmp_path):
+    state, keying = make_state([2, 1])
+    whole = state | {"params": jax.tree.map(lambda leaf: leaf.astype(jnp.int32), state["params"])}
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(1, whole, {})
+    with (
+        open_at(tmp_path, keying) as checkpoints,
+        pytest.raises(ConfigError, match="params/ends/embed has dtype int32 there and float32 in"),
+    ):
+        checkpoints.restore(state, say=pytest.fail)
+
+
+def test_a_directory_that_is_lost_while_training_stops_nothing(tmp_path):
+    state, keying = make_state([2, 1])
+    said = []
+    with open_at(tmp_path / "saves", keying, say=said.append) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        (tmp_path / "saves").rename(tmp_path / "elsewhere")
+        (tmp_path / "saves").touch()  # root could write into a directory that is read-only
+        checkpoints.save(2, state, {})
+    assert said
+    assert all("a checkpoint could not be written" in line for line in said)
+    with open_at(tmp_path / "elsewhere", keying) as checkpoints:
+        assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 1
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path):
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path / "saves", keying, say=pytest.fail) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "saves")
+        checkpoints.save(2, state, {})
+        assert checkpoints.written(2)
+        assert not checkpoints.written(1)

@@ -1,0 +1,168 @@
+"""Reading and checking configurations: every error is one sentence with its place and remedy."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxpipe.config import Config, ConfigError, from_builtins, load, to_toml
+from jaxpipe.model import PRESETS
+from jaxpipe.planning.checks import validate
+from jaxpipe.runtime.devices import compute_capability
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+CONFIGS = [path for path in CONFIGS if not path.stem.endswith("_plan")]  # too wide to train yet
+
+BASE = (Path(__file__).parents[1] / "data" / "base.toml").read_text()
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(BASE)
+    return path
+
+
+def test_reads_overrides_and_names_the_run(path):
+    config = load(path, ["parallel.pp=4", "parallel.schedule=gpipe", "optimizer.lr = 1e-2"])
+    assert (config.parallel.pp, config.parallel.schedule, config.optimizer.lr) == (4, "gpipe", 0.01)
+    assert config.run.dir == "runs/small"
+    validate(load(path, ["parallel.schedule=1F1B"]), devices=2)
+    assert load(path, ["run.dir=/tmp/x y"]).run.dir == "/tmp/x y"
+    assert load(path, ["parallel.layer_split=[3,1]"]).parallel.layer_split == (3, 1)
+    validate(config, devices=4)
+
+
+def test_a_saved_configuration_may_have_older_names(path):
+    config = load(path, ["parallel.cp=2"])
+    saved = msgspec.to_builtins(config)
+    saved["parallel"]["sdp"] = saved["parallel"].pop("cp")
+    assert from_builtins(saved) == config
+
+
+def test_round_trip(path, tmp_path):
+    sources = "data.sources=[{path='a', weight=2}, {path='b'}]"
+    config = load(path, ["parallel.layer_split=[3,1]", "data.heldout_fraction=0.1", sources])
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert load(again) == config
+
+
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_debugmodel": 6_163_712,
+    "kempner_13b": 14_840_386_560,
+    "kempner_29b": 28_705_462_272,
+    "mistral_7b_v0_1": 7_241_732_096,
+    "mistral_7b_v0_3": 7_248_023_552,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_debugmodel": 31_987_968,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_published_parameter_counts(path, preset):
+    text = BASE[BASE.index("[parallel]") :] + f'[model]\npreset = "{preset}"\n'
+    path.write_text(text)
+    assert load(path).model.parameter_count() == PARAMETERS[preset]
+    assert load(path, ["model.n_layers=2"]).model.n_layers == 2
+    active = {"qwen3_30b_a3b": 3_353_032_704}.get(preset, PARAMETERS[preset])
+    assert load(path).model.active_parameter_count() == active
+
+
+@pytest.mark.parametrize("shipped", CONFIGS, ids=lambda shipped: shipped.stem)
+def test_shipped_configurations_are_valid(shipped):
+    config = load(shipped)
+    parallel = config.parallel
+    every = parallel.pp * parallel.dp * parallel.tp
+    validate(config, devices=config.runtime.cpu_devices or every, devices_of_host=8)
+
+
+def test_layers_are_gathered_anew_where_no_pipeline_pays_for_it(path):
+    """By default it is off under pp, where every microbatch would gather the layers again."""
+    for how, reshards in (
+        (["parallel.pp=1"], False),
+        (["parallel.pp=1", "parallel.zero_stage=3"], True),
+        (["parallel.pp=1", "parallel.zero_stage=3", "parallel.reshard_after_forward=false"], False),
+        (["parallel.zero_stage=3"], False),
+        (["parallel.zero_stage=3", "parallel.reshard_after_forward=true"], True),
+    ):
+        config = load(path, how)
+        validate(config)
+        assert config.parallel.reshards == reshards
+
+
+def test_underfilled_schedules_can_be_allowed(path):
+    few = "train.grad_accum_steps=1"
+    validate(load(path, [few, "parallel.allow_underfilled=true"]), devices=2)
+    validate(load(path, [few, "parallel.schedule=gpipe"]), devices=2)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration .*none.toml"):
+        load(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(ConfigError, match="broken.toml is not valid TOML: .*line 1"):
+        load(broken)
+
+
+def test_a_missing_key_is_named(path):
+    path.write_text(BASE.replace("seq_len = 32", ""))
+    with pytest.raises(ConfigError, match="train.seq_len is missing: give it a value"):
+        load(path)
+
+
+def test_a_key_of_a_missing_section_is_named(path):
+    path.write_text(BASE[: BASE.index("[train]")])
+    with pytest.raises(ConfigError, match="train.steps is missing: give it a value"):
+        load(path)
+
+
+def test_configurations_compare_by_value(path):
+    assert load(path) == load(path)
+    assert isinstance(load(path), Config)
+    assert hash(load(path).model) == hash(load(path).model)
+
+
+@pytest.mark.parametrize("platform", [None, "cuda"])
+def test_fused_attention_needs_a_gpu(platform):
+    config = load(Path(__file__).parents[1] / "data" / "small.toml", ["model.attention=cudnn"])
+    validate(config, platform=platform)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
+        validate(config, platform="cpu")
+
+
+def test_packed_rows_with_fused_attention_need_a_hopper(monkeypatch):
+    given = ["model.attention=cudnn", "data.packing=sequential", "train.compute_dtype=bfloat16"]
+    small = Path(__file__).parents[1] / "data" / "small.toml"
+    config = load(small, given)
+    validate(config, platform="cuda")
+    with pytest.raises(ConfigError, match=r"takes bfloat16 or float16, .* these are float32 of"):
+        validate(load(small, given[:-1]))
+    long = ["model.max_seq_len=0", "train.seq_len=65536", "train.microbatch_size=1024"]
+    with pytest.raises(ConfigError, match=r"1024 rows of 65536 tokens with .* are 2\^31 or more"):
+        validate(load(small, [*given, *long]))
+    monkeypatch.setattr("jaxpipe.planning.checks.compute_capability", lambda: 8.0)
+    with pytest.raises(ConfigError, match=r"compute capability 9.0 .* but these have 8.0"):
+        validate(config, platform="cuda")
+
+
+def test_no_device_here_has_a_compute_capability():
+    assert compute_capability() is None

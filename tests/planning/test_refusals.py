@@ -1,0 +1,282 @@
+"""Refused configurations: by their form when they are read, by the rules afterwards."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.config import ConfigError, load
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.planning import decided
+from jaxpipe.planning.checks import validate
+
+BASE = Path(__file__).parents[1] / "data" / "base.toml"
+SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
+FUSED_RING = (
+    "parallel.cp_method=ring", "model.attention=cudnn", "train.compute_dtype=bfloat16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.ppp=2"],
+            "unknown key parallel.ppp: did you mean parallel.pp\\?",
+        ),
+        (["paralel.pp=2"], "unknown section .paralel.: did you mean .parallel.\\?"),
+        (
+            ["distributed.pp=2"],
+            "unknown section .distributed.: did you mean .parallel.\\? Sections are run, model",
+        ),
+        (
+            ["parallel.vocab_parallel_pp=maybe"],
+            "unknown parallel.vocab_parallel_pp='maybe': use one of 'auto', true, false",
+        ),
+        (
+            ["parallel.reshard_after_forward=never"],
+            "unknown parallel.reshard_after_forward='never': use one of 'auto', true, false",
+        ),
+        (["parallel=2"], "override 'parallel=2' is not of the form section.key=value"),
+        (["parallel.pp"], "override 'parallel.pp' is not of the form section.key=value"),
+        (["parallel.pp='two'"], "parallel.pp: expected `int`, got 'two'"),
+        (["train.seq_len=1"], "train.seq_len: expected `int` >= 2, got 1"),
+        (
+            ["data.sources=[{path='a', weight=-1}]"],
+            r"data.sources\[0\].weight: expected `float` >= 0.0, got -1\.$",
+        ),
+        (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
+        (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
+        (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
+        (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),
+        (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio: expected `float` <= 1.0, got 2"),
+        (["optimizer.beta1=1"], "optimizer.beta1: expected `float` < 1.0, got 1"),
+        (["optimizer.lr=nan"], "optimizer.lr: expected `float` > 0.0, got nan"),
+        (["optimizer.clip_norm=inf"], "optimizer.clip_norm=inf is not finite"),
+        (["model.norm_eps=0"], "model.norm_eps: expected `float` > 0.0, got 0"),
+        (["model.rope_theta=-1"], "model.rope_theta: expected `float` > 0.0, got -1"),
+        (
+            ["optimizer.decay=step"],
+            "unknown optimizer.decay='step': use one of 'cosine', 'wsd', 'wsd_sqrt', 'linear', ",
+        ),
+        (
+            ["parallel.layer_split=odd"],
+            "unknown parallel.layer_split='odd': use one of 'even', 'weighted', a list of integers",
+        ),
+        (["parallel.transfer_ticks=3"], "unknown parallel.transfer_ticks=3: use one of 0, 1, 2"),
+        (["parallel.layer_split=[2,'a']"], "parallel.layer_split\\[1\\]: expected `int`"),
+        (["model.preset=[1]"], "model.preset: expected `str`, got \\[1\\]"),
+        (["train.seed=-1"], "train.seed: expected `int` >= 0"),
+        (["data.heldout_fraction=1.0"], "data.heldout_fraction: expected `float` < 1.0"),
+        (["model.preset=gpt5"], "unknown model.preset='gpt5': use one of llama3_8b"),
+        (["log.progress=1"], "log.progress: expected `bool`, got 1"),
+    ],
+)
+def test_load_rejects(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(BASE, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.dp=2"], "pp=2 x parallel.dp=2 x parallel.tp=1 = 4 must equal .* devices, 2"),
+        (["parallel.tp=3"], "model.n_heads=4 must be a multiple of parallel.tp=3"),
+        (["parallel.tp=4", "model.d_ff=130"], "model.d_ff=130 must be a multiple of parallel.tp=4"),
+        (
+            ["parallel.tp=4", "model.n_heads=24", "model.n_kv_heads=6", "model.head_dim=16"],
+            "model.n_kv_heads=6 and parallel.tp=4: one must be a multiple of the other",
+        ),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
+            "train.seq_len=30 must be a multiple of parallel.tp=4",
+        ),
+        (
+            ["model.max_seq_len=31"],
+            "train.seq_len=32 exceeds model.max_seq_len=31, .* shorten it, or raise model.max_",
+        ),
+        (["parallel.cp=2"], "parallel.cp=2 must divide parallel.dp=1"),
+        (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
+        (
+            [*SHARED, "parallel.cp_method=ring", "train.seq_len=30"],
+            "train.seq_len=30 must be a multiple of blocks of a ring=4: it is cut into equ",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "parallel.slices=2", "train.seq_len=36"],
+            "train.seq_len=36 must be a multiple of parallel.slices=2 x blocks of a ring=4",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "parallel.cp_heads=3"],
+            "parallel.cp_heads=3 must divide parallel.cp=2: so many replicas are one place",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ulysses", "parallel.cp_heads=2"],
+            "parallel.cp_heads=2 with parallel.cp_method='ulysses': .* set parallel.cp_method=ring",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention=cudnn"],
+            "takes bfloat16 or float16, .* but these are float32 of width 16: .*attention=xla",
+        ),
+        (
+            [*SHARED, *FUSED_RING, "data.packing=sequential"],
+            "'ring' and model.attention='cudnn' with data.packing: .* parallel.cp_method=ulysses",
+        ),
+        (
+            [*SHARED, *FUSED_RING, "model.sliding_window=4"],
+            "'cudnn' with a window of 4 tokens: .* set model.attention=xla",
+        ),
+        (
+            [*SHARED, "parallel.cp_method=ring", "model.attention_dropout=0.1"],
+            "model.attention_dropout=0.1 with replicas that share .* set parallel.cp_method=gather",
+        ),
+        (
+            [
+                *SHARED,
+                "parallel.cp_method=ulysses",
+                "model.n_heads=3",
+                "model.n_kv_heads=1",
+                "model.head_dim=8",
+            ],
+            "2 replicas exchange heads .* of the 3 heads and 1 .* and parallel.cp_heads=1, or",
+        ),
+        (
+            [
+                "parallel.pp=1",
+                "parallel.dp=4",
+                "parallel.cp=4",
+                "parallel.cp_method=ulysses",
+                "model.n_heads=12",
+                "model.n_kv_heads=6",
+                "model.head_dim=8",
+            ],
+            "4 replicas exchange heads .* of the 12 heads and 6 .* and parallel.cp_heads=2, or",
+        ),
+        (["parallel.cp_method=rings"], "unknown parallel.cp_method='rings': use one of 'gather'"),
+        (["parallel.dp=0"], "parallel.dp=0: give at least 1; or -1 for all devices that there are"),
+        (
+            ["parallel.dp=-1"],
+            "parallel.dp=-1: give at least 1; or -1 for all .* commands that know",
+        ),
+        (
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.seq_len=31"],
+            "train.seq_len=31 must be a multiple of parallel.cp=2: it is cut into equal parts",
+        ),
+        (
+            ["parallel.pp=1", "parallel.dp=2", "parallel.cp=2", "train.loss_chunks=32"],
+            "train.seq_len=32 must be a multiple of parallel.cp=2 x train.loss_chunks=32",
+        ),
+        (
+            ["parallel.slices=3"],
+            "train.seq_len=32 must be a multiple of parallel.slices=3: it is cut into equal parts",
+        ),
+        (
+            ["parallel.slices=2", "parallel.schedule=zbv"],
+            "zbv has no slices: leave slices=2 out, or use one of gpipe, 1f1b, interleaved_1f1b, ",
+        ),
+        (
+            ["parallel.pp=4", "parallel.slices=2", "train.grad_accum_steps=1"],
+            "grad_accum_steps=1 of parallel.slices=2 cannot fill parallel.pp=4 under 1f1b: use at "
+            "least 2",
+        ),
+        (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
+        (["parallel.pp=1", "parallel.vocab_parallel_pp=true"], "over parallel.pp, which is 1"),
+        (["parallel.vocab_parallel_pp=true", "parallel.defer_ends=true"], "use one of them"),
+        (["parallel.tp=2"], "must divide the 1 devices of a host"),
+        (
+            ["parallel.output_weight=2"],
+            "output_weight=2 count only with parallel.layer_split='weighted' .*, but it is 'even'",
+        ),
+        (["parallel.input_weight=0", "parallel.layer_split=[2,2]"], r"but it is \(2, 2\): set it"),
+        (
+            [
+                "parallel.input_weight=0",
+                "parallel.layer_split=weighted",
+                "parallel.last_stage_layers=1",
+            ],
+            "but it is 'weighted' with pinned layers: set it, or leave the weights out",
+        ),
+        (
+            ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=1"],
+            "parallel.schedule='interleaved_1f1b' with parallel.virtual_stages=1: .* use 2 or more",
+        ),
+        (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
+        (["optimizer.muon_lr=0.1"], "is read only with optimizer.name='muon', but it is 'adamw'"),
+        (["optimizer.name=schedule_free"], "but optimizer.decay='cosine' and .*decay=constant"),
+        (
+            ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.beta1=0"],
+            "optimizer.beta1=0.0: set decay=constant, and a beta1 above 0",
+        ),
+        (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
+        (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
+        (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
+        (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
+        (["model.head_dim=7"], "the width of a head is 7"),
+        (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
+        (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
+        (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
+        (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),
+        (["parallel.memory_limit=1"], "the least that works for it is 2"),
+        (["parallel.memory_limit=0"], "parallel.memory_limit=0 must be above 0"),
+        (["parallel.costs=none.json"], "cannot read op seconds from none.json"),
+        (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
+        (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
+        (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
+        (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
+        (["parallel.layer_split=[4,0]"], "every stage needs a layer"),
+        (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
+        (
+            ["log.bubble_every=5", "parallel.pp=2", "log.profile_start=3"],
+            "log.profile_start=3 and log.bubble_every=5 both record",
+        ),
+        (
+            ["log.bubble_every=5", "parallel.pp=1"],
+            "log.bubble_every=5 with parallel.pp=1: with",
+        ),
+        (["data.source=file"], "data.source='file' needs data.path"),
+        (["data.sources=[{path='a.bin'}]", "data.path=b.bin"], "takes the place of data.source="),
+        (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
+        (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),
+        (["data.path=x.bin"], "read only with data.source='file', but it is 'stdlib'"),
+    ],
+)
+def test_validate_rejects(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(load(BASE, overrides), devices=2, devices_of_host=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.eval_every=6"], "train.eval_every=6 must be a multiple of train.fused_steps=4"),
+        (["checkpoint.every=2"], "checkpoint.every=2 must be a multiple of train.fused_steps=4"),
+        (["train.variable_length=true"], "with train.variable_length=true: steps of one program"),
+        (["train.offload_moments=true"], "with train.offload_moments=true: ranks update in the"),
+        (["model.tie_embeddings=true"], "with a head that is the embedding: two ranks would"),
+        (["parallel.vocab_parallel_pp=true"], "with parallel.vocab_parallel_pp=true: ranks that"),
+        (["model.n_experts=4", "model.experts_per_token=2"], "with model.n_experts=4: what"),
+        (["train.fp8=current", "train.compute_dtype=bfloat16"], "with train.fp8='current': its"),
+        (["train.compute_dtype=float16"], "with train.compute_dtype='float16': its loss scale"),
+        (["parallel.slices=2"], "with parallel.slices=2: slices of sequences do not overlap"),
+        (
+            ["parallel.zero_stage=3", "parallel.reshard_after_forward=true"],
+            "with parallel.reshard_after_forward=true: ops gather what others have updated",
+        ),
+        (["optimizer.name=muon"], "with optimizer.name='muon': a rank updates value by value"),
+        (
+            ["parallel.schedule=dualpipe", "log.bubble_every=4"],
+            "with log.bubble_every=4: its steps are one after the other",
+        ),
+    ],
+)
+def test_validate_rejects_steps_in_one_program(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(load(BASE, ["train.fused_steps=4", *overrides]), devices=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_ends_are_not_shared_by_steps_in_one_program():
+    """With "auto". The head of a GPT-2 is always its embedding."""
+    config = load(BASE, ["train.fused_steps=4"])
+    assert decided(config, "gpu").parallel.vocab_parallel_pp is False
+    assert GPT2Config(n_layers=1, d_model=8, n_heads=1, d_ff=8, vocab_size=8).tied

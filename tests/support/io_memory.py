@@ -1,0 +1,56 @@
+"""A process that saves or restores, and prints the memory that this takes.
+
+`python io_memory.py save|restore DIRECTORY PP`: prints a JSON object of bytes. `share` is the
+process's share of the state, `extra` its peak memory beyond the memory that it had before.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from jaxpipe import config as configs
+from jaxpipe.bench import memory
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.environment import use_cpu_devices
+
+SIZES = {"n_layers": 8, "d_model": 1536, "d_ff": 1536, "n_heads": 24, "n_kv_heads": 24,
+         "vocab_size": 256}  # fmt: skip
+# Matrices of 9 MiB: glibc may keep freed blocks of less than 32 MiB.
+
+
+def main(mode, directory, pp):
+    use_cpu_devices(int(pp) // processes.started())
+    processes.join()
+    import jax
+
+    from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.training.trainer import Trainer
+
+    overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
+    overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
+    trainer = Trainer(configs.load(Path(__file__).parents[1] / "data" / "small.toml", overrides))
+    keying = Keying(trainer.layout, trainer.sharding)
+    with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
+        state = jax.block_until_ready(trainer.init()) if mode == "save" else None
+        gc.collect()
+        held = [state]
+
+        def save():
+            checkpoints.save(1, state.parts(), {})
+
+        def restore():
+            held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
+            jax.block_until_ready(held[0])
+
+        found = memory.peak(save if mode == "save" else restore)
+        share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
+                    leaf.addressable_shards)  # fmt: skip
+        sys.stdout.write(
+            json.dumps({"share": share, "extra": found["peak"] - found["before"]}) + "\n"
+        )
+    processes.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

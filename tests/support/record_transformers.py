@@ -1,0 +1,212 @@
+"""Loss, gradients and updates of tiny models of transformers, written to `tests/data/outside`.
+
+    pip install torch transformers numpy
+    python tests/support/record_transformers.py
+
+Nothing of jaxpipe is imported. Each `NAME.npz` has `config` (config.json's text), `tokens`
+`[STEPS, M, B, L + 1]`, `ignored` (which targets do not count), and all parameters concatenated in
+the order of `shapes` (JSON, by Hugging Face's names): the initial `weights` (float32), their
+`gradients` in the first step (float64), and the parameters after STEPS updates by `adamw` and
+`muon` (float32), with the losses of these steps, `adamw_losses` and `muon_losses`.
+"""
+
+import argparse
+import json
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch  # noqa: F401 - its tables of dtypes are made here, not in `float64`
+import torch
+import transformers
+from updates import STEPS, updated
+
+OUT = Path(__file__).parents[1] / "data" / "outside"
+MICROBATCHES, BATCH, LENGTH, VOCABULARY = 4, 4, 8, 32
+IGNORE = -100
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+# Of the wavelengths 6, 29 and 135 one is kept, one is interpolated, one is scaled.
+_LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
+    "decoder_sparse_step": 2, "mlp_only_layers": [],
+}  # fmt: skip
+MODELS = {
+    "llama": (
+        "Llama",
+        _SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_3},
+    ),
+    "qwen3": (
+        "Qwen3",
+        _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
+    "gpt2": (
+        "GPT2",
+        {
+            "vocab_size": VOCABULARY, "n_embd": 16, "n_head": 4, "n_layer": 4, "n_inner": 20,
+            "n_positions": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def float64():
+    """Make transformers compute in float64 also where its code asks for float32.
+
+    Its norms, softmaxes, rotary angles and loss ask for float32 whatever the parameters' dtype is.
+    """
+    kept = {name: getattr(torch, name) for name in ("float32", "float")}
+    single = torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.Tensor.float = single
+        for name, value in kept.items():
+            setattr(torch, name, value)
+        torch.set_default_dtype(kept["float32"])
+
+
+def build(name):
+    """Return a transformers model in the default dtype."""
+    family, settings = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    return model(config).to(torch.get_default_dtype()).eval()
+
+
+def published(tensors):
+    """Return a model's tensors by their names in its files, where experts have separate tensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        place, fused, kind = name.partition(".experts.")
+        if kind == "gate_up_proj":
+            for e, both in enumerate(tensor):
+                gate, up = np.split(both, 2)
+                found[f"{place}{fused}{e}.gate_proj.weight"] = gate
+                found[f"{place}{fused}{e}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            for e, down in enumerate(tensor):
+                found[f"{place}{fused}{e}.down_proj.weight"] = down
+        else:
+            found[name] = tensor
+    return found
+
+
+def of_model(named, params):
+    """Invert `published`, for the parameters that a model has."""
+    found = {}
+    for name in named:
+        place, _, kind = name.partition(".experts.")
+        if kind in ("gate_up_proj", "down_proj"):
+            experts = range(sum(key.startswith(place) for key in params) // 3)
+            parts = [kind] if kind == "down_proj" else ["gate_proj", "up_proj"]
+            found[name] = np.stack([
+                np.concatenate([params[f"{place}.experts.{e}.{part}.weight"] for part in parts])
+                for e in experts
+            ])  # fmt: skip
+        else:
+            found[name] = params[name]
+    return found
+
+
+def drawn(name, shape):
+    """Return random float32 values by a parameter's name: gains near 1, biases near 0."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    vector = len(shape) == 1
+    gain = vector and not name.endswith("bias")
+    return (rng.standard_normal(shape) * (0.1 if vector else 0.3) + gain).astype(np.float32)
+
+
+def batches():
+    """Return tokens of STEPS steps, and their ignored targets, one full microbatch among them."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCABULARY, (STEPS, MICROBATCHES, BATCH, LENGTH + 1), dtype=np.int32)
+    ignored = rng.random((STEPS, MICROBATCHES, BATCH, LENGTH)) < 0.2
+    ignored[:, 1] = True
+    return tokens, ignored
+
+
+def loss_and_gradients(model, params, tokens, ignored):
+    """Return the mean loss of a step `[M, B, L + 1]`, and the gradients by published names."""
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in of_model(named, params).items():
+            named[name].copy_(torch.from_numpy(value))
+    model.zero_grad()
+    rows = torch.from_numpy(tokens.reshape(-1, tokens.shape[-1]).astype(np.int64))
+    hidden = torch.from_numpy(ignored.reshape(-1, ignored.shape[-1]))
+    targets = torch.where(hidden, IGNORE, rows[:, 1:])
+    logits = model(rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE
+    )
+    loss.backward()
+    gradients = published({name: tensor.grad.numpy() for name, tensor in named.items()})
+    return loss.item(), {name: gradient.copy() for name, gradient in gradients.items()}
+
+
+def recorded(name):
+    """Return all arrays of a model's record, by their names in the file."""
+    tokens, ignored = batches()
+    build(name)  # modules imported here must not see float32 replaced
+    with float64():
+        model = build(name)
+        config = json.loads(model.config.to_json_string())
+        config["architectures"] = [type(model).__name__]
+        shapes = {
+            name: array.shape
+            for name, array in published(
+                {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+            ).items()
+        }
+        first = {name: drawn(name, shape) for name, shape in shapes.items()}
+        wide = {name: array.astype(np.float64) for name, array in first.items()}
+        _, gradients = loss_and_gradients(model, wide, tokens[0], ignored[0])
+        found = {
+            "config": np.array(json.dumps(config)), "shapes": np.array(json.dumps(shapes)),
+            "tokens": tokens, "ignored": ignored, "weights": end_to_end(first),
+            "gradients": end_to_end(gradients),
+        }  # fmt: skip
+        for optimizer in ("adamw", "muon"):
+            params, state, losses = wide, {}, []
+            for step in range(STEPS):
+                loss, gradients = loss_and_gradients(model, params, tokens[step], ignored[step])
+                losses.append(loss)
+                params = updated(optimizer, state, params, gradients, step + 1)
+            found[optimizer] = end_to_end(params).astype(np.float32)
+            found[f"{optimizer}_losses"] = np.array(losses)
+    return found
+
+
+def end_to_end(arrays):
+    """Concatenate arrays into one vector."""
+    return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name in MODELS:
+        np.savez_compressed(out / f"{name}.npz", **recorded(name))
+
+
+if __name__ == "__main__":
+    main()

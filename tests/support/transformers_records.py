@@ -1,0 +1,129 @@
+"""The records of `record_transformers.py`, and jaxpipe's run of the same model on any layout."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from updates import SETTINGS
+
+from jaxpipe.checkpoint.huggingface import model_settings
+from jaxpipe.checkpoint.naming import parameters
+from jaxpipe.checkpoint.streaming import nested
+from jaxpipe.config import from_builtins
+from jaxpipe.model.loss import IGNORE
+from jaxpipe.planning.checks import filled, validate
+from jaxpipe.training.trainer import Trainer
+
+DATA = Path(__file__).parents[1] / "data" / "outside"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Results of transformers, torch and NumPy for one model: the arrays of its file."""
+
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def config_json(self):
+        return json.loads(str(self.arrays["config"]))
+
+    @property
+    def settings(self):
+        """Return the `[model]` settings."""
+        return model_settings(self.config_json, DATA)
+
+    def by_their_names(self, kind):
+        """Return arrays of `weights`, `gradients`, `adamw` or `muon` by Hugging Face's names."""
+        shapes, found, begin = json.loads(str(self.arrays["shapes"])), {}, 0
+        for name, shape in shapes.items():
+            end = begin + int(np.prod(shape))
+            found[name] = self.arrays[kind][begin:end].reshape(shape)
+            begin = end
+        assert begin == len(self.arrays[kind])
+        return found
+
+    def by_our_names(self, kind, model):
+        """Return these arrays by path, as `("layers", "3", "attn", "wq")`, in jaxpipe's layouts."""
+        theirs = self.by_their_names(kind)
+        return {own.path: np.asarray(own.ours(theirs.__getitem__)) for own in parameters(model)}
+
+    def batch(self, step):
+        """Return inputs and targets `[M, B, L]` of a step."""
+        tokens, ignored = self.arrays["tokens"][step], self.arrays["ignored"][step]
+        targets = np.where(ignored, IGNORE, tokens[..., 1:]).astype(np.int32)
+        return {"inputs": tokens[..., :-1], "targets": targets}
+
+
+@cache
+def read(name):
+    with np.load(DATA / f"{name}.npz") as file:
+        return Record(dict(file))
+
+
+def trainer_of(record, layout, optimizer="adamw", **execution):
+    """Return the trainer of a record's model on a layout, computing in the parameters' dtype."""
+    microbatches, batch, length = record.batch(0)["inputs"].shape
+    parallel = {"dp": 1, **layout}
+    each = batch * parallel.get("cp", 1) // parallel["dp"]
+    train = {"steps": 10, "microbatch_size": each, "grad_accum_steps": microbatches}
+    settings = SETTINGS | {"name": optimizer, "decay": "constant", "warmup_steps": 0}
+    tree = {
+        "model": record.settings,
+        "parallel": parallel,
+        "train": train | {"seq_len": length},
+        "optimizer": settings,
+    }
+    config = from_builtins(tree)
+    size = config.parallel.pp * config.parallel.dp * config.parallel.tp
+    validate(filled(config, size), devices=size, platform="cpu")
+    trainer = Trainer(filled(config, size), tuple(jax.devices()[:size]))
+    how = replace(trainer.execution, compute_dtype=None, **execution)
+    trainer.__dict__["execution"] = how  # a cached property that everything else derives from
+    return trainer
+
+
+def staged(trainer, by_path):
+    """Return parameters by path as the trainer stores them, in float64."""
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nested(by_path))
+    layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
+    whole = {"embed_head": tree["ends"], "layers": trainer.layout.stack(layers)}
+    return jax.device_put(trainer.sharding.pad(whole), trainer.sharding.named_shardings(whole))
+
+
+def by_path(trainer, params):
+    """Invert `staged`."""
+    hows = trainer.sharding.param_shardings(params)
+    params = jax.tree.map(
+        lambda how, leaf: np.asarray(leaf)[tuple(map(slice, how.unpadded_shape(leaf.shape)))],
+        hows, params,
+    )  # fmt: skip
+    layers = trainer.layout.unstack(params["layers"])
+    tree = {"ends": params["embed_head"], "layers": {str(i): one for i, one in enumerate(layers)}}
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {tuple(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@jax.enable_x64(True)
+def loss_and_gradients(record, layout, **execution):
+    """Return the loss of the first step, and its gradients by path."""
+    trainer = trainer_of(record, layout, **execution)
+    params = staged(trainer, record.by_our_names("weights", trainer.config.model))
+    batch = trainer.put(record.batch(0))
+    losses, gradients = jax.jit(trainer.pipeline.losses_and_gradients)(params, batch)
+    return float(losses.sum()), by_path(trainer, gradients)
+
+
+@jax.enable_x64(True)
+def trained(record, layout, optimizer, steps):
+    """Return the losses of some steps, and the parameters after them by path."""
+    trainer = trainer_of(record, layout, optimizer)
+    weights = record.by_our_names("weights", trainer.config.model)
+    state, losses = trainer.fresh(staged(trainer, weights)), []
+    for step in range(steps):
+        state, metrics = trainer.train_step(state, trainer.put(record.batch(step)))
+        losses.append(float(metrics["loss"]))
+    return losses, by_path(trainer, state.params)

@@ -1,0 +1,35 @@
+"""Print what pip shall install to test with other versions of jaxpipe's dependencies.
+
+`python tests/support/versions.py oldest` prints the oldest versions that pyproject.toml allows;
+`newest` asks for the newest there are, pre-releases too.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+_LEAST = re.compile(r"([\w.\-]+)(?:\[[^\]]*\])?>=([\d.]+)")
+
+
+def pins(text, which):
+    """Return arguments of pip for each dependency, including those for preparing data.
+
+    >>> head = '[project]\\ndependencies = ["jax>=0.1,!=0.2"]\\n'
+    >>> text = head + 'optional-dependencies.data = ["zip>=3"]'
+    >>> pins(text, "oldest")
+    ['jax==0.1', 'zip==3']
+    >>> pins(text, "newest")
+    ['--pre', '--upgrade', 'jax', 'zip']
+    """
+    project = tomllib.loads(text)["project"]
+    every = [*project["dependencies"], *project["optional-dependencies"]["data"]]
+    bounds = [_LEAST.match(line).groups() for line in every]
+    if which == "newest":
+        return ["--pre", "--upgrade", *(name for name, _ in bounds)]
+    return [f"{name}=={least}" for name, least in bounds]
+
+
+if __name__ == "__main__":
+    print("\n".join(pins(PROJECT.read_text(), sys.argv[1])))  # noqa: T201

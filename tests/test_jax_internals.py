@@ -1,0 +1,51 @@
+"""What jaxpipe uses of jax's undocumented functions works with this version."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.jax_internals import cudnn_attention, define_primitive, distributed_state
+
+pytestmark = pytest.mark.versions
+
+
+def test_a_primitive_is_traced_by_its_shapes_and_runs_as_it_is_lowered():
+    pair = define_primitive(
+        "sum_and_scaled",
+        lambda x, *, scale: [jax.ShapeDtypeStruct((), x.dtype), x],
+        lambda x, *, scale: [x.sum(), scale * x],
+    )
+    run = lambda x: pair.bind(x, scale=3)  # noqa: E731
+    total, scaled = jax.eval_shape(run, jnp.ones((2, 3)))
+    assert (total.shape, scaled.shape) == ((), (2, 3))
+    total, scaled = jax.jit(run)(jnp.ones((2, 3)))
+    assert total == 6
+    np.testing.assert_array_equal(scaled, np.full((2, 3), 3))
+
+
+@pytest.mark.parametrize(("mask", "window"), [("CAUSAL", 0), ("CAUSAL", 8), ("NO_MASK", 0)])
+def test_attention_becomes_calls_of_cudnn(mask, window):
+    """Compiled for a GPU as far as the program that XLA gets."""
+
+    def run(q, k, v, dmixed):
+        unused = [jnp.zeros(0, q.dtype)] * 7
+        forward, how = cudnn_attention("fwd", 64, mask, window)
+        mixed, logsumexp = forward.bind(q, k, v, *unused, **how, is_training=True)
+        gradient, how = cudnn_attention("bwd", 64, mask, window)
+        return gradient.bind(q, k, v, *unused, logsumexp, mixed, dmixed, **how)
+
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+    traced = jax.jit(run).trace(x, x, x, x)
+    assert [out.shape for out in traced.out_info] == [x.shape] * 3
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax(" in text
+    assert "__cudnn$fmhaSoftmaxBackward(" in text
+    options = text.replace("\\22", '"')
+    assert options.count(f'"mask_type": "{mask}"') == 2
+    assert options.count(f'"sliding_window_length": {window}') == 2
+
+
+def test_a_run_of_one_process_has_no_client():
+    state = distributed_state()
+    assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
