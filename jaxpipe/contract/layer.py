@@ -15,26 +15,30 @@ Tree = Any
 Names = tuple[str, ...]
 Rounds = Iterable[tuple[str | None, str | None]]
 IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # prefixes of the points' names
+EMBED_HEAD = "embed_head"
 PRODUCT = "product"  # selective rematerialisation stores values of this name, like matrix products
 
 
 class Context(NamedTuple):
     """What a layer reads besides its parameters and x, in F, B and W alike.
 
-    A context is not differentiated, except for the floating-point leaves of `state` and the
-    variables that the kind names in `LayerKind.statistics`.
+    A context is not differentiated, except for the floating-point leaves of `state`, `embed_head`,
+    and the variables that the kind names in `LayerKind.statistics`.
 
     Attributes:
       rows: the microbatch's data: the leaves of the batch without their leading axis M.
       index: the layer's index in the model, an int32 scalar; None in the embedding and the head.
       state: the state that the previous sequence slice returned; None without sequence slices.
       variables: the model's state that is no parameter, the same in all microbatches of a step.
+      embed_head: parameters of embedding and head, sharded over tp as they declare, and gathered
+        over all other axes; None unless the kind reads them (`LayerKind.reads`).
     """
 
     rows: Tree
     index: "jax.Array | None" = None
     state: Tree = None
     variables: Tree = None
+    embed_head: Tree = None
 
 
 class Aux(NamedTuple):
@@ -99,6 +103,12 @@ class LayerKind:
         next round waits for both. What is left after the last round runs without order between the
         two. The hook sees no values, so it can change none, and is not called where either has no
         point. None: neither waits for the other.
+      reads: what layers of this kind read besides their own parameters: ("embed_head",) for the
+        parameters of embedding and head, in `Context.embed_head`. The step adds the gradients there
+        to those of embedding and head.
+
+    Raises:
+      ValueError: `reads` names anything else.
 
     >>> from jaxpipe.partition.leaf import ParamSpec
     >>> def layer(params, x, context):
@@ -113,6 +123,14 @@ class LayerKind:
     keep: tuple[str, ...] = field(default=())
     statistics: tuple[str, ...] = field(default=())
     pair: Callable[[Names, Names], Rounds] | None = None
+    reads: tuple[str, ...] = field(default=())
+
+    def __post_init__(self):
+        if self.reads not in ((), (EMBED_HEAD,)):
+            raise ValueError(
+                f"LayerKind.reads={self.reads!r}: a layer can read the parameters of embedding and "
+                f"head alone; give ({EMBED_HEAD!r},) or ()."
+            )
 
 
 def pairing_point(x: "jax.Array", name: str) -> "jax.Array":

@@ -42,7 +42,8 @@ class StageFunctions:
       report: `aux -> values to log`, small arrays by name; None: its sums and maxima.
 
     Raises:
-      ValueError: `order` names an unknown kind, or is missing though there are several kinds.
+      ValueError: `order` names an unknown kind, or is missing though there are several kinds; or
+        every parameter is declared frozen.
 
     Two layers of one kind and a sum of squares, where a batch is `{"inputs": [M, B, D]}`:
 
@@ -83,6 +84,20 @@ class StageFunctions:
                 raise ValueError(
                     f"order names the kind {name!r}, but there are {', '.join(self.kinds_by_name)}."
                 )
+        self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Raise `ValueError` where every parameter is declared frozen."""
+        import jax
+
+        kinds = self.kinds_by_name.values()
+        specs = [self.embed_head_specs, *(kind.param_specs for kind in kinds)]
+        leaves = jax.tree.leaves(specs)
+        if leaves and None not in specs and not any(spec.trained for spec in leaves):
+            raise ValueError(
+                f"all {len(leaves)} parameters of the model have trained=False: a step would "
+                f"compute no gradient; declare one of them with ParamSpec(trained=True)."
+            )
 
     @property
     def kinds_by_name(self) -> Mapping[str, LayerKind]:

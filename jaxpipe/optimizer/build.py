@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from jaxpipe.config import ConfigError, OptimizerConfig
@@ -13,6 +14,7 @@ from jaxpipe.optimizer.groups import Stores, weight_decay
 from jaxpipe.optimizer.layerwise import layerwise
 from jaxpipe.optimizer.muon import muon_on_matrices, muon_rate
 from jaxpipe.optimizer.rate import learning_rate
+from jaxpipe.parallel.flags import is_trained, merge, select
 
 Tree = Any
 
@@ -132,7 +134,21 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
     Raises `ConfigError` for an unknown name, or a function that returns no optimizer.
     """
     made = Ingredients(config, learning_rate(config, steps), stored)
-    return kind_of(config.name).make(made)
+    return _of_trained(kind_of(config.name).make(made), stored)
+
+
+def _of_trained(
+    inner: optax.GradientTransformation, stored: Stores
+) -> optax.GradientTransformation:
+    """The optimizer with state and updates of trained parameters alone; None for frozen ones."""
+
+    def trained(params: Tree) -> Tree:
+        return select(is_trained(stored(params)), params)
+
+    return optax.GradientTransformation(
+        lambda params: inner.init(trained(params)),
+        lambda gradients, state, params: inner.update(gradients, state, trained(params)),
+    )
 
 
 def averaged(moments: Tree, params: Tree) -> Tree:
@@ -142,4 +158,6 @@ def averaged(moments: Tree, params: Tree) -> Tree:
     """
     if not isinstance(moments, optax.contrib.ScheduleFreeState):
         return params
-    return optax.contrib.schedule_free_eval_params(moments, params)
+    trained = jax.tree.map(lambda leaf, z: z is not None, params, moments.z)
+    average = optax.contrib.schedule_free_eval_params(moments, select(trained, params))
+    return merge(trained, average, params)

@@ -16,6 +16,8 @@ def apply(
 ) -> tuple[Tree, Tree]:  # fmt: skip
     """Parameters and moments after an update, unchanged if `finite` (a bool array) is False.
 
+    Frozen parameters, whose gradients are None, stay as they are.
+
     A barrier makes the new moments wait for the new parameters. No operation then reads an old
     moment after the new one is written, so XLA updates the state in place. Without the barrier XLA
     on CPU copies the full state first (jax 0.12, 16 million parameters: 120 ms instead of 60).
@@ -24,7 +26,8 @@ def apply(
     """
     finite = lax.optimization_barrier(finite)
     updates, _ = optimizer.update(gradients, moments, params)
-    made = chosen(finite, optax.apply_updates(params, updates), params)
+    moved = lambda leaf, by: leaf if by is None else optax.apply_updates(leaf, by)  # noqa: E731
+    made = chosen(finite, jax.tree.map(moved, params, updates), params)
     gradients, made = lax.optimization_barrier((gradients, made))
     _, after = optimizer.update(gradients, moments, params)
     return made, chosen(finite, after, moments)

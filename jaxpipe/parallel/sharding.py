@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe.parallel.flags import is_trained, merge
 from jaxpipe.parallel.mesh import DP, EP, PP, REPLICA_AXES, RP, TP, ZERO_AXES
 from jaxpipe.partition.leaf import Names, ParamSpec, plan_sharding
 
@@ -56,9 +57,22 @@ class ParamSharding:
         return PartitionSpec(*entries)
 
     @property
+    def trained(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.param.trained
+
+    @property
     def without_stage_axis(self) -> "ParamSharding":
         """The sharding of a layer's parameter without its leading dim of pipeline ranks."""
         return replace(self, dim_axes=self.dim_axes[1:], padding=self.padding[1:])
+
+    @property
+    def as_consumed(self) -> "ParamSharding":
+        """The sharding of the parameter gathered for compute: over `param.sharded_axes` alone."""
+        own = self.param.sharded_axes
+        names = tuple(tuple(axis for axis in entry if axis in own) for entry in self.dim_axes)
+        padding = tuple(more * bool(entry) for more, entry in zip(self.padding, names))
+        return replace(self, dim_axes=names, padding=padding)
 
     @property
     def grad_reduce_axes(self) -> Names:
@@ -201,6 +215,11 @@ class Sharding:
     def pad(self, tree: Tree) -> Tree:
         """Append the padding to every leaf of a stage-stacked tree."""
         return jax.tree.map(lambda stored, leaf: stored.pad(leaf), self.param_shardings(tree), tree)
+
+    def cast_frozen(self, tree: Tree, dtype: Any) -> Tree:
+        """The tree with frozen parameters in the dtype in which they are stored."""
+        frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+        return merge(is_trained(self.param_shardings(tree)), tree, frozen)
 
     def param_shardings(self, tree: Tree) -> Tree:
         """`ParamSharding` of every leaf of a stage-stacked tree, padded or not."""

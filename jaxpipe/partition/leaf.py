@@ -44,6 +44,8 @@ class ParamSpec:
         decay and Muon depend on it.
       uneven: whether the axes of `sharded` need not divide their dims. These dims are then padded
         with zeros at the end, which ops must ignore.
+      trained: whether it has a gradient. A frozen parameter has no part in W, no gradient sum, no
+        moments and no weight decay, and a trainer stores it in the compute dtype.
 
     Eight experts' matrices, sharded over ep:
 
@@ -56,6 +58,7 @@ class ParamSpec:
     shape: tuple[int, ...] | None = None
     matrix: tuple[int, int] | None = None
     uneven: bool = False
+    trained: bool = True
 
     @property
     def sharded_axes(self) -> frozenset[str]:

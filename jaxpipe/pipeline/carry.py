@@ -22,6 +22,8 @@ class Carry(NamedTuple):
       head_ring, embed_ring: ring buffers of the inputs of deferred head and embedding gradients.
       layer_gradients: gradient sums, by chunk and layer slot.
       embed_head_gradients: gradient sums of embedding and head.
+      read_gradients: those of layers that read embedding and head, where the vocabulary is sharded
+        over pp; None: no layer reads them, or layers add to `embed_head_gradients`.
       losses: each microbatch's share of the loss, `[M]`, or `[M, K]` for K losses of the head.
       aux_losses: its share of the layers' auxiliary losses, `[M]`; None: they have none.
       aux: sums, maxima and per-example values of the layers.
@@ -38,6 +40,7 @@ class Carry(NamedTuple):
     embed_ring: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]
     embed_head_gradients: Tree
+    read_gradients: Tree
     losses: jax.Array
     aux_losses: jax.Array | None
     aux: Aux

@@ -11,9 +11,9 @@ from jax import lax
 
 from jaxpipe.contract import Aux, Context
 from jaxpipe.parallel import DP, ParamSharding
-from jaxpipe.pipeline.kind import TracedKind, add_aux, elementwise_max
+from jaxpipe.pipeline.kind import TracedKind, add_aux, elementwise_max, embed_head_of
+from jaxpipe.pipeline.ports import Cotangent, Weights
 from jaxpipe.pipeline.rings import GradientInputs, RingBuffers
-from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Op, TableRow
 
 Tree = Any
@@ -57,8 +57,10 @@ class LayerSlot:
             lambda how, part: how.gather_for_compute(part), self.shardings, self.params
         )
 
-    def add_gradients(self, totals: Tree, gradients: Tree) -> Tree:
-        """Return totals plus gradients, in the dtype of the totals; a None gradient adds nothing.
+    def add_gradients(self, totals: Tree, read: Tree, gradients: Weights) -> tuple[Tree, Tree]:
+        """Return totals of the layer, and of embedding and head, plus gradients, in their dtypes.
+
+        A None gradient adds nothing, and a frozen parameter has neither.
 
         With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
         """
@@ -74,7 +76,9 @@ class LayerSlot:
             return total + gradient
 
         stored = () if self.shardings is None else (self.shardings,)
-        return jax.tree.map(add, totals, gradients, *stored)
+        add_all = partial(jax.tree.map, add, is_leaf=lambda total: total is None)
+        totals = add_all(totals, gradients.params, *stored)
+        return totals, None if read is None else add_all(read, gradients.embed_head)
 
     def run_if_active(self, layer: Callable[..., tuple[Any, ...]], *passed: Any) -> tuple[Any, ...]:
         """Run the layer, or return `passed` unchanged where this slot is empty on this rank."""
@@ -105,16 +109,19 @@ class ActionInputs(NamedTuple):
       rows: the batch rows of the action's microbatch.
       variables: the model's variables.
       dloss: cotangent of the layers' auxiliary losses, a scalar.
+      embed_head: parameters of embedding and head as layers read them; None: no layer does.
     """
 
     row: TableRow
     rows: Tree
     variables: Tree
     dloss: jax.Array
+    embed_head: Tree = None
 
     def context(self, slot: LayerSlot, state: Tree) -> Context:
         """Return the context of the layer in a slot."""
-        return Context(self.rows, slot.index, state, self.variables)
+        embed_head = embed_head_of(slot.kind.kind, self.embed_head)
+        return Context(self.rows, slot.index, state, self.variables, embed_head)
 
 
 class ForwardOutputs(NamedTuple):
@@ -143,6 +150,8 @@ class BackwardOutputs(NamedTuple):
       rings: the ring buffers that the action writes, by ring slot.
       grad_sums: gradient accumulators, by layer slot.
       statistics: elementwise maxima, by name of the statistics variable.
+      read_sums: gradient accumulators of embedding and head; None: no layer of the chunk reads
+        them.
       next_params: as in `ForwardOutputs`.
     """
 
@@ -150,6 +159,7 @@ class BackwardOutputs(NamedTuple):
     rings: tuple[RingBuffers, ...]
     grad_sums: tuple[Tree, ...]
     statistics: Mapping[str, jax.Array] = {}
+    read_sums: Tree = None
     next_params: Tree = None
 
 
@@ -158,6 +168,11 @@ class Chunk:
     """The layers of one of the stages that a pipeline rank computes."""
 
     slots: tuple[LayerSlot, ...]
+
+    @property
+    def reads_embed_head(self) -> bool:
+        """Whether a layer reads the parameters of embedding and head."""
+        return any(slot.kind.kind.reads for slot in self.slots)
 
     @property
     def hooks(self) -> list[Callable[..., Any] | None]:
@@ -204,8 +219,12 @@ class Chunk:
                 totals[place + 1] = self.slots[place + 1].reduce(totals[place + 1])
             made = made._replace(grad_sums=tuple(totals))
         first, *others = made.grad_sums
-        observed = jax.tree.map(partial(jnp.where, runs), made.statistics, before.statistics)
-        return made._replace(grad_sums=(self.slots[0].reduce(first), *others), statistics=observed)
+        observed, read = jax.tree.map(
+            partial(jnp.where, runs),
+            (made.statistics, made.read_sums), (before.statistics, before.read_sums),
+        )  # fmt: skip
+        sums = self.slots[0].reduce(first), *others
+        return made._replace(grad_sums=sums, statistics=observed, read_sums=read)
 
     def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """Reduce the gradient sums of all layers over replicas to this device's shards."""
@@ -236,18 +255,23 @@ class Chunk:
         last = len(self.slots) - 1
 
         def run(place: int, slot: LayerSlot, before: BackwardOutputs) -> BackwardOutputs:
-            def layer(*passed: Any) -> tuple[jax.Array, Tree, Tree, RingBuffers]:
+            def layer(*passed: Any) -> tuple[jax.Array, Tree, Tree, Tree, RingBuffers]:
                 params = slot.gather_params() if before.next_params is None else before.next_params
                 return _layer_gradient(op, slot, params, given, kept(slot.ring, passed[-1]), passed)
 
             after = self.slots[place - 1] if place and op is Op.BW else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
-            passed = dy, totals[place], before.statistics, rings[slot.ring]
+            read = embed_head_of(slot.kind.kind, before.read_sums)
+            passed = dy, totals[place], read, before.statistics, rings[slot.ring]
             made, whole = slot.run_and_prefetch(after, layer, *passed)
-            dy, totals[place], observed, rings[slot.ring] = made
+            dy, totals[place], read, observed, rings[slot.ring] = made
+            read = before.read_sums if read is None else read
             if in_turn and op is Op.BW and place < last:
-                dy, totals[place + 1] = lax.optimization_barrier((dy, totals[place + 1]))
-            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, whole)
+                of_next = embed_head_of(self.slots[place + 1].kind.kind, read)
+                tied = lax.optimization_barrier((dy, totals[place + 1], of_next))
+                dy, totals[place + 1], of_next = tied
+                read = read if of_next is None else of_next
+            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, whole)
 
         return [partial(run, place, slot) for place, slot in reversed(list(enumerate(self.slots)))]
 
@@ -295,14 +319,14 @@ def _layer_forward(
 
 def _layer_gradient(
     op: Op, slot: LayerSlot, params: Tree, given: ActionInputs, kept: GradientInputs,
-    before: tuple[jax.Array, Tree, Tree, RingBuffers],
-) -> tuple[jax.Array, Tree, Tree, RingBuffers]:  # fmt: skip
+    before: tuple[jax.Array, Tree, Tree, Tree, RingBuffers],
+) -> tuple[jax.Array, Tree, Tree, Tree, RingBuffers]:  # fmt: skip
     """Run B, W or BW of one layer on its gathered `params`.
 
-    Takes (in `before`) dy, gradient sums, statistics and ring buffers, and returns dx and the
-    updated gradient sums, statistics and ring buffers.
+    Takes (in `before`) dy, gradient sums of the layer and of embedding and head (None unless it
+    reads them), statistics and ring buffers, and returns dx and the others updated.
     """
-    dy, total, observed, ring = before
+    dy, total, read, observed, ring = before
     if op is Op.B and slot.kind.rings.shares_stash:
         # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
         kept, ring = lax.optimization_barrier((kept, ring))
@@ -311,7 +335,7 @@ def _layer_gradient(
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
     if op is Op.W:
         gradients = split.backward_weight(params, context, kept.residuals.for_w, kept.stash, dloss)
-        return dy, slot.add_gradients(total, gradients), observed, ring
+        return dy, *slot.add_gradients(total, read, gradients), observed, ring
     at_output, stash = Cotangent(dy, kept.dstate, dloss), ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
@@ -320,7 +344,7 @@ def _layer_gradient(
     ring = slot.kind.rings.write_backward(ring, stash, dx.state, given.row)
     return (
         dx.value,
-        slot.add_gradients(total, gradients),
+        *slot.add_gradients(total, read, gradients),
         elementwise_max(observed, dx.statistics),
         ring,
     )

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxpipe.contract.layer import IN_FORWARD, IN_GRADIENT, PRODUCT
 from jaxpipe.pipeline.jaxpr import dependents, equations_to, has_effects, reads, variables_in
+from jaxpipe.pipeline.ports import Ports
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
 
@@ -57,40 +58,6 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-class Ports(NamedTuple):
-    """The input and output variables of a layer's jaxpr, by name; optional ones are tuples.
-
-    Inputs: `x` and the `state` that earlier slices left; `dy`, `dstate` and `dloss`, the gradients
-    at the outputs. Outputs of the forward: `y`, `next_state`, `loss` and `other_outputs`. Outputs
-    of the backward: `dx`, `dstate_before`, gradients at `statistics` variables, and `gradients` of
-    parameters, for which `in_b` says whether B computes them (else W does).
-    """
-
-    x: Var
-    state: tuple[Var, ...]
-    dy: Var
-    dstate: tuple[Var, ...]
-    dloss: tuple[Var, ...]
-    y: Any
-    next_state: tuple[Any, ...]
-    loss: tuple[Any, ...]
-    other_outputs: tuple[Any, ...]
-    dx: Any
-    dstate_before: tuple[Any, ...]
-    statistics: tuple[Any, ...]
-    gradients: tuple[Any, ...]
-    in_b: tuple[bool, ...]
-
-    def gradients_of(self, *, b: bool) -> list[Any]:
-        """The parameter gradients that B computes, or those that W computes."""
-        return [gradient for gradient, in_b in zip(self.gradients, self.in_b) if in_b is b]
-
-    @property
-    def made_by_b(self) -> list[Any]:
-        """The outputs of B, in order."""
-        return [self.dx, *self.dstate_before, *self.statistics, *self.gradients_of(b=True)]
-
-
 class Residuals(NamedTuple):
     """Forward values that the backward reads: `for_b` live until B, `for_w` until W."""
 
@@ -120,16 +87,17 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
 
     Raises `ValueError` where B would need the state from before this slice, or W any state.
     """
-    after = {ports.dy, *ports.dstate}
-    free = {*jaxpr.constvars, *jaxpr.invars, *ports.next_state} - {ports.x, *ports.state, *after}
-    on_dy = dependents(jaxpr, {*after, *ports.dloss})
+    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    after = {ports.dy.value, *ports.dy.state}
+    free = {*jaxpr.constvars, *jaxpr.invars, *next_state} - {ports.x, *state, *after}
+    on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.loss)))
     effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
     in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
     in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
     once = {var for eqn in in_f for var in eqn.outvars}
-    on_x = dependents(jaxpr, {ports.x, *ports.state, *once}) - on_dy - free
+    on_x = dependents(jaxpr, {ports.x, *state, *once}) - on_dy - free
     b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
-    w_outputs = ports.gradients_of(b=False)
+    w_outputs = jax.tree.leaves(ports.gradients_of_w)
 
     layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
     saved = {ports.x} | {
@@ -153,7 +121,7 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     b_and_stash = [*b_outputs, *stash]
     in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | after)
     from_f = reads(in_whole_b, b_and_stash)
-    if {*from_f} & {*ports.state} or {*from_b_or_f} & {*ports.state, *ports.next_state}:
+    if {*from_f} & {*state} or {*from_b_or_f} & {*state, *next_state}:
         raise ValueError(
             "the gradient of a layer of slices may read the state that the layer returns, in B, "
             "but not the state that it is given."

@@ -15,8 +15,9 @@ from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.messages import MessagePrinter
-from jaxpipe.pipeline.split import Cotangent, LayerSplit
-from jaxpipe.pipeline.stage import EmbedHeadFunction
+from jaxpipe.pipeline.ports import Cotangent
+from jaxpipe.pipeline.split import LayerSplit
+from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.schedule import TableRow, Tables
 
 Tree = Any
@@ -45,6 +46,7 @@ class StepData:
     Attributes:
       tables: the lowered schedule.
       embed_head: parameters of embedding and head, gathered for compute.
+      embed_head_of_layers: the same as layers read them; None: no layer does.
       batch: arrays `[M, B, ...]`.
       variables: the model's variables.
       loss: shape and dtype of what the head returns.
@@ -59,6 +61,7 @@ class StepData:
 
     tables: Tables
     embed_head: Tree
+    embed_head_of_layers: Tree
     batch: Tree
     variables: Tree
     loss: jax.ShapeDtypeStruct
@@ -117,10 +120,14 @@ class EmbedHead(ABC):
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
         if self.split is None:
             return self.functions.head(self.step.embed_head, y, rows), y, totals
-        params, context = self.head.pick(self.step.embed_head), Context(rows)
-        output, kept = self.split.forward(params, y, context)
-        dy, used = self.split.backward(params, context, kept, self._seed(output.y))
-        return output.y, dy.value, self.head.add(totals, used)
+        context = self._context(rows)
+        output, kept = self.split.forward(None, y, context)
+        dy, used = self.split.backward(None, context, kept, self._seed(output.y))
+        return output.y, dy.value, add_gradients(totals, used.embed_head)
+
+    def _context(self, rows: Tree) -> Context:
+        """Return the context of the head, which is a layer without parameters."""
+        return Context(rows, embed_head=self.step.embed_head)
 
     def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
         """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
@@ -136,7 +143,7 @@ class EmbedHead(ABC):
 
     def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """Return `totals` with the embedding's gradients added."""
-        return self.embed.add(totals, self.embed.gradients(self.step.embed_head, rows, dx))
+        return add_gradients(totals, self.embed.gradients(self.step.embed_head, rows, dx))
 
 
 class EndStageEmbedHead(EmbedHead):
@@ -177,21 +184,21 @@ class EndStageEmbedHead(EmbedHead):
         self, carry: Carry, rows: Tree, row: TableRow
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
-        params, context = self.head.pick(self.step.embed_head), Context(rows)
-        output, kept = self.split.forward(params, carry.y, context)
-        dy, used, stash = self.split.backward_input(params, context, kept, self._seed(output.y))
+        context = self._context(rows)
+        output, kept = self.split.forward(None, carry.y, context)
+        dy, used, stash = self.split.backward_input(None, context, kept, self._seed(output.y))
         ring = buffers.write(carry.head_ring, (kept.for_w, stash), row.head_write)
-        return output.y, dy.value, self.head.add(carry.embed_head_gradients, used), ring
+        totals = add_gradients(carry.embed_head_gradients, used.embed_head)
+        return output.y, dy.value, totals, ring
 
     def _head_weight(self, carry: Carry, row: TableRow) -> Carry:
         """Run W of the head where its weight gradients are deferred."""
 
         def run() -> Tree:
-            context = Context(self.step.rows(row.gradient_mb))
+            context = self._context(self.step.rows(row.gradient_mb))
             for_w, stash = buffers.read(carry.head_ring, row.head_read)
-            params = self.head.pick(self.step.embed_head)
-            used = self.split.backward_weight(params, context, for_w, stash)
-            return self.head.add(carry.embed_head_gradients, used)
+            used = self.split.backward_weight(None, context, for_w, stash)
+            return add_gradients(carry.embed_head_gradients, used.embed_head)
 
         gradients = self.step.choose(
             lambda row: row.head_weight, row, run, lambda: carry.embed_head_gradients

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Aux, StageFunctions
 from jaxpipe.parallel import PP, REPLICA_AXES, Sharding, StageLayout, batch_spec, is_stage_stacked
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.reference import StepOutput
@@ -121,7 +122,8 @@ class Pipeline:
             end; None: see `Execution`.
 
         Returns:
-          A `StepOutput`; its gradients have the structure, dtypes and shardings of `params`.
+          A `StepOutput`; its gradients have the structure, dtypes and shardings of `params`, with
+          None for frozen parameters.
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
@@ -183,13 +185,14 @@ class Pipeline:
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
         """Return the step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
         specs, all_have, rows = self.sharding.partition_specs(params), PartitionSpec(), batch_spec()
+        of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
         return jax.shard_map(
             self._rank_program(tables, params),
             mesh=self.mesh,
             in_specs=(specs, rows, all_have, PartitionSpec(None, PP)),
             out_specs=StepOutput(
                 all_have,
-                specs if tables.has_gradients else None,
+                of_gradients if tables.has_gradients else None,
                 Aux(None, all_have, all_have, rows),
                 rows,
                 all_have,
@@ -274,7 +277,7 @@ def loss_and_gradients(
     Returns:
       The loss, a scalar: the head's loss as a mean over the terms of the batch, plus the auxiliary
       losses of layers as a mean over its tokens; and its gradients, with the structure, dtypes and
-      shardings of `params`.
+      shardings of `params`; None for frozen parameters.
 
     Raises `ValueError` where model, parameters, batch, schedule and mesh do not match.
 

@@ -1,12 +1,14 @@
 """Flat jaxprs: inline calls, find dependencies, and run only the equations that are needed."""
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitives
+
+Tree = Any
 
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
@@ -32,10 +34,38 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     return _rewritten(_rewritten(closed))
 
 
-def unrounded(jaxpr: Jaxpr, outputs: Iterable[Any]) -> list[Any]:
+class Labelled(NamedTuple):
+    """A flat jaxpr whose variables are found by name.
+
+    Attributes:
+      closed: the jaxpr.
+      inputs, outputs: the arguments and the result of the traced function, with the variable (or
+        literal) of every array in its place.
+    """
+
+    closed: ClosedJaxpr
+    inputs: Tree
+    outputs: Tree
+
+
+def trace_labelled(function: Callable[..., Tree], *args: Tree) -> Labelled:
+    """Return `trace_flat` with the trees of variables of the arguments and the result."""
+    forms = []
+
+    def flat(*args: Tree) -> list[Any]:
+        leaves, form = jax.tree.flatten(function(*args))
+        forms.append(form)
+        return leaves
+
+    closed = trace_flat(flat, *args)
+    inputs = jax.tree.unflatten(jax.tree.structure(args), closed.jaxpr.invars)
+    return Labelled(closed, inputs, jax.tree.unflatten(forms[0], closed.jaxpr.outvars))
+
+
+def unrounded(jaxpr: Jaxpr, outputs: Tree) -> Tree:
     """Replace every output that is only a rounded wider float by that float."""
-    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _rounds(eqn)}
-    return [made[var].invars[0] if isinstance(var, Var) and var in made else var for var in outputs]
+    made = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if _rounds(eqn)}
+    return jax.tree.map(lambda var: made.get(var, var) if isinstance(var, Var) else var, outputs)
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
@@ -50,22 +80,21 @@ def _rounds(eqn: JaxprEqn) -> bool:
 def run_slice(
     jaxpr: Jaxpr,
     known: dict[Var, Any],
-    outputs: Iterable[Any],
+    outputs: Tree,
     effects: Collection[JaxprEqn] = (),
-) -> list[Any]:
+) -> Tree:
     """Return the values of `outputs`, running only the equations that they need.
 
     Args:
       jaxpr: a flat jaxpr.
       known: values of variables that are given.
-      outputs: variables or literals to compute.
+      outputs: a tree of variables or literals to compute.
       effects: equations that are run too, even if no equation reads their outputs.
     """
-    outputs = list(outputs)
     values = dict(known)
-    for eqn in equations_to(jaxpr, outputs, known, effects):
+    for eqn in equations_to(jaxpr, jax.tree.leaves(outputs), known, effects):
         bind(eqn, values)
-    return [read(values, var) for var in outputs]
+    return jax.tree.map(lambda var: read(values, var), outputs)
 
 
 def equations_to(

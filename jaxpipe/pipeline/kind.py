@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.parallel.flags import is_trained
+from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.pipeline.cut import Policy, Residuals
+from jaxpipe.pipeline.ports import Weights
 from jaxpipe.pipeline.rings import NOTHING, RingBufferPlan
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 from jaxpipe.schedule import Tables
@@ -37,9 +40,11 @@ class TracedKind:
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
-        policy: Policy | None,
+        policy: Policy | None, trained: Tree = None,
     ) -> "TracedKind":  # fmt: skip
         """Trace a layer kind; `policy` None means a forward-only pass. `with_rings` adds the plan.
+
+        `trained` has a flag for every parameter in `context.embed_head`.
 
         Raises `ValueError` where y differs from x, or the returned state from the one it takes, in
         shape or dtype.
@@ -47,13 +52,17 @@ class TracedKind:
         state = None
         if kind.state is not None:
             state = jax.eval_shape(kind.state, x, context.rows)
-        context = context._replace(state=state)
+        context = context._replace(state=state, embed_head=embed_head_of(kind, context.embed_head))
         output = jax.eval_shape(kind.layer, params, x, context)
         _check_alike(name, "y", output.y, "x", x)
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         split = None
         if policy is not None:
-            split = split_layer(kind.layer, params, x, context, policy, kind.keep, kind.statistics)
+            own = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
+            flags = Weights(own, embed_head_of(kind, trained))
+            split = split_layer(
+                kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags
+            )
         return cls(kind, output, state, split)
 
     def with_rings(self, tables: Tables, *, on_host: bool = False) -> "TracedKind":
@@ -71,6 +80,11 @@ class TracedKind:
         if self.split is None:
             return self.kind.layer(params, x, context), NOTHING
         return self.split.forward(params, x, context)
+
+
+def embed_head_of(kind: LayerKind, embed_head: Tree) -> Tree:
+    """Return `embed_head`, or None if the layers of the kind do not read it."""
+    return embed_head if kind.reads else None
 
 
 def empty_aux(kinds: Iterable[TracedKind], microbatches: int) -> Aux:

@@ -1,7 +1,7 @@
 """Parameters of one device: gathered for compute in a step, and their gradients reduced."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.parallel import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.chunk import Chunk, LayerSlot
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import TracedKind
@@ -28,6 +29,8 @@ class DeviceParameters:
       shardings: `ParamSharding` of every parameter.
       masters: the stored shards, in the stored dtype.
       embed_head: parameters of embedding and head in the compute dtype, gathered for compute.
+      embed_head_of_layers: the same as layers read them, gathered over pp too where embedding and
+        head consume them sharded over it; None: no layer reads them.
       layers: by layer slot, parameters in the compute dtype, gathered for compute, or still shards
         with `reshard_after_forward`, where every action gathers its layers.
     """
@@ -36,11 +39,17 @@ class DeviceParameters:
     shardings: Tree
     masters: Tree
     embed_head: Tree
+    embed_head_of_layers: Tree
     layers: tuple[Tree, ...]
 
     @classmethod
-    def gather(cls, params: Tree, stored: Tree, execution: Execution) -> "DeviceParameters":
-        """Cast and all-gather this device's shards of `params`, inside the `shard_map`."""
+    def gather(
+        cls, params: Tree, stored: Tree, execution: Execution, *, for_layers: bool = False
+    ) -> "DeviceParameters":
+        """Cast and all-gather this device's shards of `params`, inside the `shard_map`.
+
+        `for_layers`: whether layers read embedding and head.
+        """
         stored = stored | {
             "layers": jax.tree.map(lambda leaf: leaf.without_stage_axis, stored["layers"])
         }
@@ -52,9 +61,11 @@ class DeviceParameters:
         layers = held["layers"]
         if not execution.reshard_after_forward:
             layers = _whole(stored["layers"], layers)
-        return cls(
-            execution, stored, masters, _whole(stored["embed_head"], held["embed_head"]), layers
-        )
+        ends, read = _whole(stored["embed_head"], held["embed_head"]), None
+        if for_layers:
+            over_pp = lambda how, leaf: how.as_consumed.gather(leaf, {PP})  # noqa: E731
+            read = jax.tree.map(over_pp, stored["embed_head"], ends)
+        return cls(execution, stored, masters, ends, read, layers)
 
     def layer_shapes(self, slot: int) -> Tree:
         """Return the shapes of a layer slot's parameters, gathered for compute."""
@@ -109,43 +120,59 @@ class DeviceParameters:
         )
 
     def gradient_shapes(self, chunks: tuple[Chunk, ...]) -> Tree:
-        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`."""
+        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`.
 
-        def like(values: Tree, leaves: Tree) -> Tree:
-            return jax.tree.map(
+        A frozen parameter has none (None).
+        """
+
+        def like(stored: Tree, values: Tree, leaves: Tree) -> Tree:
+            shapes = jax.tree.map(
                 lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
             )
+            return select(is_trained(stored), shapes)
 
-        own = iter(itertools.cycle(map(like, self.layers, self.masters["layers"])))
+        stored, masters = self.shardings, self.masters
+        own = itertools.cycle(map(like, stored["layers"], self.layers, masters["layers"]))
+        of_ends = partial(like, stored["embed_head"], leaves=masters["embed_head"])
+        kinds, read = [slot.kind for chunk in chunks for slot in chunk.slots], None
+        uses = [of.split.uses_of_embed_head for of in kinds if of.split and of.kind.reads]
+        if uses and self.execution.lockstep.vocab_parallel:
+            used = jax.tree.map(lambda *flags: any(flags), *uses)
+            read = select(used, of_ends(self.embed_head_of_layers))
         return {
-            "embed_head": like(self.embed_head, self.masters["embed_head"]),
+            "embed_head": of_ends(self.embed_head),
+            "read": read,
             "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
         }
 
     def gradients(
-        self, shared: Tree, layers: tuple[tuple[Tree, ...], ...], *, reduced: bool
+        self, shared: Tree, layers: tuple[tuple[Tree, ...], ...], read: Tree, *, reduced: bool
     ) -> Tree:
         """Reduce the gradient sums of the last tick to this device's gradient shards.
 
         Args:
           shared: gradient sums of embedding and head.
           layers: gradient sums by chunk and layer slot.
+          read: gradient sums at `embed_head_of_layers`; None: layers have added theirs to `shared`.
           reduced: the sums of layers are already reduced over replicas.
 
         Returns:
-          Gradients sharded like the parameters, layers with the axis of pipeline ranks.
+          Gradients sharded like the parameters, layers with the axis of pipeline ranks; None for
+          frozen parameters.
         """
         home = self._brought_home(layers)
+        if read is not None:
+            shared = jax.tree.map(_with_read, self.shardings["embed_head"], shared, read)
         if not reduced:
             home = tuple(map(self._of_layer, self.shardings["layers"], home))
         return {
-            "embed_head": jax.tree.map(self._of_shared, self.shardings["embed_head"], shared),
+            "embed_head": _map_sums(self._of_shared, self.shardings["embed_head"], shared),
             "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
 
     def _of_layer(self, stored: Tree, total: Tree) -> Tree:
         """Reduce the gradient sums of a layer to this device's shards."""
-        return jax.tree.map(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
+        return _map_sums(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
     def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
         """Return the gradient sums of this rank's layers, with those of mirrored copies added."""
@@ -184,6 +211,24 @@ class DeviceParameters:
 def _whole(stored: Tree, held: Tree) -> Tree:
     """All-gather parameters for compute from this device's shards."""
     return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, held)
+
+
+def _map_sums(reduce: Callable[..., jax.Array], stored: Tree, sums: Tree) -> Tree:
+    """Apply a function of a `ParamSharding` and a gradient sum; a frozen parameter has no sum."""
+    return jax.tree.map(lambda how, g: None if g is None else reduce(how, g), stored, sums)
+
+
+def _with_read(stored: ParamSharding, total: Any, read: jax.Array | None) -> Any:
+    """Add the gradient sum of the layers that read a parameter to that of embedding and head.
+
+    The sum of a pipeline rank's layers is partial over pp. That of embedding and head is, too, or
+    it is a shard over pp, or equal on all ranks.
+    """
+    if read is None:
+        return total
+    if PP not in stored.param.partial_grad_axes:
+        read = stored.as_consumed.reduce_scatter(read, {PP})
+    return total + read
 
 
 def _mirror(tree: Tree) -> Tree:

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, StageLayout
+from jaxpipe.parallel.flags import is_trained
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.ends import (
     EmbedHead,
@@ -55,7 +56,9 @@ class DeviceProgram:
         self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: TableRow
     ) -> StepOutput:
         """Run the step; `uncut` holds the replicated inputs, variables and loss scale (or None)."""
-        own = DeviceParameters.gather(params, self.shardings, self.execution)
+        own = DeviceParameters.gather(
+            params, self.shardings, self.execution, for_layers=self._reads_embed_head
+        )
         work, carry = self.start(own, batch, *uncut)
         step, closing = work.step, closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
@@ -72,12 +75,15 @@ class DeviceProgram:
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.has_gradients:
             return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
-        gradients = own.gradients(
-            carry.embed_head_gradients, carry.layer_gradients, reduced=closing is not None
-        )
+        sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
+        gradients = own.gradients(*sums, reduced=closing is not None)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses)
+
+    @property
+    def _reads_embed_head(self) -> bool:
+        return any(kind.reads for kind in self.functions.kinds_by_name.values())
 
     def start(
         self, own: DeviceParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
@@ -96,7 +102,9 @@ class DeviceProgram:
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
     ) -> tuple[TracedKind, ...]:
         """Trace the layer kind of every ring slot at this device's shapes."""
-        context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, variables)
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        context = Context(rows, index, None, variables, own.embed_head_of_layers)
+        trained = is_trained(self.shardings["embed_head"])
         policy = self.execution.policy if self.tables.has_gradients else None
         slots, functions = self.layout.slot_kinds, self.functions.kinds_by_name
         away = self.layout.first_ring_slots(self.execution.offload_layers if policy else 0)
@@ -104,7 +112,7 @@ class DeviceProgram:
         @cache
         def traced(name: str) -> TracedKind:
             layer = own.layer_shapes(slots.index(name))
-            return TracedKind.trace(name, functions[name], layer, x, context, policy)
+            return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
 
         @cache
         def with_rings(name: str, on_host: bool) -> TracedKind:
@@ -142,6 +150,7 @@ class DeviceProgram:
         return StepData(
             tables=self.tables,
             embed_head=own.embed_head,
+            embed_head_of_layers=own.embed_head_of_layers,
             batch=batch,
             variables=variables,
             loss=loss,
@@ -170,12 +179,13 @@ class DeviceProgram:
     def _ends(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
         functions, shared = self.functions, step.embed_head
-        head = EmbedHeadFunction.trace(functions.head, shared, x, rows)
+        trained = is_trained(self.shardings["embed_head"])
+        head = EmbedHeadFunction.trace(functions.head, trained, shared, x, rows)
         return (
             VocabParallelEmbedHead if self.tables.lockstep.vocab_parallel else EndStageEmbedHead
         )(
             functions=functions,
-            embed=EmbedHeadFunction.trace(functions.embed, shared, rows),
+            embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
             head=head,
             split=head.split(shared, x, rows) if self.tables.has_gradients else None,
             step=step,

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, Context, StageFunctions
+from jaxpipe.parallel.flags import is_trained, select
+from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.pipeline.split import with_statistics
 
 Tree = Any
@@ -70,7 +72,7 @@ def step_ref(
 
     Returns:
       A `StepOutput`; its gradients are `{"embed_head": tree, "layers": [tree, ...]}`, in the dtypes
-      of the parameters.
+      of the parameters; None for frozen parameters.
 
     Raises `ValueError` where the model's order of kinds has another number of layers.
 
@@ -104,7 +106,8 @@ def step_ref(
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
-                context = Context(rows, jnp.int32(index), states[index], variables)
+                read = params["embed_head"] if kind.reads else None
+                context = Context(rows, jnp.int32(index), states[index], variables, read)
                 context = with_statistics(context, of_layers[index])
                 x, states[index], side = kind.layer(layer, x, context)
                 if side.loss is not None:
@@ -124,7 +127,15 @@ def step_ref(
     seen = [{name: variables[name] for name in kind.statistics} for kind in kinds]
     shares_and_gradients = jax.jit(jax.value_and_grad(shares, argnums=(0, 1), has_aux=True))
     params = {"embed_head": shared, "layers": layers}
-    total, sides = jax.tree.map(jnp.zeros_like, params), []
+    specs = {
+        "embed_head": param_specs_of(functions.embed_head_specs, shared, of_layer=False),
+        "layers": [
+            param_specs_of(kind.param_specs, layer, of_layer=True)
+            for kind, layer in zip(kinds, layers)
+        ],
+    }
+    trained = is_trained(specs)
+    total, sides = select(trained, jax.tree.map(jnp.zeros_like, params)), []
     every, every_aux, every_output = [], [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
@@ -134,7 +145,8 @@ def step_ref(
         more[0] = reduce(_joined, observed, more[0])
         every, every_aux = every + losses, every_aux + aux
         every_output = every_output + outputs
-        total, sides = jax.tree.map(jnp.add, total, gradients), sides + more
+        total = jax.tree.map(jnp.add, total, select(trained, gradients))
+        sides += more
     stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731
     outputs = jax.tree.map(stacked, *every_output or (None,))
     rows = jax.tree.map(stacked, *(side.per_example for side in sides))

@@ -1,4 +1,4 @@
-"""Embedding and head as the executor runs them: with only the parameters that each reads."""
+"""Embedding and head as the executor runs them: each with gradients of what it reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Context, LayerOutput
-from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_flat, unrounded
+from jaxpipe.parallel.flags import merge, select
+from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
+from jaxpipe.pipeline.ports import Weights
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 
 Tree = Any
@@ -16,76 +18,65 @@ Tree = Any
 
 @dataclass(frozen=True)
 class EmbedHeadFunction:
-    """Embedding or head, and the indices of the `embed_head` leaves that it reads (`used`)."""
+    """Embedding or head, and a flag for every parameter that it reads and that is trained."""
 
     function: Callable[..., jax.Array]
-    used: tuple[int, ...]
+    used: Tree
 
     @classmethod
     def trace(
-        cls, function: Callable[..., jax.Array], shared: Tree, *args: Any
+        cls, function: Callable[..., jax.Array], trained: Tree, shared: Tree, *args: Any
     ) -> "EmbedHeadFunction":
-        """Find the leaves of `shared` that `function(shared, *args)` reads, by tracing it."""
-        jaxpr = trace_flat(function, shared, *args).jaxpr
-        read = set(reads(jaxpr.eqns, jaxpr.outvars))
-        count = len(jax.tree.leaves(shared))
-        return cls(function, tuple(i for i in range(count) if jaxpr.invars[i] in read))
+        """Find the trained leaves of `shared` that `function(shared, *args)` reads, by tracing it.
 
-    def pick(self, shared: Tree) -> list[jax.Array]:
-        """Return the used leaves."""
-        leaves = jax.tree.leaves(shared)
-        return [leaves[index] for index in self.used]
+        `trained` has a flag for every leaf.
+        """
+        closed, (leaves, *_), _ = trace_labelled(function, shared, *args)
+        read = set(reads(closed.jaxpr.eqns, closed.jaxpr.outvars))
+        return cls(
+            function, jax.tree.map(lambda flag, leaf: flag and leaf in read, trained, leaves)
+        )
 
     def split(self, shared: Tree, x: Any, rows: Tree) -> LayerSplit:
-        """Split `function` as a layer: the used leaves are its parameters, the loss is its y."""
+        """Split `function` as a layer without parameters that reads `shared`; the loss is its y."""
 
-        def of_used(used: list[jax.Array], x: jax.Array, context: Context) -> LayerOutput:
-            return LayerOutput(self.function(self._put(shared, used), x, context.rows))
+        def layer(params: None, x: jax.Array, context: Context) -> LayerOutput:
+            return LayerOutput(self.function(context.embed_head, x, context.rows))
 
-        return split_layer(of_used, self.pick(shared), x, Context(rows))
+        context = Context(rows, embed_head=shared)
+        return split_layer(layer, None, x, context, trained=Weights(None, self.used))
 
-    def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> list[jax.Array]:
+    def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> Tree:
         """Return the gradients of the used leaves, given `dx` at `function(shared, rows)`.
 
         Gradients that are sums over tokens are float32, whatever the dtype of the leaf.
         """
 
-        def pulled(used: list[jax.Array], rows: Tree, dx: jax.Array) -> list[jax.Array]:
-            _, pull = jax.vjp(lambda used: self.function(self._put(shared, used), rows), used)
+        def pulled(shared: Tree, rows: Tree, dx: jax.Array) -> Tree:
+            function = lambda own: self.function(merge(self.used, own, shared), rows)  # noqa: E731
+            _, pull = jax.vjp(function, select(self.used, shared))
             return pull(dx)[0]
 
-        given = self.pick(shared), rows, dx
-        closed = trace_flat(pulled, *given)
+        given = shared, rows, dx
+        closed, inputs, outputs = trace_labelled(pulled, *given)
         known = dict(zip(closed.jaxpr.constvars, closed.consts))
-        known |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(given)))
-        return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, closed.jaxpr.outvars))
-
-    def _put(self, shared: Tree, used: list[jax.Array]) -> Tree:
-        leaves, structure = jax.tree.flatten(shared)
-        for index, leaf in zip(self.used, used):
-            leaves[index] = leaf
-        return jax.tree.unflatten(structure, leaves)
+        known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(given)))
+        return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, outputs))
 
     def reset(self, total: Tree, anew: jax.Array) -> Tree:
         """Return `total` with zeros for the used leaves where the flag `anew` is set."""
-        own = [jnp.where(anew, 0, leaf) for leaf in self.pick(total)]
-        return self._put(total, own)
+        own = jax.tree.map(lambda leaf: jnp.where(anew, 0, leaf), select(self.used, total))
+        return merge(self.used, own, total)
 
-    def unused(self, shared: Tree) -> list[jax.Array]:
-        """Return the leaves that are not used."""
-        return [leaf for i, leaf in enumerate(jax.tree.leaves(shared)) if i not in self.used]
+    def unused(self, total: Tree) -> Tree:
+        """Return `total` without the used leaves."""
+        return jax.tree.map(lambda used, leaf: None if used else leaf, self.used, total)
 
-    def with_unused(self, shared: Tree, others: list[jax.Array]) -> Tree:
-        """Return `shared` with `others` in place of the leaves that are not used."""
-        every, structure = iter(others), jax.tree.structure(shared)
-        leaves = enumerate(jax.tree.leaves(shared))
-        new = [leaf if i in self.used else next(every) for i, leaf in leaves]
-        return jax.tree.unflatten(structure, new)
 
-    def add(self, total: Tree, gradients: list[jax.Array | None]) -> Tree:
-        """Return `total` with the gradients of the used leaves added, in the dtype of `total`."""
-        leaves, structure = jax.tree.flatten(total)
-        for index, gradient in zip(self.used, gradients):
-            if gradient is not None:
-                leaves[index] += gradient.astype(leaves[index].dtype)
-        return jax.tree.unflatten(structure, leaves)
+def add_gradients(total: Tree, gradients: Tree) -> Tree:
+    """Return `total` with gradients added in its dtype; None adds nothing."""
+
+    def add(total: jax.Array, gradient: jax.Array | None) -> jax.Array:
+        return total if gradient is None else total + gradient.astype(total.dtype)
+
+    return jax.tree.map(add, total, gradients)

@@ -69,6 +69,7 @@ class DeviceWork:
             embed_ring=(),
             layer_gradients=(),
             embed_head_gradients=None,
+            read_gradients=None,
             losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
             aux_losses=(
                 jnp.zeros(microbatches, step.loss.dtype) if self._layers_make_losses else None
@@ -93,6 +94,7 @@ class DeviceWork:
             statistics=empty_statistics(self.kinds, step.variables),
             layer_gradients=zeros["layers"],
             embed_head_gradients=zeros["embed_head"],
+            read_gradients=zeros["read"],
         )
 
     def _ring(self, slots: int, like: Tree) -> Tree:
@@ -217,7 +219,8 @@ class DeviceWork:
         return made._replace(loss=None), losses
 
     def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
-        return ActionInputs(row, rows, self.step.variables, self.step.aux.seed)
+        step = self.step
+        return ActionInputs(row, rows, step.variables, step.aux.seed, step.embed_head_of_layers)
 
     def _given_gradient(
         self, carry: Carry, row: TableRow, op: Op, chunk: int
@@ -248,13 +251,25 @@ class DeviceWork:
 
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
         """Return the state that a gradient action updates."""
-        totals = carry.layer_gradients[chunk]
-        return BackwardOutputs(carry.dx, self._parts(carry, op), totals, carry.statistics)
+        totals, parts = carry.layer_gradients[chunk], self._parts(carry, op)
+        read = getattr(carry, self._read_sums) if self.chunks[chunk].reads_embed_head else None
+        return BackwardOutputs(carry.dx, parts, totals, carry.statistics, read)
+
+    @property
+    def _read_sums(self) -> str:
+        """The field of the carry to which layers add their gradients at embedding and head.
+
+        With the vocabulary sharded over pp, layers read what embedding and head have shards of.
+        """
+        shared = self.step.tables.lockstep.vocab_parallel
+        return "read_gradients" if shared else "embed_head_gradients"
 
     def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: BackwardOutputs) -> Carry:
         gradients = list(carry.layer_gradients)
         gradients[chunk] = made.grad_sums
         rings = self._after(carry, op, made.rings)
+        if self.chunks[chunk].reads_embed_head:
+            carry = carry._replace(**{self._read_sums: made.read_sums})
         return carry._replace(
             dx=made.dx, rings=rings, layer_gradients=tuple(gradients), statistics=made.statistics
         )

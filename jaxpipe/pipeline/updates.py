@@ -11,6 +11,7 @@ An update uses gradients as they are. A caller whose update depends on all gradi
 their norm or skip non-finite ones) must keep the previous state and check the norms afterwards.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, StageLayout, is_stage_stacked
+from jaxpipe.parallel.flags import merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.program import DeviceProgram
@@ -119,12 +121,17 @@ class UpdatingProgram:
             if not is_stage_stacked(node):
                 return node
             stored = self.program.shardings["embed_head"]
-            return node | {"embed_head": jax.tree.map(change, stored, node["embed_head"], *more)}
+            own = lambda how, leaf, *more: None if leaf is None else change(how, leaf, *more)  # noqa: E731
+            return node | {"embed_head": jax.tree.map(own, stored, node["embed_head"], *more)}
 
         return jax.tree.map(of, tree, is_leaf=is_stage_stacked)
 
     def _check(self, work: DeviceWork) -> None:
-        """Raise `ValueError` for variables, outputs, auxiliary outputs and tied embeddings."""
+        """Raise `ValueError` where the model is not made for overlapping steps.
+
+        They exclude variables, outputs, auxiliary outputs, and parameters of embedding and head
+        that several ranks would update: tied ones, and those that layers read.
+        """
         sides = [kind.output.aux for kind in work.kinds]
         beside = any(side.sums or side.maxima or side.per_example for side in sides)
         if beside or self.program.functions.variables or self.program.functions.outputs:
@@ -132,7 +139,13 @@ class UpdatingProgram:
                 "steps that overlap leave parameters, moments and losses: use functions without "
                 "variables, outputs, and sums, maxima or rows of layers, or steps in turn."
             )
-        if set(work.embed_head.embed.used) & set(work.embed_head.head.used):
+        if any(chunk.reads_embed_head for chunk in work.chunks):
+            raise ValueError(
+                "layers read the parameters of embedding and head (LayerKind.reads), and several "
+                "ranks would update them: run steps in turn."
+            )
+        used = work.embed_head.embed.used, work.embed_head.head.used
+        if any(jax.tree.leaves(jax.tree.map(operator.and_, *used))):
             raise ValueError(
                 "embedding and head read the same leaf, and two ranks would update it: untie them, "
                 "or run steps in turn."
@@ -155,7 +168,7 @@ class _UpdatingTicks:
         sums = embed.unused(shared), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
         others, layers = lax.cond(row.steps.step_restart > 0, nothing, lambda: sums)
-        shared = embed.with_unused(shared, others)
+        shared = merge(embed.used, shared, others)
         carry = carry._replace(embed_head_gradients=shared, layer_gradients=layers)
         carry = self._work(held).tick(carry, row)
         with jax.named_scope("update"):
@@ -177,7 +190,7 @@ class _UpdatingTicks:
 
     def _updated(self, carry: Carry, held: UpdatedState) -> UpdatedState:
         gradients = self.own.gradients(
-            carry.embed_head_gradients, carry.layer_gradients, reduced=False
+            carry.embed_head_gradients, carry.layer_gradients, None, reduced=False
         )
         params, moments = self.update(gradients, held.moments, held.params)
         own = DeviceParameters.gather(params, self.stored, self.own.execution)
@@ -187,7 +200,9 @@ class _UpdatingTicks:
     def _square(self, gradients: Tree) -> jax.Array:
         """Return the squared norm of gradients; replicated shards count on one device only."""
 
-        def of(stored: ParamSharding, gradient: jax.Array, owns: jax.Array = True) -> jax.Array:
+        def of(stored: ParamSharding, gradient: Any, owns: jax.Array = True) -> Any:
+            if gradient is None:
+                return None
             alike = [axis for axis in (*REPLICA_AXES, TP) if stored.dim_of(axis) is None]
             counts = sum(lax.axis_index(axis) for axis in alike) == 0
             square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
@@ -207,6 +222,4 @@ class _UpdatingTicks:
         """
         tables, head = self.work.step.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
-        leaves, structure = jax.tree.flatten(self.work.step.embed_head)
-        owners = [last if index in head.used else first for index in range(len(leaves))]
-        return jax.tree.unflatten(structure, [lax.axis_index(PP) == rank for rank in owners])
+        return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)

@@ -79,6 +79,7 @@ class ModelCosts:
       head: FLOPs of the loss of a microbatch or slice with all its gradients.
       message: bytes of the activations between two layers, or of their gradient.
       ends: the parameters of embedding, final norm and head.
+      reads: whether layers read these parameters (`LayerKind.reads`).
     """
 
     kinds: Mapping[str, LayerCosts]
@@ -86,6 +87,7 @@ class ModelCosts:
     head: float
     message: int
     ends: Parameters
+    reads: bool = False
 
 
 _traced: dict[Config, ModelCosts] = {}

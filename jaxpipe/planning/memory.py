@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
 
 _FLOAT32 = 4
+Axes = tuple[str, ...]
 Part = Callable[[Any], Any]  # a stage-stacked tree to the subtree of a layer, or of embed_head
 
 
@@ -23,11 +24,13 @@ class RankBytes:
     """Bytes of a device, by what they are for.
 
     Attributes:
-      parameters: float32 values of the rank's layers, and of its shard of embedding and head; both
-        sharded over replicas from ZeRO stage 1 on.
-      optimizer: what the optimizer keeps of these parameters, without its counters.
-      gradients: float32 sums. Layers' are sharded if layers are all-gathered for every action;
-        those of embedding and head are full unless they are vocabulary-parallel over pp.
+      parameters: values of the rank's layers, and of its shard of embedding and head; both sharded
+        over replicas from ZeRO stage 1 on. Trained ones are float32, frozen ones in the compute
+        dtype.
+      optimizer: what the optimizer keeps of the trained parameters, without its counters.
+      gradients: float32 sums, of trained parameters alone. Layers' are sharded if layers are
+        all-gathered for every action; those of embedding and head are full unless they are
+        vocabulary-parallel over pp, and then full once more if layers read them.
       copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
         two stages of layers.
       activations: values that are live for B, W or the next sequence slice, and queued messages.
@@ -62,19 +65,23 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
-    by_kind, end = _values(config)
-    held = _Values(*map(sum, zip(*(by_kind[kind] for kind in layout.slot_kinds))))
+    by_kind, (end, frozen_end) = _values(config)
+    kinds = [by_kind[kind] for kind in layout.slot_kinds]
+    held, frozen = (_Values(*map(sum, zip(*values))) for values in zip(*kinds))
     sums = held.part if parallel.reshards else held.whole
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
+    read = end.whole * (cast or end.whole != end.part)
+    read += frozen_end.whole * (frozen_end.whole != frozen_end.part)
+    of_layers = bool(costs.reads and parallel.ends_shared_by)
+    read += of_layers * (end.of_layers + frozen_end.of_layers)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
-        gathered = ahead * max(values.whole for values in by_kind.values())
-        read = held.part * (cast + mirrored) + gathered
+        read += ahead * max(sum(part.whole for part in kind) for kind in by_kind.values())
+        read += held.part * (cast + mirrored) + frozen.part * mirrored
     else:
-        read = held.whole * ((cast or held.whole != held.part) + mirrored)
-    if cast or end.whole != end.part:
-        read += end.whole
+        read += held.whole * ((cast or held.whole != held.part) + mirrored)
+        read += frozen.whole * ((frozen.whole != frozen.part) + mirrored)
     logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
     activations = host = 0
     if tables is not None:
@@ -83,14 +90,14 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         host = rings.host
     moments = held.moments + end.moments
     return RankBytes(
-        parameters=_FLOAT32 * (held.part + end.part),
+        parameters=_FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
         optimizer=0 if train.offload_moments else moments,
-        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole),
+        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
         copies=item * read,
         activations=activations,
         head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
-        kept=overlaps * (_FLOAT32 * held.part + held.moments + end.of_rank),
+        kept=overlaps * (held.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
     )
 
 
@@ -159,9 +166,15 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     if not layout.mirrored:
         return 0
     by_kind, _ = _values(config)
-    values = [by_kind[kind] for kind in layout.slot_kinds]
-    sent = sum(kind.part if config.parallel.reshards else kind.whole for kind in values)
-    return sent * (ITEMSIZE[config.train.compute_dtype] + _FLOAT32)
+
+    def sent(values: _Values) -> int:
+        return values.part if config.parallel.reshards else values.whole
+
+    item = ITEMSIZE[config.train.compute_dtype]
+    return sum(
+        item * (sent(trained) + sent(frozen)) + _FLOAT32 * sent(trained)
+        for trained, frozen in (by_kind[kind] for kind in layout.slot_kinds)
+    )
 
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
@@ -177,17 +190,23 @@ class _Values(NamedTuple):
     Attributes:
       part: number of values of the stored parameters.
       whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
+      of_layers: parameters as layers read them, those of embed_head all-gathered over pp even where
+        embedding and head are vocabulary-parallel.
       moments: bytes of the optimizer's moments.
       of_rank: bytes of parameters and moments, those of embed_head all-gathered over pp.
     """
 
     part: int
     whole: int
+    of_layers: int
     moments: int
     of_rank: int
 
 
-def _values(config: Config) -> tuple[dict[str, _Values], _Values]:
+TrainedAndFrozen = tuple[_Values, _Values]
+
+
+def _values(config: Config) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
     """What one device stores of a layer of each kind, and of embed_head."""
     parallel = config.parallel
     shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
@@ -198,7 +217,7 @@ def _values(config: Config) -> tuple[dict[str, _Values], _Values]:
 @lru_cache(maxsize=256)  # candidates differ in their schedules alone
 def _values_on(
     model: Config, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero_stage: int
-) -> tuple[dict[str, _Values], _Values]:
+) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
     """`_values` on a mesh of these sizes. Moments are what the optimizer's `init` returns.
 
     Arrays of an optimizer that belong to no parameter, such as a count, are left out.
@@ -210,8 +229,7 @@ def _values_on(
 
     costs = costs_of(model)
     kinds = [kind.parameters for kind in costs.kinds.values()]
-    names = PP, RP, DP, EP, TP
-    mesh = jax.sharding.AbstractMesh(sizes, names)
+    mesh = jax.sharding.AbstractMesh(sizes, (PP, RP, DP, EP, TP))
     sharding = Sharding(mesh, costs.ends.specs, lambda slot: kinds[slot].specs, zero_stage)
     stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
     layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
@@ -222,28 +240,34 @@ def _values_on(
         tree for tree in jax.tree.leaves(state, is_leaf=is_stage_stacked) if is_stage_stacked(tree)
     ]
 
-    def held(tree: Any, part: Part, gathered: tuple[str, ...] = (), unit: int = 0) -> int:
-        """Bytes of a part of `tree` on a device, gathered over some axes; `unit`: of a value."""
-        stored = part(sharding.param_shardings(tree))
-        return sum(
-            (unit or leaf.dtype.itemsize)
-            * ShardingPlan(how.dim_axes, how.padding).shard_size(
-                how.unpadded_shape(leaf.shape), mesh.shape,
-                gathered=tuple(axis for axis in gathered if axis not in how.param.sharded_axes),
-            )
-            for leaf, how in zip(jax.tree.leaves(part(tree)), jax.tree.leaves(stored))
-        )  # fmt: skip
+    def values(part: Part, ranks: Axes, trained: bool) -> _Values:
+        def held(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> int:
+            """Bytes of the part on a device, gathered over some axes; `unit`: of a value."""
+            leaves, stored = jax.tree.leaves(part(tree)), part(sharding.param_shardings(tree))
+            return sum(
+                (unit or leaf.dtype.itemsize)
+                * ShardingPlan(how.dim_axes, how.padding).shard_size(
+                    how.unpadded_shape(leaf.shape), mesh.shape,
+                    gathered=(*always, *(a for a in gathered if a not in how.param.sharded_axes)),
+                )
+                for leaf, how in zip(leaves, jax.tree.leaves(stored))
+                if how.param.trained == trained
+            )  # fmt: skip
 
-    def values(part: Part, ranks: tuple[str, ...] = ()) -> _Values:
+        item = _FLOAT32 if trained else ITEMSIZE[model.train.compute_dtype]
         return _Values(
-            part=held(params, part, unit=1),
-            whole=held(params, part, (*ZERO_AXES, *ranks), unit=1),
-            moments=sum(held(tree, part) for tree in state),
-            of_rank=sum(held(tree, part, ranks) for tree in (params, *state)),
+            part=held(params, unit=1),
+            whole=held(params, (*ZERO_AXES, *ranks), unit=1),
+            of_layers=held(params, ZERO_AXES, always=ranks, unit=1),
+            moments=sum(held(tree) for tree in state),
+            of_rank=held(params, ranks, unit=item) + sum(held(tree, ranks) for tree in state),
         )
 
+    def both(part: Part, ranks: Axes = ()) -> TrainedAndFrozen:
+        return values(part, ranks, trained=True), values(part, ranks, trained=False)
+
     by_kind = {
-        name: values(lambda tree, slot=slot: tree["layers"][slot])
+        name: both(lambda tree, slot=slot: tree["layers"][slot])
         for slot, name in enumerate(costs.kinds)
     }
-    return by_kind, values(lambda tree: tree["embed_head"], (PP,))
+    return by_kind, both(lambda tree: tree["embed_head"], (PP,))

@@ -16,10 +16,11 @@ from jaxpipe.model import cudnn
 from jaxpipe.model.fused import stand_ins
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
+from jaxpipe.parallel.flags import is_trained, merge, select
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import POLICIES
-from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.kind import TracedKind, embed_head_of
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameters, size_of
 from jaxpipe.planning.model import model_of
@@ -49,24 +50,31 @@ def trace(config: Config) -> ModelCosts:
     of_layers = {name: Parameters(layer, leaves_of[name]) for name, layer in layers.items()}
     costs: list[ModelCosts] = []
 
-    def on_device(ends: Tree, layers: dict[str, Tree], rows: Tree) -> None:
+    def on_device(ends: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
         x = jax.eval_shape(functions.embed, ends, rows)
-        context = Context(rows, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
+        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(end_leaves)
+        context = Context(rows, index, None, functions.variables, read)
         policy = POLICIES[train.remat]
         kinds = {}
         for name, params in layers.items():
             kind = functions.kinds_by_name[name]
-            run = TracedKind.trace(name, kind, params, x, context, policy)
-            context = context._replace(state=run.state)
-            kinds[name] = _layer_costs(run, params, x, context, of_layers[name], parallel)
-        total = lambda *given: functions.head(*given).sum()  # noqa: E731
-        head = _flops(jax.grad(total, argnums=(0, 1), allow_int=True), ends, x, rows)
-        costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends))
+            run = TracedKind.trace(name, kind, params, x, context, policy, trained)
+            seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
+            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
+
+        def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
+            return functions.head(merge(trained, own, ends), x, rows).sum()
+
+        loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
+        head = _flops(loss_and_gradients, select(trained, ends), x, rows)
+        reads = any(functions.kinds_by_name[name].reads for name in layers)
+        costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends, reads))
 
     arguments = (
         _parts(ends, end_leaves, sizes, dtype),
         {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
         rows_of(config, functions),
+        _parts(ends, end_leaves, sizes | {PP: 1}, dtype),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
     run = jax.shard_map(

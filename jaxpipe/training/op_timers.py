@@ -19,15 +19,16 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs, LayerSlot
 from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.pipeline.kind import TracedKind, embed_head_of, empty_aux, empty_statistics
 from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
-from jaxpipe.pipeline.stage import EmbedHeadFunction
+from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, TableRow
@@ -159,12 +160,14 @@ def _loops(
     Returns functions `(state, given) -> state` by op, initial states by op, and `given`.
     """
     x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.kinds_by_name.values()
-    context = Context(microbatch, jax.ShapeDtypeStruct((), jnp.int32), None, functions.variables)
-    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    context = Context(microbatch, index, None, functions.variables, shared)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
+    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
     plan = RingBufferPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
-    zeros = _zeros(layers)
+    zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(shared))
     inputs = jnp.stack([x] * _SLOTS)
 
     def chunk(given: Tree) -> Chunk:
@@ -172,7 +175,8 @@ def _loops(
         return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
 
     def of_microbatch(given: Tree, row: TableRow) -> ActionInputs:
-        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1))
+        shared = given["embed_head"]
+        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1), shared)
 
     def forward(state: Tree, given: Tree, row: TableRow) -> Tree:
         x, rings = state
@@ -184,16 +188,16 @@ def _loops(
 
     def gradient(op: Op) -> Callable[..., Tree]:
         def run(state: Tree, given: Tree, row: TableRow) -> Tree:
-            dy, rings, totals = state
+            dy, rings, (totals, read) = state
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
-            before = BackwardOutputs(dy, parts, totals, observed)
+            before = BackwardOutputs(dy, parts, totals, observed, read)
             outputs = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
                 lambda ring, part: plan.read(plan.with_written(rings[ring], op, part), row, op),
             )  # fmt: skip
             after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
-            return outputs.dx, tuple(after), outputs.grad_sums
+            return outputs.dx, tuple(after), (outputs.grad_sums, outputs.read_sums)
 
         return run
 
@@ -213,17 +217,18 @@ def _ends(
     functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
 ) -> dict[str, tuple[Callable[..., Tree], Tree]]:
     """For each op of embedding and head, `(state, given, row) -> state` and its initial state."""
-    embed = EmbedHeadFunction.trace(functions.embed, shared, microbatch)
-    head = EmbedHeadFunction.trace(functions.head, shared, x, microbatch)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
+    embed = EmbedHeadFunction.trace(functions.embed, trained, shared, microbatch)
+    head = EmbedHeadFunction.trace(functions.head, trained, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
     def leave(state: Tree, given: Tree, row: TableRow) -> Tree:
-        params, y = head.pick(given["embed_head"]), buffers.read(given["inputs"], row.for_b_read)
-        context = Context(given["microbatch"])
-        output, kept = head_split.forward(params, y, context)
+        y = buffers.read(given["inputs"], row.for_b_read)
+        context = Context(given["microbatch"], embed_head=given["embed_head"])
+        output, kept = head_split.forward(None, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
-        dy, used = head_split.backward(params, context, kept, seed)
-        return output.y, dy.value, head.add(state[2], used)
+        dy, used = head_split.backward(None, context, kept, seed)
+        return output.y, dy.value, add_gradients(state[2], used.embed_head)
 
     def enter(state: Tree, given: Tree, row: TableRow) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
@@ -232,7 +237,7 @@ def _ends(
 
     def enter_gradient(state: Tree, given: Tree, row: TableRow) -> Tree:
         dx = buffers.read(given["inputs"], row.for_b_read)
-        return embed.add(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
+        return add_gradients(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
 
     return {
         "head": (leave, (jnp.float32(0), x, _zeros(shared))),
@@ -341,7 +346,9 @@ class UpdateTimer:
             return trainer.update(state, jnp.float32(0), gradients, side)[0]
 
         self._state = jax.jit(start)()
-        self._gradients = jax.tree.map(jnp.copy, self._state.params)
+        params = self._state.params
+        trained = is_trained(trainer.sharding.param_shardings(params))
+        self._gradients = jax.tree.map(jnp.copy, select(trained, params))
         self._run = jax.jit(update, donate_argnums=0)
         self.seconds()
 

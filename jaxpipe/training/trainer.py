@@ -166,12 +166,11 @@ class Trainer:
 
     def init_parameters(self) -> Tree:
         """The initial parameters, in stage-stacked form."""
-        params_specs = self.sharding.partition_specs(self.state_shapes.params)
+        specs = self.sharding.partition_specs(self.state_shapes.params)
         initial = jax.shard_map(
-            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=params_specs,
-            check_vma=False,
-        )  # fmt: skip
-        return jax.jit(initial)()
+            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False
+        )
+        return jax.jit(lambda: self.sharding.cast_frozen(initial(), self.execution.compute_dtype))()
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
@@ -321,6 +320,7 @@ class Trainer:
         key = jax.random.key(self.config.train.seed)
         layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
         params = {"embed_head": self.model.init_ends(key), "layers": self.layout.stack(layers)}
+        params = self.sharding.cast_frozen(params, self.execution.compute_dtype)
         return self.unplaced(self.sharding.pad(params))
 
     def _init_on_rank(self) -> Tree:

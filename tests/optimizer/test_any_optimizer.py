@@ -56,7 +56,7 @@ def trainer_of(name, mesh):
     model = LARGER_MODEL if name == "adafactor" else SMALL_MODEL
     config = configs.load(SMALL, [*SIZES, *model, *parallel, batch, f"optimizer.name={name}"])
     devices = sizes["pp"] * sizes["dp"] * sizes["tp"]
-    trainer = Trainer(config, tuple(jax.devices()[:devices]))
+    trainer = Trainer.resolve(config, tuple(jax.devices()[:devices]))
     # A cached property that everything else derives from.
     trainer.__dict__["execution"] = replace(trainer.execution, compute_dtype=None)
     return trainer

@@ -48,15 +48,14 @@ def test_equals_vjp_bitwise(layer_case, policy):
     def pieces(params, x, dy):
         output, kept = split.forward(params, x, context)
         dx, gradients = split.backward(params, context, kept, Cotangent(dy))
-        return output.y, gradients, dx.value
+        return output.y, gradients.params, dx.value
 
     def finer(params, x, dy):
         output, kept = split.forward(params, x, context)
         dx, vectors, stash = split.backward_input(params, context, kept, Cotangent(dy))
         matrices = split.backward_weight(params, context, kept.for_w, stash)
-        both = {
-            name: vectors[name] if matrices[name] is None else matrices[name] for name in params
-        }
+        either = lambda vector, matrix: matrix if vector is None else vector  # noqa: E731
+        both = {name: either(vectors.params[name], matrices.params[name]) for name in params}
         return output.y, both, dx.value
 
     want = jax.jit(whole)(params, x, dy)
@@ -114,7 +113,7 @@ def test_values_are_stored_by_name(layer_case):
     want, want_dx = pull(dy)
     np.testing.assert_allclose(dx.value, want_dx, rtol=2e-6, atol=1e-6)
     for name in ("up", "down"):
-        np.testing.assert_allclose(matrices[name], want[name], rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(matrices.params[name], want[name], rtol=2e-6, atol=1e-6)
     forward = flops(lambda p, x: layer(p, x, context), params, x)
     work = flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy))
     assert work == forward  # no product is repeated
@@ -191,7 +190,7 @@ def test_a_loop_inside_a_layer_is_one_equation(layer_case):
     split = split_layer(layer, params, x, context)
     _, kept = split.forward(params, x, context)
     dx, gradients = split.backward(params, context, kept, Cotangent(dy))
-    got = dx.value, gradients
+    got = dx.value, gradients.params
     _, pull = jax.vjp(lambda params, x: layer(params, x, context).y, params, x)
     want = pull(dy)[::-1]
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), got, want)

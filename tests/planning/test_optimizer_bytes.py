@@ -20,7 +20,7 @@ OWN = ["own_optimizers:shampoo", "own_optimizers:eight_bit"]
 def trainer_of(name, zero_stage, dp=3):
     mesh = ["parallel.pp=2", f"parallel.dp={dp}", f"parallel.zero_stage={zero_stage}"]
     how = [*mesh, f"optimizer.name={name}", "optimizer.decay=constant"]
-    return Trainer(configs.load(SMALL, [*SIZES, *how]), tuple(jax.devices()[: 2 * dp]))
+    return Trainer.resolve(configs.load(SMALL, [*SIZES, *how]), tuple(jax.devices()[: 2 * dp]))
 
 
 def of_parameters(state):

@@ -191,7 +191,9 @@ def test_deferred_ends_take_what_the_head_leaves():
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
     microbatch = {"inputs": ids, "targets": ids}
     x = jax.eval_shape(decoder.embed, shared, microbatch)
-    head = EmbedHeadFunction.trace(decoder.head, shared, x, microbatch).split(shared, x, microbatch)
+    trained = jax.tree.map(lambda _: True, shared)
+    head = EmbedHeadFunction.trace(decoder.head, trained, shared, x, microbatch)
+    head = head.split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
         slots = lower(at_once[label].plan.schedule, Lockstep(defer_ends=True)).slots

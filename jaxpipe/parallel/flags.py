@@ -1,0 +1,34 @@
+"""Trees of flags, which divide the leaves of a tree in two: trained parameters and frozen ones.
+
+`select` puts None in the place of the other leaves. A None is no leaf, so gradients, optimizer
+state and checkpoints of a selected tree have no arrays there.
+"""
+
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+def is_trained(params: Tree) -> Tree:
+    """Whether each parameter has a gradient, from its `ParamSpec` or `ParamSharding`."""
+    return jax.tree.map(lambda how: how.trained, params)
+
+
+def select(flags: Tree, tree: Tree) -> Tree:
+    """The leaves of `tree` whose flag is set; None in the place of all others.
+
+    >>> select({"a": True, "b": False}, {"a": 1, "b": 2})
+    {'a': 1, 'b': None}
+    """
+    return jax.tree.map(lambda flag, leaf: leaf if flag else None, flags, tree)
+
+
+def merge(flags: Tree, chosen: Tree, others: Tree) -> Tree:
+    """The leaves of `chosen` where the flag is set, elsewhere those of `others`.
+
+    >>> merge({"a": True, "b": False}, {"a": 3, "b": None}, {"a": 1, "b": 2})
+    {'a': 3, 'b': 2}
+    """
+    return jax.tree.map(lambda flag, one, other: one if flag else other, flags, chosen, others)
