@@ -39,10 +39,10 @@ def planned(model, monkeypatch, *, shared, tp=1):
     """Return costs and bytes of a model; costs are cached by configuration, not by model."""
     sizes = [f"model.vocab_size={VOCABULARY}", "parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]
     sizes += [f"parallel.vocab_parallel_pp={str(shared).lower()}", f"parallel.tp={tp}"]
-    sizes += [f"train.seq_len={LENGTH}", "parallel.schedule=zb_h1", "runtime.cpu_devices=8"]
+    sizes += [f"train.seq_len={LENGTH}", "parallel.schedule=zb_h1"]
     monkeypatch.setattr("jaxpipe.planning.costs._traced", {})
     monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], model=model))
-    plan = resolved(configs.load(SMALL, sizes))
+    plan = resolved(configs.load(SMALL, sizes), platform="cpu")
     assert plan.config.model.d_model == WIDTH
     layout = layout_of(plan.config, plan.schedule.placement, plan.layers)
     return costs_of(plan.config), rank_bytes(plan.config, layout, None)
