@@ -80,7 +80,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     costs = costs_of(part)
     pairs = len(devices) >= 2 * sharing
     if pairs:
-        parallel = msgspec.structs.replace(part.parallel, pp=2)
+        parallel = msgspec.structs.replace(part.parallel, pp=2, allow_underfilled=True)
         both = msgspec.structs.replace(part, parallel=parallel)
         two = Trainer.resolve(both, devices[: 2 * sharing])
         transfer = TransferTimer(two)

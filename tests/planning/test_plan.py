@@ -94,7 +94,7 @@ def test_slices_are_planned_as_they_are_run():
     overrides = ("parallel.pp=2", "parallel.dp=1", "parallel.slices=4", "model.n_layers=4")
     config, refused, estimates = estimates_of(*overrides)
     one = estimates["1f1b"]
-    slots, model, train = one.tables.slots, config.model, config.train
+    slots, model, train = one.plan.tables.slots, config.model, config.train
     sizes = {"batch": train.microbatch_size, "seq_len": train.seq_len, "itemsize": 4}
     kept = layer_bytes(model, slices=4, **sizes)
     assert (slots.for_w, slots.state, slots.dstate) == (5, 2, 1)
@@ -102,7 +102,7 @@ def test_slices_are_planned_as_they_are_run():
     messages = (slots.inbox + 3) * hidden_bytes(model, slices=4, **sizes)
     assert one.bytes.activations == 2 * layer + messages
     schedule = Trainer.resolve(config, tuple(jax.devices()[:2])).schedule
-    assert one.tables.ticks == lower(schedule, one.plan.lockstep).ticks
+    assert one.plan.tables.ticks == lower(schedule, one.plan.lockstep).ticks
     assert "zbv has no slices" in refused["zbv"]
 
 
@@ -291,7 +291,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
     [
         (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of '1f1b', 'gpipe'"),
         (["--costs", "nowhere.json"], "cannot read op seconds from nowhere.json"),
-        (["parallel.pp=64"], "layers cannot fill 64 stages"),
+        (["parallel.pp=64"], "parallel.pp=64 exceeds model.n_layers=4"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
         (["parallel.tp=3"], "must be a multiple of parallel.tp=3"),

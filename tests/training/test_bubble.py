@@ -5,7 +5,7 @@ from commands import SMALL, metrics
 
 from jaxpipe import config as configs
 from jaxpipe import train
-from jaxpipe.planning import Hardware, analytic, arrange, estimate
+from jaxpipe.planning import Devices, Hardware, analytic, arrange, estimate
 from jaxpipe.schedule.recording import ProfileError
 from jaxpipe.training import bubble
 
@@ -21,7 +21,7 @@ def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):
     assert sorted(measured) == [2, 4]
     assert all(0 < each < 1 for each in measured.values())
     config = configs.load(SMALL, [*HOW, SHARED])
-    own = estimate(arrange(config), analytic(config, Hardware()))
+    own = estimate(arrange(config, Devices("cpu")), analytic(config, Hardware()))
     assert lines[2]["bubble_predicted"] == own.report.bubble_scan
     every = [SHARED, "train.steps=2", "log.bubble_every=1"]
     assert train.main([str(SMALL), f"run.dir={tmp_path / 'b'}", *HOW, *every]) == 0
