@@ -111,7 +111,7 @@ def test_a_run_goes_on_after_a_hang(tmp_path):
 def test_a_busy_run_is_no_hang(tmp_path):
     """With programs of several lengths, held-out losses and saves, while all cores are busy."""
     lengths = ["train.length_bucket=16", "train.pad_to_multiple_of=8"]
-    sizes = ["train.variable_length=true", *lengths, "train.eval_every=2"]
+    sizes = ["train.variable_length=true", *lengths, "train.eval_every=2", "data.source=stdlib"]
     others = busy(4)
     try:
         line = command(tmp_path, 2, *sizes, "checkpoint.every=2", "train.steps=30")
