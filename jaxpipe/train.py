@@ -129,7 +129,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax
 
-    from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.checkpoint import CheckpointStore, StateKeying
     from jaxpipe.data.remarks import remarks
     from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.training.agreement import programs_of, results_of
@@ -165,12 +165,12 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
-            Checkpoints(
+            CheckpointStore(
                 directory / "checkpoints",
                 keep=config.checkpoint.keep,
                 keep_every=config.checkpoint.keep_every,
                 asynchronous=config.checkpoint.asynchronous,
-                keying=Keying(trainer.layout, trainer.sharding),
+                keying=StateKeying(trainer.layout, trainer.sharding),
                 say=progress.say,
             )
         )

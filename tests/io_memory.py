@@ -24,14 +24,14 @@ def main(mode, directory, pp):
     processes.join()
     import jax
 
-    from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.checkpoint import CheckpointStore, StateKeying
     from jaxpipe.training.trainer import Trainer
 
     overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
     overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
     trainer = Trainer(configs.load(Path(__file__).parent / "data" / "small.toml", overrides))
-    keying = Keying(trainer.layout, trainer.sharding)
-    with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
         state = jax.block_until_ready(trainer.init()) if mode == "save" else None
         gc.collect()
         held = [state]

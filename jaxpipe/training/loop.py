@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.checkpoint import CheckpointStore
 from jaxpipe.data.batches import Contents
 from jaxpipe.data.sources import Data
 from jaxpipe.runtime import processes
@@ -57,7 +57,7 @@ class Run:
 
     trainer: Trainer
     data: Data
-    checkpoints: Checkpoints
+    checkpoints: CheckpointStore
     progress: Progress
     log: MetricsLog | None
 
@@ -171,7 +171,7 @@ class Run:
 
     def _end(self, code: int, step: int) -> int:
         """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
-        if not self.checkpoints.written(step):
+        if not self.checkpoints.is_written(step):
             self.progress.say(
                 f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
                 f"same command goes on from the newest checkpoint there"

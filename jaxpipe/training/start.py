@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, DamagedError, Exclusion, newest, read_state
+from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
@@ -37,7 +37,9 @@ class Seen(NamedTuple):
         return self.samples - self.restarted_at
 
 
-def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> tuple[State, Seen]:
+def start(
+    trainer: Trainer, data: Data, checkpoints: CheckpointStore, say: Say
+) -> tuple[State, Seen]:
     """The state and the data position to continue from.
 
     Sets `checkpoints.carried`, so that the run's checkpoints keep the tokenizer and the EOS token
@@ -52,7 +54,7 @@ def start(trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say) -> t
 
 
 def _started(
-    trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
+    trainer: Trainer, data: Data, checkpoints: CheckpointStore, say: Say
 ) -> tuple[State, Seen, dict[str, Any]]:
     """State, data position and the checkpoint's metadata, which is empty for a new state."""
     resume = trainer.config.checkpoint.resume
@@ -66,15 +68,15 @@ def _started(
     if found := checkpoints.restore(shapes.parts(), say, check):
         restored, meta = found
         return *_resumed(trainer, restored, meta, data, say), meta
-    if resume != "none" and checkpoints.damaged:
+    if resume != "none" and checkpoints.damaged_directories:
+        damaged = ", ".join(path.name for path in checkpoints.damaged_directories)
         raise ConfigError(
-            f"{checkpoints.directory} holds no checkpoint but "
-            f"{', '.join(path.name for path in checkpoints.damaged)}: set checkpoint.resume=none "
-            f"to begin anew, or use another run.dir."
+            f"{checkpoints.directory} holds no checkpoint but {damaged}: set checkpoint.resume="
+            "none to begin anew, or use another run.dir."
         )
     if resume in ("auto", "none"):
         return trainer.init(), Seen(), {}
-    path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
+    path, patterns = find_newest(Path(resume)), trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
@@ -94,7 +96,7 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
     paths = [source.path for source in data.sources if source.weight] or alone
     folders = [folder for path in paths for folder in prepared_folders(path)]
     for folder in folders[:1]:  # all were prepared with the same tokenizer
-        serving = serving.with_end(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
+        serving = serving.with_eos_token(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
     return serving
 
 
@@ -158,7 +160,12 @@ def _seen(meta: dict[str, Any], config: Config) -> Seen:
 
 
 def _read(
-    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion, say: Say, check: Check
+    path: Path,
+    checkpoints: CheckpointStore,
+    like: Any,
+    exclusion: Exclusion,
+    say: Say,
+    check: Check,
 ) -> tuple[Any, dict[str, Any]]:
     """Read a checkpoint of another run, which is not renamed if it is damaged."""
     try:

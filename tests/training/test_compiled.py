@@ -11,7 +11,7 @@ import pytest
 from commands import SMALL, metrics
 from layout import write
 
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
 from jaxpipe.data.batches import Contents
 from jaxpipe.data.sources import open_data
@@ -52,8 +52,8 @@ def run(directory, shard):
         config.data, seq_len=80, vocab_size=256, seed=0, directory=directory, variable_length=True
     )
     trainer, said = Trainer(config, jax.devices()[:1]), []
-    keying = Keying(trainer.layout, trainer.sharding)
-    saves = Checkpoints(directory / "checkpoints", keep=10, asynchronous=False, keying=keying)
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    saves = CheckpointStore(directory / "checkpoints", keep=10, asynchronous=False, keying=keying)
     with saves as checkpoints, Progress(12, config.log, silent=True) as progress:
         state, seen = start(trainer, data, checkpoints, said.append)
         progress.say = said.append
