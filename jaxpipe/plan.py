@@ -30,7 +30,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
-from jaxpipe.data.expected import Expected, expected
+from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
 from jaxpipe.gpu.cards import CARDS, named
 from jaxpipe.planning import (
     Estimate,
@@ -156,7 +156,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(next(iter(refused.values())))
     rows = None
     if arguments.lengths:
-        rows = expected(arguments.lengths, config.data, config.train.seq_len)
+        rows = estimate_packing(arguments.lengths, config.data, config.train.seq_len)
         found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
         found = [overlapped(config, one, seconds, steps) for one in found]
@@ -186,7 +186,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -> str:
+def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: float) -> str:
     """Describe how packed documents change tokens/s and MFU of the recommended schedule.
 
     Args:

@@ -29,7 +29,7 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.data.sources import Data
+    from jaxpipe.data.sources import RunData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     import jax
 
     from jaxpipe.checkpoint import CheckpointStore, StateKeying
-    from jaxpipe.data.remarks import remarks
+    from jaxpipe.data.warnings import data_warnings
     from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
@@ -184,7 +184,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             checkpoints.save(0, state.parts(), describe(trainer, data, Seen(), state.guard))
             return 0
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
-        for part in (*said, summary(trainer), *remarks(data.train, samples)):
+        for part in (*said, summary(trainer), *data_warnings(data.train, samples)):
             progress.say(part)
         state, seen = start(trainer, data, checkpoints, progress.say)
         if record_routes:
@@ -219,7 +219,7 @@ def _for_devices(config: Config) -> Config:
     return config
 
 
-def _data(config: Config, directory: Path) -> "Data":
+def _data(config: Config, directory: Path) -> "RunData":
     """Open the run's data; the first process prepares it before the others where needed."""
     from jaxpipe.data.sources import open_data
 

@@ -11,7 +11,7 @@ import msgspec
 
 import jaxpipe
 from jaxpipe.config import Config
-from jaxpipe.data.sources import Data
+from jaxpipe.data.sources import RunData
 from jaxpipe.training.trainer import Trainer
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -37,7 +37,7 @@ def programs_of(config: Config) -> dict[str, str]:
     }
 
 
-def results_of(trainer: Trainer, data: Data) -> dict[str, str]:
+def results_of(trainer: Trainer, data: RunData) -> dict[str, str]:
     """A process's data fingerprints, layers per stage, and a digest of its schedule and tables."""
     tables = trainer.pipeline.tables
     described = (tables.slots, tables.lanes, tables.permute_pairs, tables.pairs, tables.lockstep)

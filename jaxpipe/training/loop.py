@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.checkpoint import CheckpointStore
-from jaxpipe.data.batches import Contents
-from jaxpipe.data.sources import Data
+from jaxpipe.data.batches import DocumentLengths
+from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
@@ -36,7 +36,9 @@ class _Dispatched:
     program: range  # numbers of all steps of its program
     before: Seen  # data position before the step
     after: Seen
-    contents: Contents | None  # documents and padding of its rows; None: rows have no padding
+    contents: (
+        DocumentLengths | None
+    )  # documents and padding of its rows; None: rows have no padding
     metrics: dict[str, Any]  # stacked over the steps of its program if there are several
     started: float  # host time before its batch was read [s]
     spent: dict[str, float]  # host time since the previous step by purpose [s]
@@ -56,7 +58,7 @@ class Run:
     """The training loop of a started run; `log` is None except on the first process."""
 
     trainer: Trainer
-    data: Data
+    data: RunData
     checkpoints: CheckpointStore
     progress: Progress
     log: MetricsLog | None
@@ -157,7 +159,7 @@ class Run:
                 )
         return None
 
-    def _see(self, seen: Seen) -> tuple[Seen, Contents | None]:
+    def _see(self, seen: Seen) -> tuple[Seen, DocumentLengths | None]:
         """The data position after the next step, and the contents of that step."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
         contents = self.data.train.contents(seen.position, samples) if config.pads else None

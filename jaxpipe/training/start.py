@@ -13,8 +13,8 @@ from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
-from jaxpipe.data.opening import prepared_folders
-from jaxpipe.data.sources import Data
+from jaxpipe.data.sources import RunData
+from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.planning.checks import filled
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 def start(
-    trainer: Trainer, data: Data, checkpoints: CheckpointStore, say: Say
+    trainer: Trainer, data: RunData, checkpoints: CheckpointStore, say: Say
 ) -> tuple[State, Seen]:
     """The state and the data position to continue from.
 
@@ -54,7 +54,7 @@ def start(
 
 
 def _started(
-    trainer: Trainer, data: Data, checkpoints: CheckpointStore, say: Say
+    trainer: Trainer, data: RunData, checkpoints: CheckpointStore, say: Say
 ) -> tuple[State, Seen, dict[str, Any]]:
     """State, data position and the checkpoint's metadata, which is empty for a new state."""
     resume = trainer.config.checkpoint.resume
@@ -94,13 +94,13 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
     """Add the end-of-document token of the prepared data to the EOS tokens of `serving`."""
     alone = [data.path] if data.source == "file" else []
     paths = [source.path for source in data.sources if source.weight] or alone
-    folders = [folder for path in paths for folder in prepared_folders(path)]
+    folders = [folder for path in paths for folder in find_prepared_folders(path)]
     for folder in folders[:1]:  # all were prepared with the same tokenizer
         serving = serving.with_eos_token(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
     return serving
 
 
-def describe(trainer: Trainer, data: Data, seen: Seen, guard: Guard) -> dict[str, Any]:
+def describe(trainer: Trainer, data: RunData, seen: Seen, guard: Guard) -> dict[str, Any]:
     """The metadata of a checkpoint: data position, guard, data, layout and configuration."""
     parallel = trainer.config.parallel
     return {
@@ -124,7 +124,7 @@ def _resumed(
     trainer: Trainer,
     parts: dict[str, Any],
     meta: dict[str, Any],
-    data: Data,
+    data: RunData,
     say: Say,
     but: str = "",
 ) -> tuple[State, Seen]:

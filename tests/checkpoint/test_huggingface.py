@@ -29,7 +29,7 @@ from jaxpipe.checkpoint import StateKeying, read_state
 from jaxpipe.checkpoint.huggingface import (
     hf_format,
     import_huggingface,
-    parameters,
+    list_parameters,
     training_settings,
 )
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
@@ -169,7 +169,7 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
 
 
 def test_a_checkpoint_of_a_run_is_exported_without_its_moments(tmp_path):
-    wanted = parameters(QWEN3)
+    wanted = list_parameters(QWEN3)
     arrays = {own.path: np.full(own.shape, i, np.float32) for i, own in enumerate(wanted)}
     params = nest_by_path(arrays)
     state = {"params": params, "optimizer": [{"mu": params}], "step": np.int32(7)}

@@ -13,7 +13,7 @@ from layout import write
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
-from jaxpipe.data.batches import Contents
+from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.data.sources import open_data
 from jaxpipe.planning.checks import validate
 from jaxpipe.training import compiled
@@ -152,7 +152,9 @@ def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypat
     monkeypatch.setattr(compiled, "_KEPT", 3)
     trainer, said = Steps(), []
     longest = [5, 20, 20, 33, 5, 70, 90]
-    data = SimpleNamespace(contents=lambda at, step: Contents(step, longest[at // step], None))
+    data = SimpleNamespace(
+        contents=lambda at, step: DocumentLengths(step, longest[at // step], None)
+    )
     with CompiledSteps(trainer, said.append) as steps:
         assert steps.train_step(None, batch_of(16)) == 16
         steps.look_ahead(data, 0, left=4)
