@@ -1,4 +1,4 @@
-"""CheckpointStore across layouts, damage and other models."""
+"""Checkpoints across layouts, damage and other models."""
 
 import itertools
 import shutil

@@ -27,7 +27,7 @@ from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.family import Family
+from jaxpipe.model.family import ModelFamily
 from jaxpipe.model.published import architecture
 
 
@@ -63,7 +63,7 @@ def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"family": family.name} | needed
 
 
-def _list_architectures(family: Family) -> tuple[str, ...]:
+def _list_architectures(family: ModelFamily) -> tuple[str, ...]:
     return family.published.ARCHITECTURES if family.huggingface else ()
 
 

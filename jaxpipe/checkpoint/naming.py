@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe.checkpoint.safetensors_directory import Shape, TensorFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.published import HuggingFace, Theirs
+from jaxpipe.model.published import HuggingFace, HuggingFaceTensor
 
 Tree = Any
 
@@ -22,7 +22,7 @@ class NamedParameter:
 
     path: tuple[str, ...]
     shape: Shape  # jaxpipe's
-    hf_tensor: Theirs  # with its full name
+    hf_tensor: HuggingFaceTensor  # with its full name
 
     @property
     def is_stacked(self) -> bool:
@@ -72,7 +72,7 @@ def list_parameters(model: ModelConfig) -> list[NamedParameter]:
     """All parameters of a model: embedding, final norm and head first, then layer by layer."""
     form = hf_format(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
-    embed_head = _shapes_by_path(jax.eval_shape(built.init_ends, key))
+    embed_head = _shapes_by_path(jax.eval_shape(built.init_embed_head, key))
     order = built.functions.layer_kinds(model.n_layers)
     layers = {
         kind: _shapes_by_path(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))

@@ -53,7 +53,7 @@ class _RowSettings(NamedTuple):
 
     @property
     def description(self) -> str:
-        """SplitPart of the fingerprint that identifies these settings."""
+        """Part of the fingerprint that identifies these settings."""
         if self.packing == "none":
             return ""
         drawn = f" of {self.seed}" if self.packing == "best_fit" else ""

@@ -17,7 +17,7 @@ _ATTENTION, _GRADIENT = "dot_product_attention_", "_gradient"
 _TILE = 128  # queries, and keys, per tile of the kernel
 
 
-def primitive(name: str) -> Primitive:
+def create_primitive(name: str) -> Primitive:
     """Create a primitive with several results.
 
     Its name begins like those of jax's attention primitives, because rematerialisation policies
@@ -44,12 +44,12 @@ def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]
         return None
     (examples, queries, heads, width), (_, keys, _, _) = shapes[:2]
     causal, window = how.get("causal", queries == keys), how.get("window", 0)
-    scores = _seen(queries, window) if causal else queries * keys
+    scores = _unmasked_scores(queries, window) if causal else queries * keys
     products = 5 if name.endswith(_GRADIENT) else 2
     return products * 2 * examples * heads * scores * width
 
 
-def _seen(tokens: int, window: int) -> int:
+def _unmasked_scores(tokens: int, window: int) -> int:
     """Scores of causal attention in the tiles in which any score is unmasked."""
     total = 0
     for begin in range(0, tokens, _TILE):

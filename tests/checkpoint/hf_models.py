@@ -252,5 +252,5 @@ def our_logits(model, params, tokens_BL):
     for i in range(model.n_layers):
         context, kind = Context(microbatch, jnp.int32(i)), model.layer_kinds[i]
         x = decoder.layer(params["layers"][str(i)], x, context, kind).y
-    x, head = nnx.merge(decoder._ends, params["embed_head"]).leave(x)
+    x, head = nnx.merge(decoder._embed_head_graph, params["embed_head"]).leave(x)
     return np.asarray(x @ head)

@@ -33,7 +33,7 @@ from jaxpipe.checkpoint.huggingface import (
     training_settings,
 )
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
@@ -135,11 +135,11 @@ def test_shards_are_no_larger_than_asked_and_listed_in_the_index(tmp_path):
 
 def staged_shapes(model, layout, sharding):
     """Return the shapes of stage-stacked parameters, which a run restores into."""
-    decoder, key = Decoder(model), jax.random.key(0)
+    decoder, key = LlamaDecoder(model), jax.random.key(0)
     layers = jax.eval_shape(
         lambda: layout.stack([decoder.init_layer(key, i) for i in range(model.n_layers)])
     )
-    shapes = {"embed_head": jax.eval_shape(decoder.init_ends, key), "layers": layers}
+    shapes = {"embed_head": jax.eval_shape(decoder.init_embed_head, key), "layers": layers}
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
         shapes,

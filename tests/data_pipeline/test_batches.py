@@ -208,9 +208,9 @@ def test_close_ends_the_threads() -> None:
 
 def test_exit_with_an_open_iterator_is_clean() -> None:
     code = """
-from jaxpipe.data.batches import Split, training_order
+from jaxpipe.data.batches import DataSplit, training_order
 import numpy as np
-batches = Split("", "", [{"inputs": np.ones(5)}] * 9, training_order([9], [1], 0)).batches(
+batches = DataSplit("", "", [{"inputs": np.ones(5)}] * 9, training_order([9], [1], 0)).batches(
     0, microbatches=2, batch_size=2
 )
 next(batches)

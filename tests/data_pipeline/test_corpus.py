@@ -97,7 +97,7 @@ def die_at_second(path, target):
     return rename(path, target)
 
 Path.replace = die_at_second
-corpus.stdlib_corpus(Path({str(tmp_path / "data")!r}), 0.1, Path({str(library)!r}))
+corpus.prepare_stdlib_corpus(Path({str(tmp_path / "data")!r}), 0.1, Path({str(library)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert {path.suffix for path in (tmp_path / "data").iterdir()} == {".npy", ".tmp"}

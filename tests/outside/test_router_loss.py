@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from jaxpipe.checkpoint.huggingface import hf_format, import_huggingface
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.router import Routes
@@ -106,7 +106,7 @@ def test_a_masked_prompt_trains_the_router_as_in_transformers(tmp_path, targets)
     params = stored_params(step)
     layers = [params["layers"][str(i)] for i in range(2)]
     batch = {"inputs": jnp.asarray(ids[None, :, :-1]), "targets": jnp.asarray(labels[None, :, 1:])}
-    ours = step_ref(Decoder(model).functions, params["embed_head"], layers, batch)
+    ours = step_ref(LlamaDecoder(model).functions, params["embed_head"], layers, batch)
     assert float(ours.losses.sum()) == pytest.approx(cross_entropy.item(), rel=1e-5)
     added = config.router_aux_loss_coef * made.aux_loss.item()
     assert float(ours.aux_losses.sum()) == pytest.approx(added, rel=1e-5)

@@ -49,7 +49,7 @@ class Routed:
 
     functions: StageFunctions
 
-    def init_ends(self, key):
+    def init_embed_head(self, key):
         return toy_params(key, 0, jnp.result_type(float))[0]
 
     def init_layer(self, key, index, kind):

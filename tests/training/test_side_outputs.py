@@ -48,7 +48,7 @@ def test_a_step_is_that_of_one_device(mesh):
         key = jax.random.key(alone.config.train.seed)
         layers = [alone.model.init_layer(key, i, kind) for i, kind in enumerate(KINDS)]
         want = step_ref(
-            functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
+            functions(), alone.model.init_embed_head(key), layers, batch, variables=state.variables
         )
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
         after, wanted = alone.update(state, want.losses.sum(), gradients, want.aux)
