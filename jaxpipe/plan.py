@@ -31,7 +31,7 @@ from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
-from jaxpipe.gpu.cards import CARDS, named
+from jaxpipe.gpu.cards import CARDS, parse_cards
 from jaxpipe.planning import (
     Estimate,
     Hardware,
@@ -115,7 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="its orders: .csv or .json, as schedule_file",
     )
-    add("--check-gpu", type=named, metavar="CARD[,...]", help=f"compile for {', '.join(CARDS)}")
+    add(
+        "--check-gpu",
+        type=parse_cards,
+        metavar="CARD[,...]",
+        help=f"compile for {', '.join(CARDS)}",
+    )
     add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
     add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
     add("--json", action="store_true", help="print everything as one JSON object")
@@ -214,18 +219,18 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
     from jaxpipe.gpu import check, report, several
 
-    every = several.asked(
+    every = several.load_requests(
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
         arguments.schedules or (),
     )  # fmt: skip
-    found = [check.check(one.config, one.card, memory=arguments.memory) for one in every]
-    as_json = [report.as_json(one) for one in found]
+    found = [check.check_step(one.config, one.card, memory=arguments.memory) for one in every]
+    as_json = [report.report_as_json(one) for one in found]
     if arguments.json:
         print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
     elif len(found) > 1:
-        Console(highlight=False, width=140).print(several.table(every, found))
+        Console(highlight=False, width=140).print(several.build_table(every, found))
     else:
-        print("\n".join(report.lines(found[0])))
+        print("\n".join(report.report_lines(found[0])))
     return 0 if all(one.fits for one in found) else 1
 
 

@@ -43,7 +43,7 @@ def main(mode, directory, pp):
             held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
             jax.block_until_ready(held[0])
 
-        found = memory.peak(save if mode == "save" else restore)
+        found = memory.measure_peak(save if mode == "save" else restore)
         share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
                     leaf.addressable_shards)  # fmt: skip
         sys.stdout.write(

@@ -55,7 +55,7 @@ class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     longest: int  # tokens of the longest document
     smallest_id: int
     largest_id: int
-    build_histogram: tuple[HistogramBin, ...]  # document lengths
+    histogram: tuple[HistogramBin, ...]  # document lengths
     empty: int  # documents left out because they have no text
     bad_lines: int  # documents left out because they cannot be read
     unlearned: int = 0  # documents left out because none of their tokens counts in the loss

@@ -69,7 +69,7 @@ class PieceResult(msgspec.Struct, frozen=True):
     piece: int
     key: str  # see `_key`
     shard: ShardEntry | None  # None: the piece had no document
-    build_histogram: tuple[HistogramBin, ...]
+    histogram: tuple[HistogramBin, ...]
     longest: int  # tokens of the longest document
     empty: int  # documents without text
     bad: int  # documents that could not be read

@@ -9,7 +9,7 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.gpu.check import Report
+from jaxpipe.gpu.check import CompiledReport
 from jaxpipe.planning.checks import filled, validate
 
 _COLUMNS = (
@@ -18,17 +18,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Asked(NamedTuple):
+class CardRequest(NamedTuple):
     """A card, and the configuration to compile for it."""
 
     card: str
     config: Config
 
 
-def asked(
+def load_requests(
     path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
     schedules: Sequence[str],
-) -> list[Asked]:  # fmt: skip
+) -> list[CardRequest]:  # fmt: skip
     """Load and validate the configuration for all combinations of cards, devices and schedules.
 
     An empty list keeps the configuration's value. For several device counts, parallel.dp is set to
@@ -49,11 +49,11 @@ def asked(
                     f"parallel.tp={parallel.tp} = {wanted} must equal it: change one of them, or "
                     f"leave --devices out."
                 )
-            found += [Asked(card, config) for card in cards]
+            found += [CardRequest(card, config) for card in cards]
     return found
 
 
-def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
+def build_table(every: Sequence[CardRequest], reports: Sequence[CompiledReport]) -> Table:
     """Return a table with a row per combination."""
     made = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for one, report in zip(every, reports):
@@ -61,7 +61,7 @@ def table(every: Sequence[Asked], reports: Sequence[Report]) -> Table:
     return made
 
 
-def _row(one: Asked, report: Report) -> list[str]:
+def _row(one: CardRequest, report: CompiledReport) -> list[str]:
     program, (step, planned) = report.program, report.step
     return [
         report.card,
