@@ -1,7 +1,7 @@
 """The process of one pipeline rank of `bench clockwork`: a pipeline whose layers sleep.
 
-`{"do": "build", "name": key, "work": ...}` with the fields of a `SleepingStep` compiles a step and runs it
-once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
+`{"do": "build", "name": key, "work": ...}` with the fields of a `SleepingStep` compiles a step and
+runs it once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
 """
 
 import time
