@@ -282,7 +282,7 @@ def pack_best_fit(
             each = min(room // slots, most - group.held, left)
             rows = min(group.rows, left // each)
             if group.held and rows < group.rows:
-                rest = group._replace(to_padded_keyed=group.rows - rows, first=group.first + rows)
+                rest = group._replace(rows=group.rows - rows, first=group.first + rows)
                 open_[room].append(rest)
             elif group.held and not open_[room]:
                 free ^= 1 << room
