@@ -30,8 +30,8 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
-from jaxpipe.data.expected import Expected, expected
-from jaxpipe.gpu.cards import CARDS, named
+from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
+from jaxpipe.gpu.cards import CARDS, parse_cards
 from jaxpipe.planning import (
     Devices,
     Estimate,
@@ -117,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="its orders: .csv or .json, as schedule_file",
     )
-    add("--check-gpu", type=named, metavar="CARD[,...]", help=f"compile for {', '.join(CARDS)}")
+    add(
+        "--check-gpu",
+        type=parse_cards,
+        metavar="CARD[,...]",
+        help=f"compile for {', '.join(CARDS)}",
+    )
     add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
     add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
     add("--json", action="store_true", help="print everything as one JSON object")
@@ -161,7 +166,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(next(iter(refused.values())))
     rows = None
     if arguments.lengths:
-        rows = expected(arguments.lengths, config.data, config.train.seq_len)
+        rows = estimate_packing(arguments.lengths, config.data, config.train.seq_len)
         found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
         found = [overlapped(one, steps) for one in found]
@@ -193,7 +198,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_documents(config: Config, rows: Expected, best: Estimate, peak: float) -> str:
+def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: float) -> str:
     """Describe how packed documents change tokens/s and MFU of the recommended schedule.
 
     Args:
@@ -219,18 +224,18 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
     from jaxpipe.gpu import check, report, several
 
-    every = several.requests(
+    every = several.load_requests(
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
         arguments.schedules or (), arguments.memory,
     )  # fmt: skip
-    found = [check.check(one.plan, one.card) for one in every]
-    as_json = [report.as_json(one) for one in found]
+    found = [check.check_step(one.plan, one.card) for one in every]
+    as_json = [report.report_as_json(one) for one in found]
     if arguments.json:
         print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
     elif len(found) > 1:
-        Console(highlight=False, width=140).print(several.table_of(every, found))
+        Console(highlight=False, width=140).print(several.build_table(every, found))
     else:
-        print("\n".join(report.lines(found[0])))
+        print("\n".join(report.report_lines(found[0])))
     return 0 if all(one.fits for one in found) else 1
 
 

@@ -32,7 +32,7 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.data.sources import Data
+    from jaxpipe.data.sources import RunData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,8 +152,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax
 
-    from jaxpipe.checkpoint import Checkpoints, Keying
-    from jaxpipe.data.remarks import remarks
+    from jaxpipe.checkpoint import CheckpointStore, StateKeying
+    from jaxpipe.data.warnings import data_warnings
     from jaxpipe.runtime import position
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
@@ -196,12 +196,12 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
-            Checkpoints(
+            CheckpointStore(
                 directory / "checkpoints",
                 keep=config.checkpoint.keep,
                 keep_every=config.checkpoint.keep_every,
                 asynchronous=config.checkpoint.asynchronous,
-                keying=Keying(trainer.layout, trainer.sharding),
+                keying=StateKeying(trainer.layout, trainer.sharding),
                 say=progress.say,
             )
         )
@@ -215,7 +215,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
             return 0
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
-        for part in (*messages, summary(trainer), *remarks(data.train, samples)):
+        for part in (*messages, summary(trainer), *data_warnings(data.train, samples)):
             progress.say(part)
         position.enter("restore")
         state, seen = start(trainer, data, checkpoints, progress.say)
@@ -233,7 +233,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
-def _data(config: Config, directory: Path) -> "Data":
+def _data(config: Config, directory: Path) -> "RunData":
     """Open the run's data; the first process prepares it before the others where needed."""
     from jaxpipe.data.sources import open_data
 

@@ -88,8 +88,8 @@ def parse(monkeypatch, module, words):
         monkeypatch.setattr(argparse.ArgumentParser, method, stop)
     package = (HOUSE / module).is_dir()
     command = importlib.import_module(f"jaxpipe.{module}{'.__main__' * package}")
-    if hasattr(command, "_parsed"):
-        return command._parsed(words)
+    if hasattr(command, "_parse_arguments"):
+        return command._parse_arguments(words)
     with pytest.raises(Understood) as understood:
         command.main(words)
     return understood.value.args[0]

@@ -27,9 +27,9 @@ from typing import Any
 
 import msgspec
 
-from jaxpipe.bench.options import add_out, at_least_one, check_out, markdown, write
-from jaxpipe.bench.processes import Group, processor, seconds_of
-from jaxpipe.bench.sleeping import Work
+from jaxpipe.bench.options import add_out, check_out, check_positive, markdown_table, write_json
+from jaxpipe.bench.processes import ProcessGroup, processor_name, step_seconds
+from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
 
@@ -47,7 +47,7 @@ _AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ra
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 
 
-class Steps(msgspec.Struct):
+class ClockworkSteps(msgspec.Struct):
     """Step times of one schedule: measured, predicted by the simulator, and PyTorch's.
 
     Attributes:
@@ -77,14 +77,14 @@ class Steps(msgspec.Struct):
         return 1 - self.useful / seconds
 
 
-class Result(msgspec.Struct):
+class ClockworkResult(msgspec.Struct):
     """Content of the output file: date, machine, versions, command and measured steps."""
 
     date: str
     machine: str
     versions: dict[str, str]
     command: str
-    steps: list[Steps]
+    steps: list[ClockworkSteps]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,43 +106,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
-    machine = f"{os.cpu_count()} cores of {processor()}"
-    found = Result(f"{date.today():%F}", machine, {}, _command(arguments), [])
+    machine = f"{os.cpu_count()} cores of {processor_name()}"
+    found = ClockworkResult(f"{date.today():%F}", machine, {}, _command(arguments), [])
     for ranks in arguments.ranks:
         with ExitStack() as stack:
             programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
             if arguments.torch:
                 programs["torch"] = [arguments.torch, str(_PEER)]
             groups = {
-                name: stack.enter_context(Group(name, program, ranks))
+                name: stack.enter_context(ProcessGroup(name, program, ranks))
                 for name, program in programs.items()
             }
             for name, group in groups.items():
                 called = "jax" if name == "jaxpipe" else name
                 found.versions[called] = group.versions[0]["ready"]
-            for variant in _variants(arguments, ranks):
-                steps = _measured(variant, ranks, arguments, groups)
+            for variant in _list_variants(arguments, ranks):
+                steps = _measure_variant(variant, ranks, arguments, groups)
                 found.steps.append(steps)
-                print(_line(steps), flush=True)
+                print(_table_row(steps), flush=True)
     print("\n" + table(found))
-    write(msgspec.to_builtins(found), arguments.out)
+    write_json(msgspec.to_builtins(found), arguments.out)
 
 
-def _measured(
-    variant: ScheduleVariant, ranks: int, arguments: argparse.Namespace, groups: dict[str, Group]
-) -> Steps:
-    work = work_of(variant, ranks, ranks * arguments.rounds, arguments.seconds)
+def _measure_variant(
+    variant: ScheduleVariant,
+    ranks: int,
+    arguments: argparse.Namespace,
+    groups: dict[str, ProcessGroup],
+) -> ClockworkSteps:
+    work = variant_work(variant, ranks, ranks * arguments.rounds, arguments.seconds)
     work = replace(work, steps=arguments.fused_steps)
     ours, name = groups["jaxpipe"], variant.label
     ours.ask("build", name=name, work=work.as_words())
 
-    def steps(group: Group, **how: Any) -> list[float]:
-        return [seconds_of(group.ask("step", name=name, **how)) for _ in range(arguments.steps)]
+    def steps(group: ProcessGroup, **how: Any) -> list[float]:
+        return [step_seconds(group.ask("step", name=name, **how)) for _ in range(arguments.steps)]
 
     transfer = median(steps(ours, asleep=False)) / lower(work.schedule, work.lockstep).ticks
     costs = replace(work.costs, transfer=transfer)
     predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
-    found = Steps(name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours))
+    found = ClockworkSteps(
+        name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours)
+    )
     found.fused = work.steps
     if "torch" in groups and variant.family in _PEERS and not variant.in_flight:
         peer = _PEERS[variant.family]
@@ -151,15 +156,15 @@ def _measured(
     return found
 
 
-def work_of(
+def variant_work(
     variant: ScheduleVariant, ranks: int, microbatches: int, seconds: Sequence[float]
-) -> Work:
+) -> SleepingStep:
     """Return the step of a variant; `seconds` are those of F, B and W per microbatch and rank."""
     options = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
-    return Work(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
+    return SleepingStep(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
 
 
-def table(found: Result) -> str:
+def table(found: ClockworkResult) -> str:
     """Return the results as a Markdown table."""
     header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
     rows = [
@@ -173,10 +178,10 @@ def table(found: Result) -> str:
         )
         for one in found.steps
     ]  # fmt: skip
-    return markdown(header, rows)
+    return markdown_table(header, rows)
 
 
-def _line(steps: Steps) -> str:
+def _table_row(steps: ClockworkSteps) -> str:
     ratios = ", ".join(f"{one / steps.predicted:.3f}" for one in steps.measured)
     return (
         f"P={steps.ranks} {steps.schedule}: {steps.predicted:.3f} s predicted, "
@@ -184,7 +189,7 @@ def _line(steps: Steps) -> str:
     )
 
 
-def _variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
+def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
     """Yield one variant of each family, and for some families one that runs forwards ahead."""
     for name in arguments.schedules:
         family = find_family(name)
@@ -206,7 +211,9 @@ def _command(arguments: argparse.Namespace) -> str:
 def _check(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` if the options are unsuitable."""
     several = arguments.fused_steps > 1
-    at_least_one(rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps)
+    check_positive(
+        rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps
+    )
     check_out(arguments.out)
     for name in arguments.schedules:
         if find_family(name).placement == "file":

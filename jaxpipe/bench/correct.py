@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.bench.options import add_config, add_out, load_for_devices, write
+from jaxpipe.bench.options import add_config, add_out, load_for_devices, write_json
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import Config
 from jaxpipe.config import ParallelConfig as Parallel
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name, errors in found["errors"].items():
         table.add_row(name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}")
     Console(highlight=False).print(table)
-    write(found, arguments.out)
+    write_json(found, arguments.out)
     for name, errors in found["errors"].items():
         if not _worst(errors) <= LIMITS[name]:
             raise BenchError(f"in {name} an op is off by more than {LIMITS[name]:g}: {errors}.")

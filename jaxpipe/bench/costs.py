@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
-from jaxpipe.bench.processes import processor
+from jaxpipe.bench.options import add_config, add_out, check_positive, load_for_devices, write_json
+from jaxpipe.bench.processes import processor_name
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.costs import costs_of
 
@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    at_least_one(layers=arguments.layers, repeats=arguments.repeats)
+    check_positive(layers=arguments.layers, repeats=arguments.repeats)
     config = load_for_devices(arguments)
     found = measure(config, arguments.layers, arguments.repeats, arguments.link)
     words = ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
     how = ["--layers", str(arguments.layers), "--repeats", str(arguments.repeats)]
     found["command"] = " ".join([*words, *how])
     _print(found)
-    write(found, arguments.out)
+    write_json(found, arguments.out)
 
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
 
     devices = tuple(jax.devices())
     device = devices[0]
-    part = of_one_rank(config, len(devices))
+    part = reduce_to_one_rank(config, len(devices))
     sharing = part.parallel.dp * part.parallel.tp
     one = Trainer.resolve(part, devices[:sharing])
     turns = 2 if device.platform == "cpu" else 8
@@ -87,11 +87,11 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
     else:
         seconds["transfer"] = costs.message / link
-    update = UpdateTimer(Trainer.resolve(of_one_device(config), devices[:1]), layers)
+    update = UpdateTimer(Trainer.resolve(reduce_to_one_device(config), devices[:1]), layers)
     layer = costs.kinds[costs.order[0]]
     return {
         "date": date.today().isoformat(),
-        "device": _named(device),
+        "device": _device_name(device),
         "peak": peak_flops(device.device_kind),
         "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
         "seconds": seconds,
@@ -104,10 +104,10 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     }  # fmt: skip
 
 
-def of_one_rank(config: Config, devices: int) -> Config:
+def reduce_to_one_rank(config: Config, devices: int) -> Config:
     """Return the configuration for one pipeline rank: the devices that share a sequence.
 
-    With fewer devices than `parallel.tp` it is that of one device (`of_one_device`).
+    With fewer devices than `parallel.tp` it is that of one device (`reduce_to_one_device`).
 
     Raises:
         ConfigError: there are too few devices for `parallel.cp`.
@@ -119,7 +119,7 @@ def of_one_rank(config: Config, devices: int) -> Config:
                 f"parallel.tp={given.tp} x parallel.cp={given.cp} devices share a sequence, but "
                 f"there are {devices}: time ops on as many, or with parallel.cp=1."
             )
-        config = of_one_device(config)
+        config = reduce_to_one_device(config)
     parallel = configs.ParallelConfig(
         dp=given.cp, cp=given.cp, cp_method=given.cp_method, cp_heads=given.cp_heads,
         tp=config.parallel.tp, slices=given.slices,
@@ -129,7 +129,7 @@ def of_one_rank(config: Config, devices: int) -> Config:
     return msgspec.structs.replace(config, parallel=parallel, train=train)
 
 
-def of_one_device(config: Config) -> Config:
+def reduce_to_one_device(config: Config) -> Config:
     """Return the configuration of a tp shard of the model, on a mesh of one device."""
     model = config.model.part(config.parallel.tp)
     parallel = configs.ParallelConfig(schedule="1f1b")
@@ -137,12 +137,12 @@ def of_one_device(config: Config) -> Config:
     return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)
 
 
-def _named(device: "jax.Device") -> str:
+def _device_name(device: "jax.Device") -> str:
     """Return the device's name; for a CPU, its model and the number of usable cores."""
     if device.platform != "cpu":
         return device.device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{processor()}, {cores} core{'s' * (cores > 1)}"
+    return f"{processor_name()}, {cores} core{'s' * (cores > 1)}"
 
 
 COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")

@@ -31,7 +31,7 @@ class Item(NamedTuple):
     writes: bool = True
 
 
-def items(*, cpu: bool) -> tuple[Item, ...]:
+def list_items(*, cpu: bool) -> tuple[Item, ...]:
     """Return all items for one GPU; with `cpu`, the same items at tiny sizes on the CPU."""
     tiny = _TINY if cpu else ()
     repeats = ("--repeats", "1") if cpu else ()

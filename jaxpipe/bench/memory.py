@@ -8,25 +8,25 @@ from typing import Any
 _PROCESS = Path("/proc/self")
 
 
-def peak(run: Callable[[], Any]) -> dict[str, int]:
+def measure_peak(run: Callable[[], Any]) -> dict[str, int]:
     """Return resident memory (RSS) in bytes, as `peak` during the call and as `before` it.
 
     Freed blocks are returned to the system first.
     """
-    give_back()
+    return_memory()
     (_PROCESS / "clear_refs").write_text("5")  # resets the peak, VmHWM
-    before = _bytes("VmRSS")
+    before = _read_bytes("VmRSS")
     run()
-    return {"before": before, "peak": _bytes("VmHWM")}
+    return {"before": before, "peak": _read_bytes("VmHWM")}
 
 
-def give_back() -> None:
+def return_memory() -> None:
     """Return freed blocks to the system if the C library has `malloc_trim`."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
-def _bytes(name: str) -> int:
+def _read_bytes(name: str) -> int:
     lines = (_PROCESS / "status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(found.split()[1])

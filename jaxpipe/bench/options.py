@@ -32,7 +32,7 @@ def check_out(path: Path | None) -> None:
         raise ConfigError(f"--out {path} cannot be written: its folder is missing.")
 
 
-def at_least_one(**counts: int) -> None:
+def check_positive(**counts: int) -> None:
     """Raise `ConfigError` for the first option that is below 1."""
     for name, count in counts.items():
         if count < 1:
@@ -52,13 +52,13 @@ def load_for_devices(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def write(found: dict[str, Any], path: Path | None) -> None:
+def write_json(found: dict[str, Any], path: Path | None) -> None:
     """Write the results as JSON if `path` is given."""
     if path:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; a column without a value in any row is left out."""
     known = [i for i in range(len(header)) if any(row[i] for row in rows)]
     lines = ([line[i] for i in known] for line in (header, ["---"] * len(header), *rows))

@@ -24,7 +24,7 @@ class BenchError(RuntimeError):
     """A measurement that cannot be made; the text is one sentence for the user."""
 
 
-class Group:
+class ProcessGroup:
     """The processes of one program, pinned to cores round-robin; leaving the context kills them.
 
     Args:
@@ -113,17 +113,17 @@ class Group:
         return [json.loads(line) for line in lines]
 
 
-def seconds_of(answers: list[dict[str, Any]]) -> float:
+def step_seconds(answers: list[dict[str, Any]]) -> float:
     """Return the seconds of a step, from the first rank's begin to the last rank's end."""
     return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
 
 
-def loss_of(answers: list[dict[str, Any]], name: str) -> list[float]:
+def step_losses(answers: list[dict[str, Any]], name: str) -> list[float]:
     """Return the losses from the rank that computes them; on other ranks they are 0."""
     return max(a[name] for a in answers)
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

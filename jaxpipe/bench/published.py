@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class PublishedSpeed(NamedTuple):
     """Training speed of one model; None or "" where the source does not report a value.
 
     Attributes:
@@ -39,19 +39,19 @@ class Row(NamedTuple):
         ]  # fmt: skip
 
 
-def published() -> tuple[Row, ...]:
+def published_speeds() -> tuple[PublishedSpeed, ...]:
     """Return figures of dense models with 7 to 8 billion parameters on Hopper GPUs."""
     eight = "Llama-3 8B on 8 H100s"
     return (
-        Row(f"torchtitan, {eight}", "bf16", "", 6667, None, 0.33, None,
+        PublishedSpeed(f"torchtitan, {eight}", "bf16", "", 6667, None, 0.33, None,
             "benchmarks/llama3_h100_202412, which says 33 to 39 % MFU"),
-        Row(f"torchtitan, {eight}", "fp8", "", 8532, None, None, None, "the same"),
-        Row("torchtitan, Llama-3 8B on H200s", "fp8", "", 10938, None, None, None,
+        PublishedSpeed(f"torchtitan, {eight}", "fp8", "", 8532, None, None, None, "the same"),
+        PublishedSpeed("torchtitan, Llama-3 8B on H200s", "fp8", "", 10938, None, None, None,
             "its benchmarks"),
-        Row(f"Megatron-Bridge 25.11, {eight}", "fp8", "", 14451, 744, None, None,
+        PublishedSpeed(f"Megatron-Bridge 25.11, {eight}", "fp8", "", 14451, 744, None, None,
             "docs/performance-summary-archive.md"),
-        Row("swiss-ai Megatron, 8B", "bf16", "", None, 413, 0.42, None,
+        PublishedSpeed("swiss-ai Megatron, 8B", "bf16", "", None, 413, 0.42, None,
             "its repository, which says 413 to 430 TFLOP/s"),
-        Row("KempnerForge, 7B on one H200", "bf16", "full", None, None, 0.578, None,
+        PublishedSpeed("KempnerForge, 7B on one H200", "bf16", "full", None, None, 0.578, None,
             "its repository"),
     )  # fmt: skip

@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from jaxpipe.bench.items import Item, items
-from jaxpipe.bench.options import check_out, markdown
-from jaxpipe.bench.processes import BenchError, processor
-from jaxpipe.bench.published import Row, published
+from jaxpipe.bench.items import Item, list_items
+from jaxpipe.bench.options import check_out, markdown_table
+from jaxpipe.bench.processes import BenchError, processor_name
+from jaxpipe.bench.published import PublishedSpeed, published_speeds
 from jaxpipe.config import ConfigError
 
 _KEPT = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
@@ -37,7 +37,7 @@ _ERROR = re.compile(r"([\w.]*(Error|Exception)|error): ")
 _OF_ITEMS = ("item", "seconds", "result")
 
 
-class Outcome(msgspec.Struct):
+class ItemOutcome(msgspec.Struct):
     """Outcome of an item.
 
     Attributes:
@@ -53,14 +53,14 @@ class Outcome(msgspec.Struct):
     error: str = ""
 
 
-class Result(msgspec.Struct):
+class ReportResult(msgspec.Struct):
     """One report; `items` has the outcomes by name, `running` the item in progress ("": none)."""
 
     date: str
     command: str
     machine: str
     versions: dict[str, str]
-    items: dict[str, Outcome] = {}
+    items: dict[str, ItemOutcome] = {}
     running: str = ""
 
     def write(self, path: Path) -> None:
@@ -87,12 +87,12 @@ def run(arguments: argparse.Namespace) -> None:
     check_out(out)
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: give a name that ends in .json.")
-    every = items(cpu=arguments.cpu)
+    every = list_items(cpu=arguments.cpu)
     unknown = set(arguments.items or ()) - {item.name for item in every}
     if unknown:
         names = ", ".join(item.name for item in every)
         raise ConfigError(f"--items {', '.join(sorted(unknown))}: use some of {names}.")
-    result = _started(out, arguments)
+    result = _resume_or_start(out, arguments)
     signal.signal(signal.SIGTERM, _interrupted)
     last = time.monotonic() + 60 * arguments.minutes
     try:
@@ -109,28 +109,28 @@ def run(arguments: argparse.Namespace) -> None:
         print(table(result))
 
 
-def _started(out: Path, arguments: argparse.Namespace) -> Result:
+def _resume_or_start(out: Path, arguments: argparse.Namespace) -> ReportResult:
     """Return the report in `out` if it has this machine and these versions, or else a new one."""
     words = ["python -m jaxpipe.bench report --out", str(out), *["--cpu"] * arguments.cpu]
     machine, versions = _machine(cpu=arguments.cpu), _versions()
     if out.is_file():
-        before = msgspec.json.decode(out.read_bytes(), type=Result)
+        before = msgspec.json.decode(out.read_bytes(), type=ReportResult)
         if (before.machine, before.versions) == (machine, versions):
             return before
-    return Result(date.today().isoformat(), " ".join(words), machine, versions)
+    return ReportResult(date.today().isoformat(), " ".join(words), machine, versions)
 
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _measure(item: Item, result: Result, write: Callable[[], None]) -> None:
+def _measure(item: Item, result: ReportResult, write: Callable[[], None]) -> None:
     """Run an item, and store its results or its error in the report."""
     result.running = item.name
     write()
     print(f"{item.name}: {item.why} (at most {item.limit} s)", flush=True)
     begin = time.monotonic()
-    outcome = result.items[item.name] = Outcome(" ".join(["python -m", *item.words]), 0.0)
+    outcome = result.items[item.name] = ItemOutcome(" ".join(["python -m", *item.words]), 0.0)
     outcome.error = "cut off"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -170,7 +170,7 @@ def _last_line(said: Any) -> str:
 def _machine(*, cpu: bool) -> str:
     """Return the GPUs with driver and memory; with `cpu`, the processor's name."""
     if cpu:
-        return processor()
+        return processor_name()
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
@@ -188,30 +188,30 @@ def _versions() -> dict[str, str]:
     return {"Python": sys.version.split()[0], **kept}
 
 
-def table(result: Result) -> str:
+def table(result: ReportResult) -> str:
     """Return Markdown: steps together with published figures, then the outcome of every item."""
     steps = [
         _step(name, outcome.found)
         for name, outcome in result.items.items()
         if outcome.found and "step_seconds" in outcome.found
     ]
-    rows = [row.cells() for row in (*steps, *published())]
+    rows = [row.cells() for row in (*steps, *published_speeds())]
     every = [
-        [name, f"{outcome.seconds:,.0f}", outcome.error or _in_words(outcome.found or {})]
+        [name, f"{outcome.seconds:,.0f}", outcome.error or _summarise(outcome.found or {})]
         for name, outcome in result.items.items()
     ]
     jax = ", ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("Python", "jax"))
     parts = [
         f"{result.date}, {result.machine}; {jax}. `{result.command}`",
-        markdown(_COLUMNS, rows),
-        markdown(_OF_ITEMS, every) if every else "",
+        markdown_table(_COLUMNS, rows),
+        markdown_table(_OF_ITEMS, every) if every else "",
         f"Cut off in `{result.running}`." if result.running else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _step(name: str, found: dict[str, Any]) -> Row:
-    return Row(
+def _step(name: str, found: dict[str, Any]) -> PublishedSpeed:
+    return PublishedSpeed(
         what=f"here: {name}",
         precision=found["precision"],
         remat=found["remat"],
@@ -223,7 +223,7 @@ def _step(name: str, found: dict[str, Any]) -> Row:
     )
 
 
-def _in_words(found: dict[str, Any]) -> str:
+def _summarise(found: dict[str, Any]) -> str:
     """Return a summary of an item's results for a table cell."""
     if "step_seconds" in found:
         return f"{found['step_seconds']:.3g} s a step, compiled in {found['compile_seconds']:.0f} s"

@@ -6,18 +6,18 @@ from statistics import median
 
 import msgspec
 
-from jaxpipe.bench.options import markdown
+from jaxpipe.bench.options import markdown_table
 from jaxpipe.bench.variants import PP, VARIANTS
 
 
-class Peak(msgspec.Struct):
+class PeakMemory(msgspec.Struct):
     """Memory of the rank with the largest peak, in bytes: peak in a step, and before the step."""
 
     peak: int
     before: int
 
 
-class Steps(msgspec.Struct):
+class StepMeasurements(msgspec.Struct):
     """Measurements at one number of microbatches.
 
     Names of steps are "jaxpipe single", "torch Schedule1F1B" and so on; `predicted` has the name of
@@ -40,7 +40,7 @@ class Steps(msgspec.Struct):
     tried: dict[str, int]
     losses: dict[str, list[float]]
     compile: dict[str, float]
-    memory: dict[str, Peak]
+    memory: dict[str, PeakMemory]
     busy: list[dict[str, float]] = []
 
     def variants(self) -> list[str]:
@@ -90,7 +90,7 @@ class Steps(msgspec.Struct):
         ]
 
 
-class Result(msgspec.Struct):
+class StepResult(msgspec.Struct):
     """One run of `bench step`.
 
     Attributes:
@@ -109,10 +109,10 @@ class Result(msgspec.Struct):
     machine: str
     tokens: int
     ops: list[dict[str, object]]
-    steps: list[Steps]
+    steps: list[StepMeasurements]
 
     @classmethod
-    def read(cls, path: Path) -> "Result":
+    def read(cls, path: Path) -> "StepResult":
         """Read a file that `write` wrote."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
@@ -132,20 +132,20 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def table(result: Result, *, spread: bool = True) -> str:
+def table(result: StepResult, *, spread: bool = True) -> str:
     """Return a Markdown table of medians over rounds; `spread` adds minimum and maximum."""
     rows = []
     for steps in result.steps:
         for name in ("single", "data parallel", *result.variants()):
             if steps.seconds(f"jaxpipe {name}"):
-                cells = _ours(steps, name, steps.microbatches * result.tokens)
-                cells += _theirs(steps, VARIANTS[name].peer if name in VARIANTS else name)
+                cells = _jaxpipe_row(steps, name, steps.microbatches * result.tokens)
+                cells += _peer_row(steps, VARIANTS[name].peer if name in VARIANTS else name)
                 shown = [cell if spread else cell.partition(" (")[0] for cell in cells]
                 rows.append([name, str(steps.microbatches), *shown])
-    return markdown(_COLUMNS, rows)
+    return markdown_table(_COLUMNS, rows)
 
 
-def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
+def _jaxpipe_row(steps: StepMeasurements, name: str, tokens: int) -> list[str]:
     seconds = steps.seconds(f"jaxpipe {name}")
     compiled = steps.compile.get(f"jaxpipe {name}")
     return [
@@ -160,7 +160,7 @@ def _ours(steps: Steps, name: str, tokens: int) -> list[str]:
     ]
 
 
-def _theirs(steps: Steps, peer: str) -> list[str]:
+def _peer_row(steps: StepMeasurements, peer: str) -> list[str]:
     seconds = steps.seconds(f"torch {peer}")
     memory = _mebibytes(steps.memory.get(f"torch {peer}"))
     if peer == "single":
@@ -176,5 +176,5 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{middle} ({low}-{high})"
 
 
-def _mebibytes(peak: Peak | None) -> str:
+def _mebibytes(peak: PeakMemory | None) -> str:
     return "" if peak is None else f"{peak.peak / 2**20:,.0f}"

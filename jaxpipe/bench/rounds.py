@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpipe.bench.processes import Group, machine_busy_seconds
+from jaxpipe.bench.processes import ProcessGroup, machine_busy_seconds
 
 logger = logging.getLogger(__name__)
 CLEAN = 0.06  # share of a core that other processes may use during a step that is kept
@@ -46,7 +46,7 @@ class Runner:
         patience: longest wait for a quiet machine before each attempt, in seconds.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[ProcessGroup]
     tries: int = 3
     patience: float = 30.0
 

@@ -1,7 +1,7 @@
 """The process of one pipeline rank of `bench clockwork`: a pipeline whose layers sleep.
 
-`{"do": "build", "name": key, "work": ...}` with the fields of a `Work` compiles a step and runs it
-once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
+`{"do": "build", "name": key, "work": ...}` with the fields of a `SleepingStep` compiles a step and
+runs it once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
 """
 
 import time
@@ -25,7 +25,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Work:
+class SleepingStep:
     """A step to measure: a schedule, and the seconds that its ops sleep.
 
     Attributes:
@@ -99,7 +99,7 @@ class Work:
         return asdict(self)
 
 
-class Worker:
+class SleepWorker:
     """The process's compiled steps by name, each with its parameters and batch."""
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class Worker:
         self.asleep = True
 
     def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
-        """Compile a step of the given `Work` fields and run it once."""
-        todo = Work(**work)
+        """Compile a step of the given `SleepingStep` fields and run it once."""
+        todo = SleepingStep(**work)
         mesh = make_mesh(pp=todo.ranks)
         pipeline = Pipeline(
             self.functions(todo.costs), todo.schedule, mesh, (1,) * todo.schedule.stages,
@@ -118,9 +118,11 @@ class Worker:
         stacked = pipeline.layout(0).stack(layers)
         params = {"embed_head": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
         batch = {"inputs": np.ones((todo.schedule.microbatches, 1, 1), np.float32)}
-        params = jax.tree.map(_placed, params, pipeline.sharding.named_shardings(params))
-        batch = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, batch_spec())), batch)
-        step = pipeline.step if todo.steps == 1 else partial(_updated, pipeline)
+        params = jax.tree.map(_put_replicated, params, pipeline.sharding.named_shardings(params))
+        batch = jax.tree.map(
+            lambda leaf: _put_replicated(leaf, NamedSharding(mesh, batch_spec())), batch
+        )
+        step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
         self.steps[name] = jax.jit(step).lower(params, batch).compile(), params, batch
         return self.step(name)
 
@@ -166,7 +168,7 @@ class Worker:
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
-def _updated(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
+def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
     """Run overlapping steps with an update that the next step depends on."""
 
     def update(gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -175,10 +177,10 @@ def _updated(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
     return pipeline.run_updates(params, (), batch, update)
 
 
-def _placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _put_replicated(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 if __name__ == "__main__":
-    serve(Worker)
+    serve(SleepWorker)

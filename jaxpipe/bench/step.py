@@ -33,9 +33,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.bench.options import add_config, add_out, at_least_one, check_out
-from jaxpipe.bench.processes import BenchError, Group, loss_of, processor, seconds_of
-from jaxpipe.bench.results import Peak, Result, Steps, table
+from jaxpipe.bench.options import add_config, add_out, check_out, check_positive
+from jaxpipe.bench.processes import (
+    BenchError,
+    ProcessGroup,
+    processor_name,
+    step_losses,
+    step_seconds,
+)
+from jaxpipe.bench.results import PeakMemory, StepMeasurements, StepResult, table
 from jaxpipe.bench.rounds import Rounds, Runner
 from jaxpipe.bench.variants import (
     CPUS,
@@ -43,7 +49,7 @@ from jaxpipe.bench.variants import (
     PP,
     VARIANTS,
     data_parallel_config,
-    predicted,
+    predict_seconds,
     single_config,
 )
 from jaxpipe.config import Config, ConfigError
@@ -56,7 +62,7 @@ _AGREE = 1e-4  # losses of both frameworks, relative
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchEntry:
     """A step to measure: its name, the group of processes that runs it, and its `build` command."""
 
     name: str
@@ -64,7 +70,7 @@ class Entry:
     build: dict[str, Any]
 
 
-class Taken(NamedTuple):
+class StepTiming(NamedTuple):
     """Seconds of a step, and CPU seconds (`busy`) of its processes together."""
 
     seconds: float
@@ -106,14 +112,16 @@ class _Bench:
             self.programs["torch"] = [arguments.torch, str(_PEER)]
         self.ops: list[dict[str, Any]] = []
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[StepResult]:
         """Yield the results so far, after each number of microbatches and at the end."""
-        steps: list[Steps] = []
+        steps: list[StepMeasurements] = []
         with ExitStack() as stack:
             groups = {}
             for program in self.programs:
                 for kind, size in ((f"{program} single", 1), (program, PP)):
-                    groups[kind] = stack.enter_context(Group(kind, self.programs[program], size))
+                    groups[kind] = stack.enter_context(
+                        ProcessGroup(kind, self.programs[program], size)
+                    )
             versions = {name: groups[name].versions[0]["ready"] for name in self.programs}
             for microbatches in self.arguments.microbatches:
                 steps.append(self._steps(groups, microbatches))
@@ -121,19 +129,19 @@ class _Bench:
         self._measure_memory(steps)
         yield self._result(versions, steps)
 
-    def _result(self, versions: dict[str, str], steps: list[Steps]) -> Result:
+    def _result(self, versions: dict[str, str], steps: list[StepMeasurements]) -> StepResult:
         train = self.config.train
-        return Result(
+        return StepResult(
             date=date.today().isoformat(),
             command=self._command(),
             versions={"Python": platform.python_version()} | _named(versions),
-            machine=f"{PP} cores of {processor()}, one thread a rank",
+            machine=f"{PP} cores of {processor_name()}, one thread a rank",
             tokens=train.microbatch_size * train.seq_len,
             ops=self.ops,
             steps=steps,
         )
 
-    def _steps(self, groups: Mapping[str, Group], microbatches: int) -> Steps:
+    def _steps(self, groups: Mapping[str, ProcessGroup], microbatches: int) -> StepMeasurements:
         """Build every step, check its losses, then measure all steps in rounds."""
         seconds, _ = _without_update(self._op_seconds(groups))
         costs = self.directory / "costs.json"
@@ -141,9 +149,9 @@ class _Bench:
         entries = self._entries(microbatches, costs)
         losses, compiled = {}, {}
         for entry in entries:
-            group = _rested(groups, entry.group)
+            group = _wake_group(groups, entry.group)
             answers = group.ask("build", name=entry.name, **entry.build)
-            losses[entry.name] = loss_of(answers, "losses")
+            losses[entry.name] = step_losses(answers, "losses")
             if "compile" in answers[0]:
                 compiled[entry.name] = max(answer["compile"] for answer in answers)
             _check_losses(entry.name, losses[entry.name], losses["jaxpipe single"])
@@ -151,7 +159,7 @@ class _Bench:
         for entry in entries:
             turns[entry.name] = _turn(groups, entry)
             if entry.group == "jaxpipe":
-                turns[_after(entry)] = lambda: self._op_seconds(groups)
+                turns[_steps_after(entry)] = lambda: self._op_seconds(groups)
         runner = Runner(tuple(groups.values()), patience=self.arguments.patience)
         rounds = Rounds()
         for number in range(self.arguments.rounds):
@@ -162,7 +170,7 @@ class _Bench:
         self.ops += [ops for name in turns if name.startswith(_OPS) for ops in rounds.kept(name)]
         named = {entry.name for entry in entries}
         taken = [{k: v for k, v in found.items() if k in named} for found in rounds.rounds]
-        return Steps(
+        return StepMeasurements(
             microbatches,
             rounds=[{name: step.seconds for name, step in found.items()} for found in taken],
             busy=[{name: step.busy for name, step in found.items()} for found in taken],
@@ -175,32 +183,38 @@ class _Bench:
             memory={},
         )
 
-    def _entries(self, microbatches: int, costs: Path) -> list[Entry]:
+    def _entries(self, microbatches: int, costs: Path) -> list[BenchEntry]:
         """Return all steps; jaxpipe on one device comes first, since all losses must equal its."""
         single = _builtins(single_config(self.config, microbatches))
         double = _builtins(data_parallel_config(self.config, microbatches))
         entries = [
-            Entry("jaxpipe single", "jaxpipe single", {"kind": "accumulated", "config": single}),
-            Entry("jaxpipe data parallel", "jaxpipe", {"kind": "trained", "config": double}),
+            BenchEntry(
+                "jaxpipe single", "jaxpipe single", {"kind": "accumulated", "config": single}
+            ),
+            BenchEntry("jaxpipe data parallel", "jaxpipe", {"kind": "trained", "config": double}),
         ]
         for name in self.arguments.schedules:
             config = _builtins(VARIANTS[name].config(self.config, microbatches, costs))
             entries.append(
-                Entry(f"jaxpipe {name}", "jaxpipe", {"kind": "trained", "config": config})
+                BenchEntry(f"jaxpipe {name}", "jaxpipe", {"kind": "trained", "config": config})
             )
         if "torch" not in self.programs:
             return entries
         values = self.directory / f"values-{microbatches}.npz"
-        with Group("values", self.programs["jaxpipe"], 1) as group:
+        with ProcessGroup("values", self.programs["jaxpipe"], 1) as group:
             group.ask("export", path=str(values), config=single)
         build = {"config": single, "values": str(values)}
-        entries.append(Entry("torch single", "torch single", {"schedule": None, **build}))
+        entries.append(BenchEntry("torch single", "torch single", {"schedule": None, **build}))
         for peer in dict.fromkeys(VARIANTS[name].peer for name in self.arguments.schedules):
-            entries.append(Entry(f"torch {peer}", "torch", {"schedule": peer, **build}))
+            entries.append(BenchEntry(f"torch {peer}", "torch", {"schedule": peer, **build}))
         return entries
 
     def _predicted(
-        self, entries: Sequence[Entry], found: Mapping[str, Any], microbatches: int, costs: Path
+        self,
+        entries: Sequence[BenchEntry],
+        found: Mapping[str, Any],
+        microbatches: int,
+        costs: Path,
     ) -> dict[str, float]:
         """Return the simulator's seconds of a step of every schedule, with the update.
 
@@ -209,19 +223,21 @@ class _Bench:
         seconds = {}
         for before, entry in pairwise(entries):
             name = entry.name.removeprefix("jaxpipe ")
-            around = [found[_after(each)] for each in (before, entry) if _after(each) in found]
+            around = [
+                found[_steps_after(each)] for each in (before, entry) if _steps_after(each) in found
+            ]
             if name in self.arguments.schedules and len(around) == 2:
                 ops, update = _without_update(_mean(around))
                 config = VARIANTS[name].config(self.config, microbatches, costs)
-                seconds[name] = update + predicted(config, ops)
+                seconds[name] = update + predict_seconds(config, ops)
         return seconds
 
-    def _op_seconds(self, groups: Mapping[str, Group]) -> dict[str, Any]:
+    def _op_seconds(self, groups: Mapping[str, ProcessGroup]) -> dict[str, Any]:
         """Return the seconds of ops, averaged over the ranks, which run them at the same time."""
         config = VARIANTS["1f1b"].config(self.config, self.arguments.microbatches[0])
-        return _mean(_rested(groups, "jaxpipe").ask("ops", config=_builtins(config)))
+        return _mean(_wake_group(groups, "jaxpipe").ask("ops", config=_builtins(config)))
 
-    def _measure_memory(self, steps: Sequence[Steps]) -> None:
+    def _measure_memory(self, steps: Sequence[StepMeasurements]) -> None:
         """Measure the memory of every step, in fresh processes."""
         for one in steps:
             if one.microbatches not in self.arguments.memory:
@@ -229,11 +245,11 @@ class _Bench:
             for entry in self._entries(one.microbatches, self.directory / "costs.json"):
                 program = self.programs[entry.group.split()[0]]
                 size = 1 if entry.group.endswith("single") else PP
-                with Group(entry.name, program, size, measures_memory=True) as group:
+                with ProcessGroup(entry.name, program, size, measures_memory=True) as group:
                     group.ask("build", name=entry.name, **entry.build)
                     answers = group.ask("peak", name=entry.name)
                 most = max(answers, key=lambda answer: answer["peak"])
-                one.memory[entry.name] = Peak(most["peak"], most["before"])
+                one.memory[entry.name] = PeakMemory(most["peak"], most["before"])
 
     def _command(self) -> str:
         a = self.arguments
@@ -245,21 +261,21 @@ class _Bench:
         return " ".join(words)
 
 
-def _after(entry: Entry) -> str:
+def _steps_after(entry: BenchEntry) -> str:
     return f"{_OPS}{entry.name}"
 
 
-def _turn(groups: Mapping[str, Group], entry: Entry) -> Callable[[], Taken]:
-    def turn() -> Taken:
-        group = _rested(groups, entry.group)
+def _turn(groups: Mapping[str, ProcessGroup], entry: BenchEntry) -> Callable[[], StepTiming]:
+    def turn() -> StepTiming:
+        group = _wake_group(groups, entry.group)
         before = group.cpu_seconds()
-        seconds = seconds_of(group.ask("step", name=entry.name))
-        return Taken(seconds, group.cpu_seconds() - before)
+        seconds = step_seconds(group.ask("step", name=entry.name))
+        return StepTiming(seconds, group.cpu_seconds() - before)
 
     return turn
 
 
-def _rested(groups: Mapping[str, Group], which: str) -> Group:
+def _wake_group(groups: Mapping[str, ProcessGroup], which: str) -> ProcessGroup:
     """Return a group after all others returned their freed memory, so that all fit in memory."""
     for name, group in groups.items():
         if name != which:
@@ -307,7 +323,7 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     """Raise `ConfigError` if the options, the machine or a configuration are unsuitable."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
         raise ConfigError(f"this needs Linux and {PP} processor cores.")
-    at_least_one(rounds=arguments.rounds)
+    check_positive(rounds=arguments.rounds)
     if arguments.torch == sys.executable and not _has_torch():
         raise ConfigError(
             "this Python has no torch: pip install 'jaxpipe[bench]', or give another by --torch."

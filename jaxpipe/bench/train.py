@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.bench.options import add_config, add_out, at_least_one, load_for_devices, write
+from jaxpipe.bench.options import add_config, add_out, check_positive, load_for_devices, write_json
 from jaxpipe.config import Config
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    at_least_one(steps=arguments.steps)
+    check_positive(steps=arguments.steps)
     config = load_for_devices(arguments)
     found = measure(config, arguments.steps)
     words = ["python -m jaxpipe.bench train", arguments.config, *arguments.overrides]
@@ -40,21 +40,21 @@ def run(arguments: argparse.Namespace) -> None:
         )
         table.add_row(name, f"{shown:,.4g}" if isinstance(shown, float) else str(shown))
     Console(highlight=False).print(table)
-    write(found, arguments.out)
+    write_json(found, arguments.out)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
     """Train `steps` steps after two of warm-up; return the figures that are printed, by name."""
     import jax
 
-    from jaxpipe.bench.processes import seconds_of
-    from jaxpipe.bench.worker import Worker
+    from jaxpipe.bench.processes import step_seconds
+    from jaxpipe.bench.worker import BenchWorker
     from jaxpipe.runtime.devices import memory_peak, peak_flops
 
     train, devices = config.train, config.parallel.devices
-    worker = Worker()
+    worker = BenchWorker()
     built = worker.build("step", "trained", msgspec.to_builtins(config))
-    seconds = [seconds_of([worker.step("step")]) for _ in range(steps)]
+    seconds = [step_seconds([worker.step("step")]) for _ in range(steps)]
     rate = config.tokens_per_step / median(seconds) / devices
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)

@@ -15,7 +15,7 @@ _ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # pipeline parallelism only
 
 
 @dataclass(frozen=True)
-class Variant:
+class MeasuredVariant:
     """A schedule to measure.
 
     Attributes:
@@ -38,33 +38,33 @@ class Variant:
             config.parallel, pp=PP, **_ALONE, objective="scan", transfer_ticks=1,
             costs=str(costs or ""), **self.parallel,
         )  # fmt: skip
-        return _with(config, microbatches, parallel)
+        return _with_parallel(config, microbatches, parallel)
 
 
 _INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 _SHARED = {"vocab_parallel_pp": True}
 VARIANTS = {
-    "gpipe": Variant("ScheduleGPipe", {"schedule": "gpipe"}),
-    "1f1b": Variant("Schedule1F1B", {"schedule": "1f1b"}),
-    "1f1b:in_flight=3": Variant("Schedule1F1B", {"schedule": "1f1b", "in_flight": 3}),
-    "interleaved_1f1b:v=2": Variant("ScheduleInterleaved1F1B", _INTERLEAVED),
-    "interleaved_1f1b:v=2,in_flight=5": Variant(
+    "gpipe": MeasuredVariant("ScheduleGPipe", {"schedule": "gpipe"}),
+    "1f1b": MeasuredVariant("Schedule1F1B", {"schedule": "1f1b"}),
+    "1f1b:in_flight=3": MeasuredVariant("Schedule1F1B", {"schedule": "1f1b", "in_flight": 3}),
+    "interleaved_1f1b:v=2": MeasuredVariant("ScheduleInterleaved1F1B", _INTERLEAVED),
+    "interleaved_1f1b:v=2,in_flight=5": MeasuredVariant(
         "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 5}
     ),
-    "zb_h1": Variant("ScheduleInterleavedZeroBubble", {"schedule": "zb_h1"}),
-    "zbv": Variant("ScheduleZBVZeroBubble", {"schedule": "zbv"}),
-    "dualpipe": Variant("ScheduleDualPipeV", {"schedule": "dualpipe"}),
-    "dualpipev": Variant("ScheduleDualPipeV", {"schedule": "dualpipev"}),
-    "1f1b:in_flight=4,vocab_parallel": Variant(
+    "zb_h1": MeasuredVariant("ScheduleInterleavedZeroBubble", {"schedule": "zb_h1"}),
+    "zbv": MeasuredVariant("ScheduleZBVZeroBubble", {"schedule": "zbv"}),
+    "dualpipe": MeasuredVariant("ScheduleDualPipeV", {"schedule": "dualpipe"}),
+    "dualpipev": MeasuredVariant("ScheduleDualPipeV", {"schedule": "dualpipev"}),
+    "1f1b:in_flight=4,vocab_parallel": MeasuredVariant(
         "Schedule1F1B", {"schedule": "1f1b", "in_flight": 4, **_SHARED}
     ),
-    "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": Variant(
+    "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": MeasuredVariant(
         "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 6, **_SHARED}
     ),
-    "interleaved_1f1b:v=4,in_flight=10,vocab_parallel": Variant(
+    "interleaved_1f1b:v=4,in_flight=10,vocab_parallel": MeasuredVariant(
         "ScheduleInterleaved1F1B", {**_INTERLEAVED, "virtual_stages": 4, "in_flight": 10, **_SHARED}
     ),
-    "zbv:vocab_parallel": Variant("ScheduleZBVZeroBubble", {"schedule": "zbv", **_SHARED}),
+    "zbv:vocab_parallel": MeasuredVariant("ScheduleZBVZeroBubble", {"schedule": "zbv", **_SHARED}),
 }
 DEFAULT = (
     "gpipe", "1f1b:in_flight=3", "interleaved_1f1b:v=2,in_flight=5", "zb_h1", "zbv", "dualpipe",
@@ -75,7 +75,7 @@ DEFAULT = (
 def single_config(config: Config, microbatches: int) -> Config:
     """Return the configuration on one device."""
     parallel = msgspec.structs.replace(config.parallel, pp=1, **_ALONE, schedule="1f1b")
-    return _with(config, microbatches, parallel)
+    return _with_parallel(config, microbatches, parallel)
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
@@ -83,15 +83,15 @@ def data_parallel_config(config: Config, microbatches: int) -> Config:
     parallel = msgspec.structs.replace(
         config.parallel, pp=1, **_ALONE | {"dp": PP}, schedule="1f1b"
     )
-    return _with(config, microbatches // PP, parallel)
+    return _with_parallel(config, microbatches // PP, parallel)
 
 
-def predicted(config: Config, seconds: OpSeconds) -> float:
+def predict_seconds(config: Config, seconds: OpSeconds) -> float:
     """Return the planner's seconds of a step, without the optimizer update."""
     return estimate(resolve(config, CPUS), seconds).seconds
 
 
-def _with(config: Config, microbatches: int, parallel: Any) -> Config:
+def _with_parallel(config: Config, microbatches: int, parallel: Any) -> Config:
     """Each rank is a process with one device, whichever devices the configuration names."""
     train = msgspec.structs.replace(config.train, grad_accum_steps=microbatches, batch_tokens=0)
     return msgspec.structs.replace(config, parallel=parallel, train=train, runtime=RuntimeConfig())

@@ -30,7 +30,7 @@ from jaxpipe.training.trainer import Trainer
 Tree = Any
 
 
-class Worker:
+class BenchWorker:
     """The process's compiled steps by name, each with its state and batch, and its op timers."""
 
     def __init__(self) -> None:
@@ -49,8 +49,10 @@ class Worker:
         Returns:
             both losses, seconds of the compiler, and begin and end of the second step.
         """
-        trainer = trainer_of(config)
-        step = {"trained": trainer.train_step, "accumulated": accumulated(trainer)}[kind]
+        trainer = build_trainer(config)
+        step = {"trained": trainer.train_step, "accumulated": compile_accumulated_step(trainer)}[
+            kind
+        ]
         state, batch = trainer.init(), trainer.put(random_batch(trainer.config))
         begin = time.monotonic()
         compiled = step.lower(state, batch).compile()
@@ -77,17 +79,17 @@ class Worker:
 
     def rest(self) -> dict[str, Any]:
         """Return freed memory to the system."""
-        memory.give_back()
+        memory.return_memory()
         return {}
 
     def peak(self, name: str) -> dict[str, Any]:
         """Return the process's resident bytes: peak during a step, and before the step."""
-        return memory.peak(lambda: self.step(name))
+        return memory.measure_peak(lambda: self.step(name))
 
     def ops(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return seconds of every op, of a tick's transfer and of a rank's update."""
         if self.timers is None:
-            trainer = trainer_of(config)
+            trainer = build_trainer(config)
             layers = trainer.config.model.n_layers // trainer.mesh.size
             self.timers = (
                 OpTimer(trainer, layers=layers),
@@ -99,7 +101,7 @@ class Worker:
 
     def export(self, path: str, config: dict[str, Any]) -> dict[str, Any]:
         """Write the initial parameters and the batch on one device to an npz file, for PyTorch."""
-        trainer = trainer_of(config)
+        trainer = build_trainer(config)
         state, batch = trainer.init(), random_batch(trainer.config)
         named = {
             "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in where): leaf
@@ -109,7 +111,7 @@ class Worker:
         return {}
 
 
-def accumulated(trainer: Trainer) -> Any:
+def compile_accumulated_step(trainer: Trainer) -> Any:
     """Return the jitted step without a pipeline: gradients by `jax.grad`, summed over a scan."""
     functions = trainer.pipeline.functions
 
@@ -134,7 +136,7 @@ def accumulated(trainer: Trainer) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def trainer_of(config: dict[str, Any]) -> Trainer:
+def build_trainer(config: dict[str, Any]) -> Trainer:
     """Return the trainer of a configuration in plain values, on the first devices it needs."""
     converted = from_builtins(config)
     return Trainer.resolve(converted, jax.devices()[: converted.parallel.devices])
@@ -158,4 +160,4 @@ def serve(kind: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Worker)
+    serve(BenchWorker)

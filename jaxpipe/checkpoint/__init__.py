@@ -2,7 +2,15 @@
 
 from jaxpipe.checkpoint.exclusion import Exclusion
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError
-from jaxpipe.checkpoint.keying import Keying
-from jaxpipe.checkpoint.store import Checkpoints, newest, read_state
+from jaxpipe.checkpoint.keying import StateKeying
+from jaxpipe.checkpoint.store import CheckpointStore, find_newest, read_state
 
-__all__ = ["FORMAT", "Checkpoints", "DamagedError", "Exclusion", "Keying", "newest", "read_state"]
+__all__ = [
+    "FORMAT",
+    "CheckpointStore",
+    "DamagedError",
+    "Exclusion",
+    "StateKeying",
+    "find_newest",
+    "read_state",
+]

@@ -24,12 +24,12 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.compatibility import check_same_settings
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, trained_with
-from jaxpipe.checkpoint.inspection import inspected
-from jaxpipe.checkpoint.quiet import quiet_threads
+from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, training_settings
+from jaxpipe.checkpoint.inspection import describe_checkpoint
+from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.starting import write_config
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.config.arguments import SETTINGS
 from jaxpipe.config.paths import local_path
@@ -41,9 +41,9 @@ DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parsed(argv)
+    arguments = _parse_arguments(argv)
     try:
-        with quiet_threads():
+        with suppress_orbax_errors():
             arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.checkpoint",
         description=__doc__,
@@ -128,19 +128,19 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) -> None:
     config = configs.load(path, overrides)
-    own = Path(config.run.dir)
+    settings = Path(config.run.dir)
     meta = {"config": configs.to_toml(config)}
-    with contextlib.nullcontext() if arguments.out else locked(own, print):
-        directory = arguments.out or own / "imported"
+    with contextlib.nullcontext() if arguments.out else locked(settings, print):
+        directory = arguments.out or settings / "imported"
         step = import_huggingface(arguments.source, config.model, directory, meta)
     start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
     print(
         f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "
         f"them with:\n{shlex.join(['python', '-m', 'jaxpipe.train', path, *overrides, *start])}"
     )
-    for name, value in trained_with(arguments.source, config.model).items():
-        own = getattr(config.model, name)
-        print(f"its config.json asks for model.{name}={value:.6g}; the run's is {own:.6g}")
+    for name, value in training_settings(arguments.source, config.model).items():
+        settings = getattr(config.model, name)
+        print(f"its config.json asks for model.{name}={value:.6g}; the run's is {settings:.6g}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def _export(arguments: argparse.Namespace) -> None:
         check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
     else:
         config = _stored_config(checkpoint)
-    if not checkpoint.compared:
+    if not checkpoint.checked_files:
         print(
             f"checkpoint {checkpoint.directory} was saved by a version that wrote no checksums: "
             f"nothing proves that its arrays are undamaged",
@@ -178,7 +178,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    Console(highlight=False, markup=False, soft_wrap=True).print(inspected(arguments.checkpoint))
+    Console(highlight=False, markup=False, soft_wrap=True).print(
+        describe_checkpoint(arguments.checkpoint)
+    )
 
 
 def _stored_config(checkpoint: StoredCheckpoint) -> Config:

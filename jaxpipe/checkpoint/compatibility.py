@@ -63,7 +63,7 @@ def check_same_settings(
     changed = {key: values for key, values in changed.items() if key not in allowed}
     if changed:
         there, here = (
-            ", ".join(f"{key}={_written(values[i])}" for key, values in changed.items())
+            ", ".join(f"{key}={_format_value(values[i])}" for key, values in changed.items())
             for i in (0, 1)
         )
         raise ConfigError(
@@ -105,7 +105,7 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}
 
 
-def with_variables_of(stored: Tree, like: Tree) -> Tree:
+def drop_absent_variables(stored: Tree, like: Tree) -> Tree:
     """`like` with only those variables that the checkpoint stores with the same shapes."""
     if not isinstance(like.get("variables"), dict):
         return like
@@ -113,10 +113,10 @@ def with_variables_of(stored: Tree, like: Tree) -> Tree:
     def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
         return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(tree).items()}
 
-    held = stored.get("variables") or {}
+    saved = stored.get("variables") or {}
     kept = {
         name: leaf for name, leaf in like["variables"].items()
-        if name in held and shapes({name: leaf}) == shapes({name: held[name]})
+        if name in saved and shapes({name: leaf}) == shapes({name: saved[name]})
     }  # fmt: skip
     rest = {name: part for name, part in like.items() if name != "variables"}
     return rest | ({"variables": kept} if kept else {})
@@ -127,12 +127,12 @@ def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: froze
 
     `expected` and `stored` are shapes in keyed form; arrays named in `left_out` are not compared.
     """
-    wanted, held = (
+    wanted, present = (
         {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
         for tree in (expected, stored)
     )
     want = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
-    have = {name: tuple(leaf.shape) for name, leaf in held.items()}
+    have = {name: tuple(leaf.shape) for name, leaf in present.items()}
     have = {
         name: shape for name, shape in have.items()
         if name in want or name.split("/")[0] in expected.keys() - {"variables"}
@@ -146,13 +146,13 @@ def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: froze
                 f"{have.get(name, 'none (absent)')} there and {want.get(name, 'none (absent)')} in "
                 f"this configuration; change {section} back or use another run.dir."
             )
-        kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, held)]
+        kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, present)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
-                f"checkpoint {where} is of another {what}: {name} has dtype {held[name].dtype} "
+                f"checkpoint {where} is of another {what}: {name} has dtype {present[name].dtype} "
                 f"there and {wanted[name].dtype} in this configuration; use another run.dir."
             )
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if value == _UNKNOWN else json.dumps(value)

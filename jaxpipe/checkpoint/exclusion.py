@@ -21,27 +21,27 @@ class Exclusion:
     """Parameters that a run does not read from a checkpoint, together with their moments.
 
     Attributes:
-      patterns: fnmatch patterns of parameter names, such as `ends/head` or `layers/*/mlp/*`, in
-        which `*` also matches `/`.
-      fresh: returns a stage-stacked state that holds the values to use instead.
+      patterns: fnmatch patterns of parameter names, such as `embed_head/head` or `layers/*/mlp/*`,
+        in which `*` also matches `/`.
+      init_state: returns a stage-stacked state that holds the values to use instead.
     """
 
     patterns: tuple[str, ...]
-    fresh: Callable[[], Tree]
+    init_state: Callable[[], Tree]
 
-    def names(self, keyed: Tree) -> frozenset[str]:
+    def match_names(self, keyed: Tree) -> frozenset[str]:
         """Names of the excluded leaves of a state in keyed form.
 
         Raises `ConfigError` where a pattern matches no parameter.
         """
-        every = list(leaves_by_name(keyed["params"]))
+        names = list(leaves_by_name(keyed["params"]))
         paths: set[str] = set()
         for pattern in self.patterns:
-            matching = fnmatch.filter(every, pattern)
+            matching = fnmatch.filter(names, pattern)
             if not matching:
                 raise ConfigError(
                     f"checkpoint.exclude has {pattern!r}, but no parameter is named so: names are "
-                    f"{', '.join(every[:4])}, ..., {every[-1]}; `*` stands for anything."
+                    f"{', '.join(names[:4])}, ..., {names[-1]}; `*` stands for anything."
                 )
             paths.update(f"/{name}/" for name in matching)
         return frozenset(
@@ -55,17 +55,17 @@ def leaves_by_name(tree: Tree) -> dict[str, Any]:
     return {_name(path): leaf for path, leaf in leaves}
 
 
-def replaced(tree: Tree, names: Set[str], other: Callable[[Any], Any]) -> Tree:
+def replace_leaves(tree: Tree, names: Set[str], other: Callable[[Any], Any]) -> Tree:
     """A state in keyed form, or its shapes, with `other(name)` in place of each leaf in `names`.
 
-    >>> params = {"ends": {"embed": 1, "head": 2}}
-    >>> replaced(params, {"ends/head"}, lambda name: name)
-    {'ends': {'embed': 1, 'head': 'ends/head'}}
+    >>> params = {"embed_head": {"embed": 1, "head": 2}}
+    >>> replace_leaves(params, {"embed_head/head"}, lambda name: name)
+    {'embed_head': {'embed': 1, 'head': 'embed_head/head'}}
     """
 
-    def leaf(path: Any, kept: Any) -> Any:
+    def leaf(path: Any, value: Any) -> Any:
         name = _name(path)
-        return other(name) if name in names else kept
+        return other(name) if name in names else value
 
     return jax.tree.map_with_path(leaf, tree, is_leaf=_is_leaf)
 

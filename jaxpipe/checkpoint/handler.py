@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.checkpoint.integrity import write_checksums
 
 
-class _Held:
+class _ArrayProxy:
     """A proxy of an array that is no `jax.Array`, so that Orbax does not reject it."""
 
     def __init__(self, array: jax.Array):
@@ -30,7 +30,7 @@ class _Held:
         return getattr(self._array, name)
 
 
-class Unpadded(_Held):
+class UnpaddedArray(_ArrayProxy):
     """A padded array as it is written: with its unpadded `shape`.
 
     The padding is zeros at the end of one dim. Orbax writes chunks of equal size. Every shard is
@@ -58,15 +58,15 @@ class Unpadded(_Held):
         part = shards[0].data.shape
         length = math.gcd(part[axis], self.shape[axis])
         size = jax.ShapeDtypeStruct((*part[:axis], length, *part[axis + 1 :]), self.dtype)
-        found = [SimpleNamespace(data=size, replica_id=None)]
+        chunks = [SimpleNamespace(data=size, replica_id=None)]
         for shard in (shard for shard in shards if shard.replica_id == 0):
             begin = shard.index[axis].start or 0
             for i, data in enumerate(_split(shard.data, part[axis] // length, axis)):
                 here = slice(begin + i * length, begin + (i + 1) * length)
                 if here.stop <= self.shape[axis]:
                     index = (*shard.index[:axis], here, *shard.index[axis + 1 :])
-                    found.append(SimpleNamespace(data=data, index=index, replica_id=0))
-        return found
+                    chunks.append(SimpleNamespace(data=data, index=index, replica_id=0))
+        return chunks
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._array[tuple(map(slice, self.shape))], dtype, copy=copy)
@@ -75,7 +75,7 @@ class Unpadded(_Held):
 _split = jax.jit(jnp.split, static_argnums=(1, 2))  # one dispatch for all chunks of a shard
 
 
-class _HeldArrays(ocp.type_handlers.ArrayHandler):
+class _LocalShardHandler(ocp.type_handlers.ArrayHandler):
     """Writes and reads the arrays of which this process holds shards, and skips the others."""
 
     def __init__(self):
@@ -88,14 +88,14 @@ class _HeldArrays(ocp.type_handlers.ArrayHandler):
 
     async def serialize(
         self,
-        values: Sequence[jax.Array | Unpadded],
+        values: Sequence[jax.Array | UnpaddedArray],
         infos: Sequence[Any],
         args: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         """Start writing the shards that this process holds."""
         args = args or [ocp.SaveArgs()] * len(values)
         held = [
-            (value if isinstance(value, Unpadded) else _Held(value), info, arg)
+            (value if isinstance(value, UnpaddedArray) else _ArrayProxy(value), info, arg)
             for value, info, arg in zip(values, infos, args)
             if value.sharding.addressable_devices
         ]
@@ -153,14 +153,14 @@ class StateRestore(ocp.args.PyTreeRestore):
     """Arguments of a restore with `StateHandler`."""
 
 
-def state_handler() -> StateHandler:
+def make_state_handler() -> StateHandler:
     """A `StateHandler` for arrays that any subset of the processes may hold.
 
     It does not compress: compression saves a twelfth of the disk for float32, and pending writes
     would take a third more memory.
     """
-    arrays = _HeldArrays()
+    arrays = _LocalShardHandler()
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (Unpadded, arrays)
+        (jax.Array, arrays), (UnpaddedArray, arrays)
     )
     return StateHandler(type_handler_registry=registry, use_compression=False)

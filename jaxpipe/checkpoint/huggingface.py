@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxpipe.checkpoint.naming import Parameter, huggingface_of, located, parameters
+from jaxpipe.checkpoint.naming import NamedParameter, hf_format, list_parameters, locate_parameters
 from jaxpipe.checkpoint.safetensors_directory import TensorFiles, write_tensors
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nested, save_parameters
+from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.family import Family
+from jaxpipe.model.family import ModelFamily
 from jaxpipe.model.published import architecture
 
 
@@ -44,16 +44,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}): correct it.") from error
 
 
-def model_settings(theirs: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The fields of `[model]` that differ from their defaults, for `theirs`, a config.json.
+def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The fields of `[model]` that differ from their defaults, for `hf_config`, a config.json.
 
     Raises `ConfigError` where no family supports the model. `place` is used in messages.
     """
-    known = {name: family for family in FAMILIES.values() for name in _architectures(family)}
+    known = {name: family for family in FAMILIES.values() for name in _list_architectures(family)}
     try:
-        family = known[architecture(theirs, tuple(known))]
-        settings = family.published.expected(theirs)
-        described = family.published.with_defaults(theirs)
+        family = known[architecture(hf_config, tuple(known))]
+        settings = family.published.expected(hf_config)
+        described = family.published.with_defaults(hf_config)
     except ValueError as error:
         raise ConfigError(f"{place}/config.json {error}") from error
     if longest := described.get("max_position_embeddings"):
@@ -63,14 +63,14 @@ def model_settings(theirs: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"family": family.name} | needed
 
 
-def _architectures(family: Family) -> tuple[str, ...]:
+def _list_architectures(family: ModelFamily) -> tuple[str, ...]:
     return family.published.ARCHITECTURES if family.huggingface else ()
 
 
-def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) -> None:
-    """Raise `ConfigError` unless `theirs`, the config.json in `place`, describes `model`."""
+def check_same_model(hf_config: dict[str, Any], model: ModelConfig, place: Path) -> None:
+    """Raise `ConfigError` unless `hf_config`, the config.json in `place`, describes `model`."""
     try:
-        expected = huggingface_of(model).expected(theirs)
+        expected = hf_format(model).expected(hf_config)
     except ValueError as error:
         raise ConfigError(f"{place}/config.json {error}") from error
     ours = {name: getattr(model.resolved(), name) for name in expected}
@@ -84,10 +84,10 @@ def check_same_model(theirs: dict[str, Any], model: ModelConfig, place: Path) ->
         raise ConfigError(f"{place}/config.json and [model] differ: {differences}; set {remedy}.")
 
 
-def trained_with(source: Path, model: ModelConfig) -> dict[str, Any]:
+def training_settings(source: Path, model: ModelConfig) -> dict[str, Any]:
     """Training-only fields of `[model]` whose value in `source`/config.json differs, by name."""
-    theirs = huggingface_of(model).trained(read_config(source), model)
-    return {name: value for name, value in theirs.items() if getattr(model, name) != value}
+    settings = hf_format(model).trained(read_config(source), model)
+    return {name: value for name, value in settings.items() if getattr(model, name) != value}
 
 
 def import_huggingface(
@@ -100,17 +100,21 @@ def import_huggingface(
     `ConfigError`, with nothing written, where config.json does not describe `model`, tensors are
     missing, unknown or of another shape, or `checkpoints` already holds checkpoints.
     """
-    theirs, form = read_config(source), huggingface_of(model)
-    check_same_model(theirs, model, source)
-    serving = ServingFiles.read(source, form.with_defaults(theirs))
+    hf_config, form = read_config(source), hf_format(model)
+    check_same_model(hf_config, model, source)
+    serving = ServingFiles.read(source, form.with_defaults(hf_config))
     files = TensorFiles(source, without=form.BUFFERS)
-    wanted = located(model, files)
+    wanted = locate_parameters(model, files)
     _check_tensors(files, wanted, model)
 
-    def lazy(own: Parameter) -> LazyArray:
-        return LazyArray(own.shape, files.dtype(own.names[0]), lambda: own.ours(files.read))
+    def lazy(parameter: NamedParameter) -> LazyArray:
+        return LazyArray(
+            parameter.shape,
+            files.dtype(parameter.hf_names[0]),
+            lambda: parameter.from_hf(files.read),
+        )
 
-    tree = nested({own.path: lazy(own) for own in wanted})
+    tree = nest_by_path({parameter.path: lazy(parameter) for parameter in wanted})
     about = {"source": str(source.absolute())} | serving.as_meta()
     return save_parameters(checkpoints, tree, meta | about)
 
@@ -137,8 +141,8 @@ def export_huggingface(
             f"{target} exists and is not an empty directory: choose another one to export to."
         )
     kind = np.dtype(jnp.dtype(dtype))
-    config_json = _config_json(model, str(kind), max_positions, serving)
-    wanted = parameters(model)
+    config_json = _build_config_json(model, str(kind), max_positions, serving)
+    wanted = list_parameters(model)
     _check_stored(checkpoint, wanted)
     target = target.absolute()
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -148,8 +152,8 @@ def export_huggingface(
         serving.write(partial)
         write_tensors(
             partial,
-            {name: own.their_shape for own in wanted for name in own.names},
-            _converted(checkpoint, wanted),
+            {name: parameter.hf_shape for parameter in wanted for name in parameter.hf_names},
+            _convert_tensors(checkpoint, wanted),
             dtype=kind,
             max_shard_bytes=max_shard_bytes,
         )
@@ -163,36 +167,38 @@ def export_huggingface(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _config_json(model: ModelConfig, dtype: str, positions: int, serving: ServingFiles) -> str:
+def _build_config_json(
+    model: ModelConfig, dtype: str, positions: int, serving: ServingFiles
+) -> str:
     try:
-        written = huggingface_of(model).written(model, dtype, positions)
+        written = hf_format(model).written(model, dtype, positions)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return json.dumps(written | serving.token_ids, indent=2) + "\n"
 
 
-def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConfig) -> None:
-    form = huggingface_of(model)
+def _check_tensors(files: TensorFiles, wanted: list[NamedParameter], model: ModelConfig) -> None:
+    form = hf_format(model)
     place, names = files.directory, set(files.names)
-    owner = {name: own for own in wanted for name in own.names}
+    owner = {name: parameter for parameter in wanted for name in parameter.hf_names}
     unknown = names - set(owner)
-    for name, own in owner.items():
+    for name, parameter in owner.items():
         if name not in names:
             other = f", and {min(unknown)}, which the model has no place for" if unknown else ""
             raise ConfigError(
                 f"{place} has no tensor {name}, which its config.json describes{other}: take a "
                 f"checkpoint that holds all of {form.MODELS}."
             )
-        if files.shape(name) != own.their_shape:
+        if files.shape(name) != parameter.hf_shape:
             raise ConfigError(
                 f"{place} has {name} of shape {files.shape(name)} but its config.json "
-                f"describes {own.their_shape}: take config.json and weights of the same model."
+                f"describes {parameter.hf_shape}: take config.json and weights of the same model."
             )
-        if files.dtype(name) != files.dtype(own.names[0]):
+        if files.dtype(name) != files.dtype(parameter.hf_names[0]):
             raise ConfigError(
-                f"{place} has {name} in {files.dtype(name)} but {own.names[0]} in "
-                f"{files.dtype(own.names[0])}, and they are one parameter here: convert one of "
-                f"them."
+                f"{place} has {name} in {files.dtype(name)} but {parameter.hf_names[0]} in "
+                f"{files.dtype(parameter.hf_names[0])}, and they are one parameter here: convert "
+                f"one of them."
             )
     if form.tied(model) and form.HEAD in unknown:
         if not np.array_equal(files.read(form.HEAD), files.read(form.EMBED)):
@@ -209,8 +215,8 @@ def _check_tensors(files: TensorFiles, wanted: list[Parameter], model: ModelConf
         )
 
 
-def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None:
-    want = {("params", *own.path): own.shape for own in wanted}
+def _check_stored(checkpoint: StoredCheckpoint, wanted: list[NamedParameter]) -> None:
+    want = {("params", *parameter.path): parameter.shape for parameter in wanted}
     have = {
         path: tuple(leaf.shape) for path, leaf in checkpoint.leaves.items() if path[0] == "params"
     }
@@ -224,33 +230,40 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[Parameter]) -> None
             )
 
 
-def _converted(
-    checkpoint: StoredCheckpoint, wanted: list[Parameter]
+def _convert_tensors(
+    checkpoint: StoredCheckpoint, wanted: list[NamedParameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and tensor of all parameters; at most one layer is in memory at a time."""
-    for _, group in groupby(wanted, key=_unit):
-        together = list(group)
-        paths = [own.path for own in together]
+    for _, group in groupby(wanted, key=_read_group):
+        parameters = list(group)
+        paths = [parameter.path for parameter in parameters]
         arrays = dict(zip(paths, checkpoint.parameters(paths)))
-        for parts in _by_name(together).values():  # pop frees an array once it is written
-            first, whole = parts[0], _whole([arrays.pop(own.path) for own in parts])
-            for name, tensor in zip(first.names, whole if first.stacked else [whole]):
-                yield name, tensor.T if first.theirs.transposed else tensor
+        for parts in _group_by_name(parameters).values():  # pop frees an array once it is written
+            first, tensors = parts[0], _fuse([arrays.pop(parameter.path) for parameter in parts])
+            for name, tensor in zip(first.hf_names, tensors if first.is_stacked else [tensors]):
+                yield name, tensor.T if first.hf_tensor.transposed else tensor
 
 
-def _whole(parts: list[np.ndarray]) -> np.ndarray:
+def _fuse(parts: list[np.ndarray]) -> np.ndarray:
     """Concatenate parameters that Hugging Face fuses, such as queries, keys and values."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _by_name(wanted: list[Parameter]) -> dict[str, list[Parameter]]:
+def _group_by_name(wanted: list[NamedParameter]) -> dict[str, list[NamedParameter]]:
     """Parameters grouped by Hugging Face tensor name, in the order of the fused parts."""
-    found: dict[str, list[Parameter]] = {}
-    for own in wanted:
-        found.setdefault(own.theirs.name, []).append(own)
-    return {name: sorted(parts, key=lambda own: own.theirs.part) for name, parts in found.items()}
+    groups: dict[str, list[NamedParameter]] = {}
+    for parameter in wanted:
+        groups.setdefault(parameter.hf_tensor.name, []).append(parameter)
+    return {
+        name: sorted(parts, key=lambda parameter: parameter.hf_tensor.part)
+        for name, parts in groups.items()
+    }
 
 
-def _unit(own: Parameter) -> tuple[str, ...]:
+def _read_group(parameter: NamedParameter) -> tuple[str, ...]:
     """Key of parameters read together: a layer without experts; all others are read singly."""
-    return own.path[:2] if own.path[0] == "layers" and not own.stacked else own.path
+    return (
+        parameter.path[:2]
+        if parameter.path[0] == "layers" and not parameter.is_stacked
+        else parameter.path
+    )

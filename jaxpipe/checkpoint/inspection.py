@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.checkpoint.store import steps_in
+from jaxpipe.checkpoint.store import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config.units import readable_bytes
 
 
-def inspected(directory: Path) -> RenderableType:
+def describe_checkpoint(directory: Path) -> RenderableType:
     """Describe a checkpoint: step, parameters grouped over layers, sizes and configuration.
 
     Reads every file of the state once to compare it with its checksum.
@@ -27,16 +27,16 @@ def inspected(directory: Path) -> RenderableType:
     Raises:
       ConfigError: there is no checkpoint, it is damaged, or its format is newer.
     """
-    steps = steps_in(directory)
+    steps = list_steps(directory)
     checkpoint = StoredCheckpoint(directory / str(steps[-1]) if steps else directory)
-    parts: list[RenderableType] = [_overview(checkpoint, steps), Text()]
-    parts += [_parameters(checkpoint)]
+    parts: list[RenderableType] = [_describe_facts(checkpoint, steps), Text()]
+    parts += [_parameter_table(checkpoint)]
     if config := checkpoint.meta.get("config"):
         parts += [Text(), Text(f"# the configuration that it was saved with\n{config}".rstrip())]
     return Group(*parts)
 
 
-def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
+def _describe_facts(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
     """One line for each fact, as text: a table would truncate long paths."""
     meta, leaves = checkpoint.meta, checkpoint.leaves
     params = [leaf for path, leaf in leaves.items() if path[0] == "params"]
@@ -49,8 +49,8 @@ def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
         "layers": len(layers),
         "parameters": f"{sum(map(_size, params)):,}, {readable_bytes(_bytes(params))}",
         "checksums": (
-            f"all {checkpoint.compared} files are as they were saved"
-            if checkpoint.compared
+            f"all {checkpoint.checked_files} files are as they were saved"
+            if checkpoint.checked_files
             else "none: nothing proves that the arrays are undamaged"
         ),
         "moments": readable_bytes(_bytes(rest)) if rest else "none: parameters only",
@@ -65,7 +65,7 @@ def _overview(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
     return Text("\n".join(f"{name:12}{value}" for name, value in facts.items()))
 
 
-def _parameters(checkpoint: StoredCheckpoint) -> Table:
+def _parameter_table(checkpoint: StoredCheckpoint) -> Table:
     """One row for each (name, shape, dtype) of parameters, with `*` for the layer index."""
     groups: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
     for path, leaf in checkpoint.leaves.items():

@@ -22,7 +22,7 @@ from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 
 Meta = dict[str, Any]
-FORMAT = 1  # incremented when the keys on disk change
+FORMAT = 2  # incremented when the keys on disk change (`disk_keys.py`)
 _KEY = "xxh3_128"  # metadata entry: the checksum of all other entries
 _ADDED_LATER = "commit_success.txt"  # Orbax adds it after the checksums; nothing reads it
 _THREADS = 8
@@ -33,10 +33,10 @@ class DamagedError(Exception):
     """A checkpoint is proved to differ from what was saved; the message names the difference."""
 
 
-def sealed(meta: Meta) -> Meta:
+def add_checksum(meta: Meta) -> Meta:
     """The metadata with its checksum added, which also marks that the arrays have checksums.
 
-    >>> sorted(sealed({"step": 7, "config": "lr = 0.1"}))
+    >>> sorted(add_checksum({"step": 7, "config": "lr = 0.1"}))
     ['config', 'step', 'xxh3_128']
     """
     rest = {name: value for name, value in meta.items() if name != _KEY}
@@ -84,8 +84,12 @@ def write_checksums(directory: Path, process: int | None = None) -> None:
 
     `process` None selects the files that belong to no process.
     """
-    own = [name for name in _files(directory) if not _is_list(name) and _writer(name) == process]
-    lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(directory, own)]
+    files = [
+        name
+        for name in _list_files(directory)
+        if not _is_checksum_list(name) and _writing_process(name) == process
+    ]
+    lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(directory, files)]
     of = "" if process is None else f".process_{process}"
     with (directory / f"checksums{of}.xxh128").open("w") as file:
         file.writelines(lines)
@@ -112,30 +116,30 @@ def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
       OSError: a file cannot be read.
     """
     try:
-        found = _files(directory)
+        found = _list_files(directory)
     except FileNotFoundError as error:
         raise DamagedError(f"{first_line(error)}") from error
     want = {}
-    for name in filter(_is_list, found):
+    for name in filter(_is_checksum_list, found):
         for line in filter(None, (directory / name).read_text(errors="replace").split("\n")):
             checksum, _, listed = line.partition("  ")
             want[listed] = checksum
-    held = [name for name in found if not _is_list(name)]
+    held = [name for name in found if not _is_checksum_list(name)]
     if not want:
         raise DamagedError("the checksums of state/ are missing")
     if missing := sorted(want.keys() - set(held)):
         raise DamagedError(f"state/{missing[0]} is missing")
     if unlisted := [name for name in held if name not in want]:
         raise DamagedError(f"state/{unlisted[0]} has no checksum")
-    own = [name for name in held if (_writer(name) or 0) % count == process]
-    for name, checksum in _checksums(directory, own):
+    files = [name for name in held if (_writing_process(name) or 0) % count == process]
+    for name, checksum in _checksums(directory, files):
         if checksum != want[name]:
             raise DamagedError(f"state/{name} is not as it was saved")
     return len(held)
 
 
 @contextlib.contextmanager
-def all_processes_read(checkpoint: Path, checked: bool = True) -> Iterator[None]:
+def succeed_on_all_processes(checkpoint: Path, checked: bool = True) -> Iterator[None]:
     """Make the body, which all processes execute, succeed on all processes or on none.
 
     Raises `DamagedError` on all processes if one of them has proof of damage, and `ConfigError` for
@@ -147,7 +151,7 @@ def all_processes_read(checkpoint: Path, checked: bool = True) -> Iterator[None]
         yield
     except Exception as error:  # of any kind: this process must still meet the others below
         problem = error
-        if not checked and not isinstance(error, ConfigError) and _shows_damage(error):
+        if not checked and not isinstance(error, ConfigError) and _is_damage(error):
             problem = DamagedError(first_line(error))
             problem.__cause__ = error
     damaged = isinstance(problem, DamagedError)
@@ -170,7 +174,7 @@ def _checksum_of(meta: Meta) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(meta, sort_keys=True).encode())
 
 
-def _files(directory: Path) -> list[str]:
+def _list_files(directory: Path) -> list[str]:
     """Relative paths below `state/` of the files that need a checksum and of the checksum lists."""
 
     def fail(error: OSError) -> None:  # os.walk would treat an unreadable folder as empty
@@ -184,11 +188,11 @@ def _files(directory: Path) -> list[str]:
     )
 
 
-def _is_list(name: str) -> bool:
+def _is_checksum_list(name: str) -> bool:
     return re.fullmatch(r"checksums(\.process_\d+)?\.xxh128", name) is not None
 
 
-def _writer(name: str) -> int | None:
+def _writing_process(name: str) -> int | None:
     """The process that wrote a file, by Orbax's folder name; None: a file for all processes."""
     match = re.match(r"ocdbt\.process_(\d+)/", name)
     return int(match[1]) if match else None
@@ -207,10 +211,10 @@ def _checksum(path: Path) -> str:
     return checksum.hexdigest()
 
 
-def _shows_damage(error: BaseException | None) -> bool:
+def _is_damage(error: BaseException | None) -> bool:
     """Whether an error of Orbax or TensorStore shows that files are missing or not decodable."""
     if error is None:
         return False
     kinds = (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError)
-    said = str(error).startswith(("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE"))
-    return isinstance(error, kinds) or said or _shows_damage(error.__cause__ or error.__context__)
+    message = str(error).startswith(("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE"))
+    return isinstance(error, kinds) or message or _is_damage(error.__cause__ or error.__context__)

@@ -1,7 +1,7 @@
 """Conversion of a state between stage-stacked form and keyed form, the form on disk.
 
 Keyed form is `{"params": tree, "optimizer": tree, "step": n}`. Every tree of parameters in it has
-the keys `layers/<index>/<name>` and `ends/<name>` (embed_head), whatever the mesh, split or
+the keys `layers/<index>/<name>` and `embed_head/<name>`, whatever the mesh, split or
 schedule. A save takes each layer from the devices of its pipeline rank, and a restore puts it on
 the devices of its new pipeline rank. Padding, which depends on the number of shards, is not on
 disk.
@@ -18,18 +18,18 @@ import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.checkpoint.handler import Unpadded
+from jaxpipe.checkpoint.handler import UnpaddedArray
 from jaxpipe.parallel import ParamSharding, Sharding, StageLayout, is_stage_stacked
 from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
-Part = Callable[
+LeafFunction = Callable[
     [Any, ParamSharding, int | None], Any
 ]  # maps (leaf, its ParamSharding, pp_rank of its layer or None) to the keyed leaf
 
 
 @dataclass(frozen=True)
-class Keying:
+class StateKeying:
     """Converts stage-stacked form to keyed form and back, without copies to the host.
 
     The methods take a state: a pytree that contains stage-stacked trees, such as parameters and
@@ -44,28 +44,28 @@ class Keying:
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
     >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}
-    >>> keyed = Keying(layout, Sharding(mesh)).keyed_shapes({"params": params})["params"]
+    >>> keyed = StateKeying(layout, Sharding(mesh)).keyed_shapes({"params": params})["params"]
     >>> sorted(keyed), keyed["layers"]["1"]["up"].shape
-    (['ends', 'layers'], (8,))
+    (['embed_head', 'layers'], (8,))
     """
 
     layout: StageLayout
     sharding: Sharding
 
-    def keyed(self, state: Tree) -> Tree:
+    def to_keyed(self, state: Tree) -> Tree:
         """The state in keyed form, without padding, ready to be saved."""
-        return self._map(state, self._written, lambda leaf: leaf)
+        return self._map(state, self._remove_padding, lambda leaf: leaf)
 
-    def rows(self, state: Tree) -> Tree:
+    def to_padded_keyed(self, state: Tree) -> Tree:
         """The state in keyed form with this layout's padding, as a restore returns it."""
-        return self._map(state, self._take, lambda leaf: leaf)
+        return self._map(state, self._take_row, lambda leaf: leaf)
 
     def keyed_shapes(self, state: Tree) -> Tree:
-        """Shapes and dtypes of `keyed(state)`; `state` may hold arrays or shapes."""
+        """Shapes and dtypes of `to_keyed(state)`; `state` may hold arrays or shapes."""
         return self._map(
             state,
             lambda leaf, stored, rank: jax.ShapeDtypeStruct(
-                stored.unpadded_shape(_of_rank(leaf.shape, rank)), leaf.dtype
+                stored.unpadded_shape(_row_shape(leaf.shape, rank)), leaf.dtype
             ),
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         )
@@ -77,15 +77,15 @@ class Keying:
         """
         return self._map(
             state,
-            lambda leaf, stored, rank: _read_as(
-                _of_rank(leaf.shape, rank), leaf.dtype, self._place(stored, rank)
+            lambda leaf, stored, rank: _restore_args(
+                _row_shape(leaf.shape, rank), leaf.dtype, self._rank_sharding(stored, rank)
             ),
-            lambda leaf: _read_as(
+            lambda leaf: _restore_args(
                 leaf.shape, leaf.dtype, NamedSharding(self.mesh, PartitionSpec())
             ),
         )
 
-    def staged(self, keyed: Tree, like: Tree) -> Tree:
+    def to_stage_stacked(self, keyed: Tree, like: Tree) -> Tree:
         """Convert `keyed` to stage-stacked form; `like` is the state or its shapes in that form.
 
         The layers of `keyed` are deleted leaf by leaf, so that the two forms never exist in full at
@@ -94,20 +94,20 @@ class Keying:
         spots, structure = jax.tree.flatten(like, is_leaf=is_stage_stacked)
         parts = structure.flatten_up_to(keyed)
         staged = [
-            self._stage(part, spot) if is_stage_stacked(spot) else part
+            self._stack_tree(part, spot) if is_stage_stacked(spot) else part
             for part, spot in zip(parts, spots)
         ]
         return jax.tree.unflatten(structure, staged)
 
-    def _map(self, state: Tree, part: Part, rest: Callable[[Any], Any]) -> Tree:
+    def _map(self, state: Tree, part: LeafFunction, rest: Callable[[Any], Any]) -> Tree:
         """Convert stage-stacked trees to keyed form by `part`, and map other leaves by `rest`."""
         return jax.tree.map(
-            lambda node: self._key(node, part) if is_stage_stacked(node) else rest(node),
+            lambda node: self._key_tree(node, part) if is_stage_stacked(node) else rest(node),
             state,
             is_leaf=is_stage_stacked,
         )
 
-    def _key(self, tree: Tree, part: Part) -> Tree:
+    def _key_tree(self, tree: Tree, part: LeafFunction) -> Tree:
         stored = self.sharding.param_shardings(tree)
 
         def layer(index: int) -> Tree:
@@ -119,33 +119,33 @@ class Keying:
             )
 
         return {
-            "ends": jax.tree.map(
+            "embed_head": jax.tree.map(
                 lambda leaf, how: part(leaf, how, None), tree["embed_head"], stored["embed_head"]
             ),
             "layers": {str(i): layer(i) for i in self._indices},
         }
 
-    def _stage(self, keyed: Tree, like: Tree) -> Tree:
+    def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
         specs = self.sharding.partition_specs(like)
         layers = [keyed["layers"][str(i)] for i in self._indices]
         slots = []
         for slot, (leaves, slot_specs) in enumerate(zip(like["layers"], specs["layers"])):
-            held = {
+            rows = {
                 rank: layers[row[slot]]
                 for rank, row in enumerate(self.layout.layer_table)
                 if row[slot] is not None
             }
             slots.append(
                 jax.tree.map(
-                    lambda leaf, spec, *parts, ranks=tuple(held): self._put(
+                    lambda leaf, spec, *parts, ranks=tuple(rows): self._stack_rows(
                         leaf, spec, dict(zip(ranks, parts))
                     ),
                     leaves,
                     slot_specs,
-                    *held.values(),
+                    *rows.values(),
                 )
             )
-        return {"embed_head": keyed["ends"], "layers": tuple(slots)}
+        return {"embed_head": keyed["embed_head"], "layers": tuple(slots)}
 
     @property
     def mesh(self) -> Mesh:
@@ -156,16 +156,16 @@ class Keying:
     def _indices(self) -> range:
         return range(self.layout.layers)
 
-    def _place(self, stored: ParamSharding, rank: int | None) -> NamedSharding:
+    def _rank_sharding(self, stored: ParamSharding, rank: int | None) -> NamedSharding:
         """The sharding of a leaf over the devices of a pipeline rank, or over all (None)."""
         devices = self.mesh.devices if rank is None else self.mesh.devices[rank : rank + 1]
         return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.partition_spec)
 
-    def _take(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> jax.Array:
+    def _take_row(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> jax.Array:
         """Row `rank` of a layer's leaf, as an array on that rank's devices; None: the leaf."""
         if rank is None:
             return leaf
-        sharding = self._place(stored, rank)
+        sharding = self._rank_sharding(stored, rank)
         devices = sharding.device_set
         rows = [
             to_device(shard.data)[0]  # moments may be in host memory (`train.offload_moments`)
@@ -176,34 +176,34 @@ class Keying:
             leaf.shape[1:], sharding, rows, dtype=leaf.dtype
         )
 
-    def _written(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> Any:
+    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> Any:
         """A leaf, or a layer's row of it, in the form to write: without padding.
 
         Orbax needs chunks of equal size. The shards of an uneven vocabulary may have no common
         chunk longer than one row, so the array is first resharded over its other dim.
         """
-        leaf = self._take(leaf, stored, rank)
+        leaf = self._take_row(leaf, stored, rank)
         if not any(stored.padding):
             return leaf
         shape = stored.unpadded_shape(leaf.shape)
         if stored.param.uneven and any(stored.padding[dim] for _, dim in stored.param.sharded):
-            return _resharded(shape, self._by_other_dims(shape, stored))(to_device(leaf))
-        return Unpadded(leaf, shape)
+            return _compile_reshard(shape, self._shard_other_dims(shape, stored))(to_device(leaf))
+        return UnpaddedArray(leaf, shape)
 
-    def _by_other_dims(self, shape: tuple[int, ...], stored: ParamSharding) -> NamedSharding:
+    def _shard_other_dims(self, shape: tuple[int, ...], stored: ParamSharding) -> NamedSharding:
         """A sharding of an array of this shape over its dims without padding, on all devices."""
         axes, entries = [axis for entry in stored.dim_axes for axis in entry], []
         for size, padding in zip(shape, stored.padding):
-            own: list[str] = []
+            chosen_axes: list[str] = []
             for axis in () if padding else tuple(axes):
                 if size % self.mesh.shape[axis] == 0:
                     size //= self.mesh.shape[axis]
                     axes.remove(axis)
-                    own.append(axis)
-            entries.append(tuple(own) or None)
+                    chosen_axes.append(axis)
+            entries.append(tuple(chosen_axes) or None)
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
-    def _put(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
+    def _stack_rows(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
         """Stack rows into a stage-stacked leaf and delete them; ranks without a row hold zeros."""
         sharding = NamedSharding(self.mesh, spec)
         rows = {
@@ -222,16 +222,20 @@ class Keying:
 
 
 @cache
-def _resharded(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _compile_reshard(
+    shape: tuple[int, ...], sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
     """A compiled function that slices an array to `shape` from the start and reshards it."""
     return jax.jit(lambda leaf: lax.slice(leaf, (0,) * len(shape), shape), out_shardings=sharding)
 
 
-def _of_rank(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
+def _row_shape(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
     """The shape without the leading stage axis if the leaf belongs to a layer."""
     return shape if rank is None else shape[1:]
 
 
-def _read_as(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:
+def _restore_args(
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> ocp.ArrayRestoreArgs:
     """Restore arguments with `strict=False`: Orbax fills the padding beyond the file with zeros."""
     return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape, strict=False)

@@ -9,7 +9,7 @@ _SMALLEST, _LARGEST = 64 * 2**10, 32 * 2**20  # bytes; _LARGEST is the maximum o
 
 
 @contextlib.contextmanager
-def freed_at_once() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Within the context, return freed blocks of at least 64 KiB to the system at once.
 
     By default glibc keeps freed blocks of up to 32 MiB for reuse. A restore reads many such blocks

@@ -52,20 +52,20 @@ class TensorFiles:
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
         for path in self._files():
-            with _opened(path) as file:
+            with _open_file(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
-                    if _plain(name).endswith(without):
+                    if _remove_wrappers(name).endswith(without):
                         continue
-                    self._add(path, name, file.get_slice(name))
-        wanted = [name for name in self._index if not _plain(name).endswith(without)]
-        if lost := [name for name in wanted if _plain(name) not in self._kinds]:
+                    self._add_tensor(path, name, file.get_slice(name))
+        wanted = [name for name in self._index if not _remove_wrappers(name).endswith(without)]
+        if lost := [name for name in wanted if _remove_wrappers(name) not in self._kinds]:
             raise ConfigError(
                 f"{directory / INDEX} lists {lost[0]} in {self._index[lost[0]]}, which does not "
                 f"hold it: take the index and the shards of the same checkpoint."
             )
 
-    def _add(self, path: Path, stored: str, part: Any) -> None:
-        name, kind = _plain(stored), part.get_dtype()
+    def _add_tensor(self, path: Path, stored: str, part: Any) -> None:
+        name, kind = _remove_wrappers(stored), part.get_dtype()
         if any(adapter in stored for adapter in _ADAPTERS):
             raise ConfigError(
                 f"{path} holds {stored}, of an adapter that is not merged into the weights: merge "
@@ -100,7 +100,7 @@ class TensorFiles:
     def read(self, name: str) -> np.ndarray:
         """Read one tensor into new memory; its file is unmapped afterwards."""
         path, stored = self._stored[name]
-        with _opened(path) as file:
+        with _open_file(path) as file:
             return file.get_tensor(stored).astype(self.dtype(name), copy=False)
 
     @cached_property
@@ -146,10 +146,10 @@ class TensorFiles:
         return files
 
 
-def _plain(name: str) -> str:
+def _remove_wrappers(name: str) -> str:
     """A tensor's name without the insertions and prefixes of wrappers.
 
-    >>> _plain("base_model.model.model.layers.0._orig_mod.mlp.up_proj.weight")
+    >>> _remove_wrappers("base_model.model.model.layers.0._orig_mod.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
     """
     for wrapper in _WRAPPERS:
@@ -159,7 +159,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _opened(path: Path) -> Any:
+def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -186,7 +186,7 @@ def write_tensors(
       max_shard_bytes: limit on the tensors of a shard [bytes]; a larger tensor has its own shard.
     """
     size_of = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
-    shards = list(_shards(size_of, max_shard_bytes))
+    shards = list(_split_into_shards(size_of, max_shard_bytes))
     names = (
         [ONE_FILE]
         if len(shards) == 1
@@ -195,7 +195,7 @@ def write_tensors(
     tensors = iter(tensors)
     for file_name, shard in zip(names, shards):
         with (directory / file_name).open("wb") as file:
-            file.write(_header({name: shapes[name] for name in shard}, dtype))
+            file.write(_build_header({name: shapes[name] for name in shard}, dtype))
             for name, (given, tensor) in zip(shard, tensors):
                 assert (given, tensor.shape) == (name, shapes[name])
                 file.write(np.ascontiguousarray(tensor, dtype).reshape(-1).view(np.uint8).data)
@@ -209,19 +209,19 @@ def write_tensors(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(size_of: dict[str, int], most: int) -> Iterator[list[str]]:
+def _split_into_shards(size_of: dict[str, int], most: int) -> Iterator[list[str]]:
     shard: list[str] = []
-    held = 0
+    shard_size = 0
     for name, size in size_of.items():
-        if shard and held + size > most:
+        if shard and shard_size + size > most:
             yield shard
-            shard, held = [], 0
+            shard, shard_size = [], 0
         shard.append(name)
-        held += size
+        shard_size += size
     yield shard
 
 
-def _header(shapes: dict[str, Shape], dtype: np.dtype) -> bytes:
+def _build_header(shapes: dict[str, Shape], dtype: np.dtype) -> bytes:
     """Length and JSON of a file's header. Source: https://huggingface.co/docs/safetensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0

@@ -63,7 +63,7 @@ class ServingFiles:
             max_positions=config.get("max_position_embeddings") or config.get("n_positions") or 0,
             dtype=config.get("dtype") or config.get("torch_dtype") or "",
             generation=_read_json(directory / GENERATION),
-            files=_tokenizer_files(directory),
+            files=_read_tokenizer_files(directory),
         )
 
     @classmethod
@@ -90,7 +90,7 @@ class ServingFiles:
         Raises `ConfigError` where the directory holds no tokenizer, or an id is not below
         `vocab_size`.
         """
-        files = _tokenizer_files(directory)
+        files = _read_tokenizer_files(directory)
         if not {*_VOCABULARIES} & files.keys():
             raise ConfigError(
                 f"{directory} holds no tokenizer ({', '.join(_VOCABULARIES)}): give the directory "
@@ -98,9 +98,9 @@ class ServingFiles:
             )
         config = directory / "config.json"
         of_model = type(self).read(directory, _read_json(config)).token_ids
-        ids = _ids_by_name(files) | of_model
+        ids = _special_token_ids(files) | of_model
         for name, token in ids.items():
-            if max(_listed(token)) >= vocab_size:
+            if max(_as_list(token)) >= vocab_size:
                 raise ConfigError(
                     f"the tokenizer in {directory} has {name}={token}, but model.vocab_size="
                     f"{vocab_size}: give the tokenizer that the model was trained with."
@@ -108,7 +108,7 @@ class ServingFiles:
         generation = _read_json(directory / GENERATION)
         return replace(self, token_ids=ids, generation=generation, files=files)
 
-    def with_end(self, token: int | None, tokenizer: Path | None) -> Self:
+    def with_eos_token(self, token: int | None, tokenizer: Path | None) -> Self:
         """A copy in which `token` is an EOS token too.
 
         Args:
@@ -120,15 +120,15 @@ class ServingFiles:
         if not self.files and tokenizer is not None and tokenizer.is_file():
             files = {TOKENIZER: tokenizer.read_bytes()}
             described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            names = {number: name for name, number in _tokens(files)}
+            names = {number: name for name, number in _iterate_tokens(files)}
             if token in names:
                 described["eos_token"] = names[token]
             files[TOKENIZER_CONFIG] = json.dumps(described, indent=2).encode()
             found = replace(found, files=files)
         if token is None:
             return found
-        ids = found.token_ids | _also(found.token_ids, token)
-        generation = found.generation and found.generation | _also(found.generation, token)
+        ids = found.token_ids | _add_eos_token(found.token_ids, token)
+        generation = found.generation and found.generation | _add_eos_token(found.generation, token)
         return replace(found, token_ids=ids, generation=generation)
 
     def write(self, directory: Path) -> None:
@@ -142,24 +142,24 @@ class ServingFiles:
             path.write_bytes(content)
 
 
-def _listed(token: TokenId | None) -> list[int]:
+def _as_list(token: TokenId | None) -> list[int]:
     return token if isinstance(token, list) else [] if token is None else [token]
 
 
-def _also(fields: Mapping[str, Any], token: int) -> dict[str, TokenId]:
+def _add_eos_token(fields: Mapping[str, Any], token: int) -> dict[str, TokenId]:
     """`eos_token_id` with `token` added: a list, or a number if it is the only id."""
-    ids = list(dict.fromkeys([*_listed(fields.get("eos_token_id")), token]))
+    ids = list(dict.fromkeys([*_as_list(fields.get("eos_token_id")), token]))
     return {"eos_token_id": ids if len(ids) > 1 else token}
 
 
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+def _read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     paths = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
-def _ids_by_name(files: Mapping[str, bytes]) -> dict[str, TokenId]:
+def _special_token_ids(files: Mapping[str, bytes]) -> dict[str, TokenId]:
     """The ids of the BOS, EOS and padding tokens that tokenizer_config.json names."""
-    described, known = _parsed(files, TOKENIZER_CONFIG), dict(_tokens(files))
+    described, known = _parse_file(files, TOKENIZER_CONFIG), dict(_iterate_tokens(files))
     found: dict[str, TokenId] = {}
     for role in _ROLES:
         token = described.get(f"{role}_token")
@@ -169,29 +169,31 @@ def _ids_by_name(files: Mapping[str, bytes]) -> dict[str, TokenId]:
     return found
 
 
-def _tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
+def _iterate_tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
     """Yield (name, id) of every token of a tokenizer, added tokens last."""
-    whole = _parsed(files, TOKENIZER)
+    whole = _parse_file(files, TOKENIZER)
     vocabulary = whole.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # a SentencePiece unigram model: [name, score] by id
         vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
-    yield from (vocabulary or _parsed(files, "vocab.json")).items()
-    yield from _parsed(files, "added_tokens.json").items()
-    for number, token in _parsed(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {}).items():
+    yield from (vocabulary or _parse_file(files, "vocab.json")).items()
+    yield from _parse_file(files, "added_tokens.json").items()
+    for number, token in (
+        _parse_file(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {}).items()
+    ):
         yield token["content"], int(number)
     yield from ((token["content"], token["id"]) for token in whole.get("added_tokens", ()))
 
 
-def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    return _decoded(files[name], name) if name in files else {}
+def _parse_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return _decode(files[name], name) if name in files else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty where the file does not exist."""
-    return _decoded(path.read_bytes(), str(path)) if path.is_file() else {}
+    return _decode(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
-def _decoded(content: bytes, name: str) -> dict[str, Any]:
+def _decode(content: bytes, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads(content))
     except (ValueError, TypeError) as error:

@@ -12,21 +12,22 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpipe.checkpoint.compatibility import check_same_arrays, with_variables_of
-from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replaced
-from jaxpipe.checkpoint.handler import StateRestore, StateSave, state_handler
+from jaxpipe.checkpoint.compatibility import check_same_arrays, drop_absent_variables
+from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key, rename_embed_head
+from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replace_leaves
+from jaxpipe.checkpoint.handler import StateRestore, StateSave, make_state_handler
 from jaxpipe.checkpoint.integrity import (
     FORMAT,
     DamagedError,
-    all_processes_read,
+    add_checksum,
     check_files,
     has_checksums,
     read_meta,
-    sealed,
+    succeed_on_all_processes,
 )
-from jaxpipe.checkpoint.keying import Keying
-from jaxpipe.checkpoint.memory import freed_at_once
-from jaxpipe.checkpoint.quiet import quiet_threads
+from jaxpipe.checkpoint.keying import StateKeying
+from jaxpipe.checkpoint.memory import return_freed_memory
+from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 
@@ -35,7 +36,7 @@ Meta = dict[str, Any]
 Check = Callable[[Path, Meta], None]  # raises `ConfigError` for metadata of another run or model
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run: a context manager that waits for pending saves on exit.
 
     All processes of a run must call its methods in the same order. Every save adds the entries of
@@ -51,10 +52,10 @@ class Checkpoints:
     >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}
     >>> sharding = Sharding(mesh)
     >>> params = jax.device_put(params, sharding.named_shardings(params))
-    >>> how = {"keep": 2, "asynchronous": False, "keying": Keying(layout, sharding)}
+    >>> how = {"keep": 2, "asynchronous": False, "keying": StateKeying(layout, sharding)}
     >>> with (
     ...     tempfile.TemporaryDirectory() as directory,
-    ...     Checkpoints(Path(directory), **how) as checkpoints,
+    ...     CheckpointStore(Path(directory), **how) as checkpoints,
     ... ):
     ...     checkpoints.save(7, {"params": params}, {"position": 56})
     ...     state, meta = checkpoints.restore({"params": params}, say=print)
@@ -69,7 +70,7 @@ class Checkpoints:
         keep: int,
         keep_every: int = 0,
         asynchronous: bool,
-        keying: Keying,
+        keying: StateKeying,
         say: Callable[[str], None] = print,
     ):
         self.directory = directory.absolute()
@@ -85,16 +86,16 @@ class Checkpoints:
             keep_period=keep_every or None,
             enable_async_checkpointing=asynchronous,
             create=False,
-            multiprocessing_options=_without_devices(),
+            multiprocessing_options=_synchronize_by_service(),
         )
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=options,
-            item_handlers={"state": state_handler(), "meta": ocp.JsonCheckpointHandler()},
+            item_handlers={"state": make_state_handler(), "meta": ocp.JsonCheckpointHandler()},
         )
 
-    def __enter__(self) -> "Checkpoints":
-        self._quiet.enter_context(quiet_threads())
+    def __enter__(self) -> "CheckpointStore":
+        self._quiet.enter_context(suppress_orbax_errors())
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -102,13 +103,13 @@ class Checkpoints:
             if kind is not None and processes.started() > 1:
                 return  # another process may be gone, and finishing a save would wait forever
             self.wait()
-            with self._unwritten_is_said():
+            with self._log_unwritten():
                 self._manager.close()
             self._remove_unfinished()  # TensorStore may have written on after a failure
 
     def wait(self) -> None:
         """Wait until a pending save is on disk, or has failed and its files are removed."""
-        with self._unwritten_is_said():
+        with self._log_unwritten():
             self._manager.wait_until_finished()
         self._remove_unfinished()
 
@@ -118,14 +119,14 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     @property
-    def damaged(self) -> list[Path]:
+    def damaged_directories(self) -> list[Path]:
         """Directories of damaged checkpoints that were renamed."""
         return sorted(self.directory.glob("damaged-*"))
 
-    def written(self, step: int) -> bool:
+    def is_written(self, step: int) -> bool:
         """Wait for a pending save, then return whether the step is on disk."""
         self.wait()
-        return step in steps_in(self.directory)
+        return step in list_steps(self.directory)
 
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step; if asynchronous, return once the state is copied from the devices.
@@ -137,15 +138,15 @@ class Checkpoints:
         if step in self.steps:
             return
         self.wait()  # reports a failure of the previous save
-        keyed = self.keying.keyed(state)
-        with self._unwritten_is_said():
+        keyed = self.keying.to_keyed(state)
+        with self._log_unwritten():
             self._check_all_can_write()
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=StateSave(keyed),
                     meta=ocp.args.JsonSave(
-                        sealed(meta | self.carried | {"format": FORMAT, "step": step})
+                        add_checksum(meta | self.carried | {"format": FORMAT, "step": step})
                     ),
                 ),
             )
@@ -202,27 +203,27 @@ class Checkpoints:
         """Raise `OSError` if a process cannot write: Orbax would block for over five minutes."""
         reason = ""
         try:
-            _touch(self.directory)
+            _create_and_probe(self.directory)
         except OSError as error:
             reason = error.strerror or first_line(error)
         if processes.largest(int(bool(reason))):
             raise OSError(reason or "another process cannot write")
 
     @contextlib.contextmanager
-    def _unwritten_is_said(self) -> Iterator[None]:
+    def _log_unwritten(self) -> Iterator[None]:
         try:
             yield
         except jax.errors.JaxRuntimeError:
             raise  # a failure of a device or another process, not of the disk
         except (OSError, ValueError, RuntimeError) as error:
             self._say(
-                f"warning: a checkpoint could not be written ({_reason(error)}): training goes "
-                f"on, and the checkpoints before it are as they were; make room in "
+                f"warning: a checkpoint could not be written ({_short_reason(error)}): training "
+                f"goes on, and the checkpoints before it are as they were; make room in "
                 f"{self.directory}, or make it writable."
             )
 
 
-def newest(path: Path) -> Path:
+def find_newest(path: Path) -> Path:
     """The directory of the newest checkpoint in `path`.
 
     `path` is a run's directory, a directory of checkpoints, or a checkpoint, which is returned as
@@ -232,7 +233,7 @@ def newest(path: Path) -> Path:
     for directory in (path, path / "checkpoints"):
         if (directory / "state").is_dir():
             return directory
-        if steps := steps_in(directory):
+        if steps := list_steps(directory):
             return directory / str(steps[-1])
     raise ConfigError(
         f"checkpoint.resume={str(path)!r} holds no checkpoint: give 'auto', 'none', a run's "
@@ -240,7 +241,7 @@ def newest(path: Path) -> Path:
     )
 
 
-def steps_in(directory: Path) -> list[int]:
+def list_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a directory of checkpoints, oldest first."""
     if not directory.is_dir():
         return []
@@ -249,7 +250,7 @@ def steps_in(directory: Path) -> list[int]:
 
 def read_state(
     path: Path,
-    keying: Keying,
+    keying: StateKeying,
     like: Tree,
     exclusion: Exclusion | None = None,
     say: Callable[[str], None] = print,
@@ -267,7 +268,7 @@ def read_state(
       ConfigError: the checkpoint is of another model or a newer format, or cannot be read for
         another reason. Either error is raised on all processes, whichever process found it.
     """
-    with all_processes_read(path):
+    with succeed_on_all_processes(path):
         meta = read_meta(path)
         if meta.get("kind") == "params" and like.keys() != {"params"}:
             raise ConfigError(
@@ -283,51 +284,59 @@ def read_state(
             f"checkpoint {path} was saved by a version that wrote no checksums: nothing proves "
             f"that its arrays are undamaged"
         )
-    with all_processes_read(path, checked=has_checksums(meta)):
-        return _read_arrays(path, keying, like, exclusion), meta
+    with succeed_on_all_processes(path, checked=has_checksums(meta)):
+        return _read_arrays(path, keying, like, exclusion, embed_head_key(meta)), meta
 
 
-def _read_arrays(path: Path, keying: Keying, like: Tree, exclusion: Exclusion | None) -> Tree:
-    handler = state_handler()
-    stored = handler.metadata(path / "state").tree
-    like = with_variables_of(stored, like)
+def _read_arrays(
+    path: Path, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str
+) -> Tree:
+    """Read the arrays of a checkpoint that stores embedding, final norm and head under `key`."""
+
+    def on_disk(keyed: Tree) -> Tree:
+        return rename_embed_head(keyed, EMBED_HEAD, key)
+
+    handler = make_state_handler()
+    stored = rename_embed_head(handler.metadata(path / "state").tree, key, EMBED_HEAD)
+    like = drop_absent_variables(stored, like)
     shapes = keying.keyed_shapes(like)  # as on disk, without padding
-    left_out = exclusion.names(shapes) if exclusion else frozenset()
+    left_out = exclusion.match_names(shapes) if exclusion else frozenset()
     check_same_arrays(shapes, stored, path, left_out)
-    with freed_at_once():
+    with return_freed_memory():
         state = handler.restore(
             path / "state",
             args=StateRestore(
-                replaced(shapes, left_out, lambda _: ocp.PLACEHOLDER),
-                restore_args=keying.restore_args(like),
+                on_disk(replace_leaves(shapes, left_out, lambda _: ocp.PLACEHOLDER)),
+                restore_args=on_disk(keying.restore_args(like)),
                 partial_restore=True,
             ),
         )
+        state = rename_embed_head(state, key, EMBED_HEAD)
         if exclusion and left_out:
-            new = leaves_by_name(keying.rows(exclusion.fresh()))
-            state = replaced(state, left_out, lambda name: new[name])
-        return keying.staged(state, like)
+            new = leaves_by_name(keying.to_padded_keyed(exclusion.init_state()))
+            state = replace_leaves(state, left_out, lambda name: new[name])
+        return keying.to_stage_stacked(state, like)
 
 
-def _reason(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     """The operating system's message if TensorStore quotes it, otherwise the first line."""
     quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
     return quoted[1].strip() if quoted else first_line(error)
 
 
-def _without_devices() -> ocp.options.MultiprocessingOptions:
+def _synchronize_by_service() -> ocp.options.MultiprocessingOptions:
     """Options that make Orbax synchronise processes by the coordination service.
 
     By default Orbax uses a device collective, which would run among the collectives of the steps.
     Orbax uses the coordination service if `active_processes` is given.
     """
-    every = set(range(jax.process_count())) if jax.process_count() > 1 else None
-    return ocp.options.MultiprocessingOptions(active_processes=every)
+    processes = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    return ocp.options.MultiprocessingOptions(active_processes=processes)
 
 
 def _check_writable(directory: Path) -> None:
     try:
-        _touch(directory)
+        _create_and_probe(directory)
     except OSError as error:
         raise ConfigError(
             f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
@@ -335,7 +344,7 @@ def _check_writable(directory: Path) -> None:
         ) from error
 
 
-def _touch(directory: Path) -> None:
+def _create_and_probe(directory: Path) -> None:
     """Create the directory if needed, and create and remove a file in it."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):

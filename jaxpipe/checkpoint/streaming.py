@@ -1,6 +1,7 @@
 """Checkpoints without a mesh, written and read a few arrays at a time on one host.
 
-`Checkpoints` saves arrays on devices. This module moves parameters between a checkpoint and other
+`CheckpointStore` saves arrays on devices. This module moves parameters between a checkpoint and
+other
 files, and they need not fit into memory: a `LazyArray` is read only when it is written.
 """
 
@@ -17,15 +18,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
+from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key
 from jaxpipe.checkpoint.handler import StateHandler, StateSave
 from jaxpipe.checkpoint.integrity import (
     FORMAT,
     DamagedError,
-    all_processes_read,
+    add_checksum,
     check_files,
     has_checksums,
     read_meta,
-    sealed,
+    succeed_on_all_processes,
 )
 from jaxpipe.config import ConfigError
 
@@ -91,7 +93,7 @@ def save_parameters(directory: Path, params: Tree, meta: dict[str, Any]) -> Path
                 0,
                 args=ocp.args.Composite(
                     state=StateSave(state, save_args=chunks),
-                    meta=ocp.args.JsonSave(sealed(meta | about)),
+                    meta=ocp.args.JsonSave(add_checksum(meta | about)),
                 ),
             )
     except OSError as error:
@@ -140,45 +142,49 @@ class StoredCheckpoint:
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         """The checkpoint's metadata: step, data position, configuration."""
-        if not self._complete():
-            raise self._is_not("it is not a complete checkpoint of Orbax")
-        with self._reading():
+        if not self._is_complete():
+            raise self._not_a_checkpoint("it is not a complete checkpoint of Orbax")
+        with self._report_damage():
             return read_meta(self.directory)
 
     @functools.cached_property
-    def compared(self) -> int:
+    def checked_files(self) -> int:
         """The number of files of the state that match their checksums; 0: there are no checksums.
 
         Raises `ConfigError` where a file does not match.
         """
         if not has_checksums(self.meta):
             return 0
-        with self._reading():
+        with self._report_damage():
             return check_files(self._item("state"))
 
     @functools.cached_property
     def leaves(self) -> dict[tuple[str, ...], Any]:
         """Shape and dtype of every array by path, as `("params", "layers", "17", "attn", "wq")`."""
-        with self._reading(checked=self.compared > 0):
+        with self._report_damage(checked=self.checked_files > 0):
             stored = ocp.PyTreeCheckpointHandler().metadata(self._item("state"))
         paths, _ = jax.tree.flatten_with_path(stored.tree, is_leaf=lambda n: hasattr(n, "shape"))
-        return {tuple(_key(part) for part in path): leaf for path, leaf in paths}
+        renamed = {embed_head_key(self.meta): EMBED_HEAD}
+        names = ((map(_key, path), leaf) for path, leaf in paths)
+        return {tuple(renamed.get(key, key) for key in path): leaf for path, leaf in names}
 
     def read(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         """Read the arrays at these paths only.
 
         Raises `ConfigError` where a file of the state is damaged.
         """
+        renamed = {EMBED_HEAD: embed_head_key(self.meta)}
+        on_disk = {path: tuple(renamed.get(key, key) for key in path) for path in paths}
         shapes = {
-            path: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype)
+            on_disk[path]: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype)
             for path in paths
         }
-        wanted = nested(shapes)
+        wanted = nest_by_path(shapes)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         request = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
-        with self._reading(checked=self.compared > 0):
-            found = ocp.PyTreeCheckpointHandler().restore(self._item("state"), args=request)
-        return [functools.reduce(operator.getitem, path, found) for path in paths]
+        with self._report_damage(checked=self.checked_files > 0):
+            state = ocp.PyTreeCheckpointHandler().restore(self._item("state"), args=request)
+        return [functools.reduce(operator.getitem, on_disk[path], state) for path in paths]
 
     def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         """Read the parameters to evaluate at these paths: `("layers", "17", "attn", "wq")`.
@@ -197,29 +203,29 @@ class StoredCheckpoint:
     def _item(self, name: str) -> Path:
         return self.directory.absolute() / name
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         # Orbax writes to a directory with this suffix and renames it when it is complete.
         unfinished = ".orbax-checkpoint-tmp" in self.directory.absolute().name
         return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
 
     @contextlib.contextmanager
-    def _reading(self, checked: bool = True) -> Iterator[None]:
+    def _report_damage(self, checked: bool = True) -> Iterator[None]:
         try:
-            with all_processes_read(self.directory, checked):
+            with succeed_on_all_processes(self.directory, checked):
                 yield
         except DamagedError as error:
             raise ConfigError(
                 f"checkpoint {self.directory} is damaged ({error}): take an earlier one."
             ) from error
 
-    def _is_not(self, why: str) -> ConfigError:
+    def _not_a_checkpoint(self, why: str) -> ConfigError:
         return ConfigError(
             f"{self.directory} is not a checkpoint of jaxpipe ({why}): give the directory of one "
             f"step, such as runs/quickstart/checkpoints/100."
         )
 
 
-def nested(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
+def nest_by_path(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
     """A pytree of nested dicts from its leaves by path."""
     tree: Tree = {}
     for path, leaf in leaves.items():

@@ -257,7 +257,8 @@ class CheckpointConfig(_Section, kw_only=True):
     # that checkpoint; none: refuse to start if the run has any
     resume: LocalPath = "auto"
     parameters_only: bool = False  # take only parameters from the path: step 0, new moments
-    # parameters not to take from the path, by names such as "ends/head": new values and moments
+    # parameters not to take from the path, by names such as "embed_head/head": new values and
+    # moments
     exclude: tuple[str, ...] = ()
     # fields of [model] that may differ from the checkpoint's, such as "model.rope_factor"; every
     # other change of the model is refused

@@ -18,20 +18,20 @@ from rich.console import Console
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
-from jaxpipe.data.inspection import inspected
-from jaxpipe.data.prepare import Options, prepare
-from jaxpipe.data.workers import WorkerDied
+from jaxpipe.data.inspection import describe_folder
+from jaxpipe.data.prepare import PrepareOptions, prepare
+from jaxpipe.data.workers import WorkerDiedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _arguments(argv)
+    arguments = _parse_arguments(argv)
     try:
         arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except WorkerDied:
+    except WorkerDiedError:
         print(
             "error: a worker was killed, perhaps for lack of memory: the same command goes on, "
             "also with fewer --workers",
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.data",
         description=__doc__,
@@ -74,7 +74,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--eod", default="", metavar="TOKEN",
         help="at the end of every document: a token, its id, or none; default: the tokenizer's eos",
     )  # fmt: skip
-    making.add_argument("--workers", type=_positive, default=os.cpu_count(), help="processes")
+    making.add_argument(
+        "--workers", type=_positive_number, default=os.cpu_count(), help="processes"
+    )
     making.add_argument(
         "--piece", type=parse_bytes, default="32MiB", metavar="SIZE",
         help="of the inputs, that becomes a shard and is done again after a crash",
@@ -91,14 +93,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> int:
+def _positive_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
     return int(text)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    options = Options(
+    options = PrepareOptions(
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
         field=arguments.field,
@@ -128,7 +130,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, markup=False)
-    for part in inspected(arguments.folder, arguments.documents):
+    for part in describe_folder(arguments.folder, arguments.documents):
         console.print(part)
 
 

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.samples import PADDING, Sample, Samples
+from jaxpipe.data.samples import PADDING, Sample, TokenSamples
 from jaxpipe.model.loss import IGNORE
 
 Batch = dict[str, np.ndarray]
@@ -38,29 +38,29 @@ def training_order(
     """
     # The first source uses the seed itself, so its order is the same as in a run without others.
     seeds = [seed, *np.random.SeedSequence(seed or 0).generate_state(len(samples) - 1).tolist()]
-    orders = _ranges(samples)
+    orders = _source_ranges(samples)
     if seed is not None:
-        orders = [order.seed(own).shuffle() for order, own in zip(orders, seeds)]
-    return _mixed([order.repeat() for order in orders], weights)
+        orders = [order.seed(order_seed).shuffle() for order, order_seed in zip(orders, seeds)]
+    return _mix_orders([order.repeat() for order in orders], weights)
 
 
 def heldout_order(samples: Sequence[int], weights: Sequence[float]) -> grain.MapDataset[int]:
     """Return the held-out order: each sample of one source once, or a mix until a source ends."""
-    return _mixed(_ranges(samples), weights)
+    return _mix_orders(_source_ranges(samples), weights)
 
 
-def _ranges(samples: Sequence[int]) -> list[grain.MapDataset[int]]:
+def _source_ranges(samples: Sequence[int]) -> list[grain.MapDataset[int]]:
     return [grain.MapDataset.range(*ends) for ends in pairwise(accumulate(samples, initial=0))]
 
 
-def _mixed(
+def _mix_orders(
     orders: Sequence[grain.MapDataset[int]], weights: Sequence[float]
 ) -> grain.MapDataset[int]:
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
 
 
 @dataclass(frozen=True)
-class Contents:
+class DocumentLengths:
     """Document lengths in the rows of a step, over all processes, from (seed, position) alone.
 
     Attributes:
@@ -79,7 +79,7 @@ class Contents:
         return int(self.documents.sum())
 
 
-class Source(NamedTuple):
+class SourceSamples(NamedTuple):
     """One source of a split."""
 
     place: str  # its path, for messages
@@ -88,7 +88,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class DataSplit:
     """The training or the held-out samples, in order.
 
     Equal fingerprints mean equal samples in equal order, so a fingerprint and a position identify
@@ -97,12 +97,12 @@ class Split:
 
     name: str  # "training" or "held-out"
     fingerprint: str
-    samples: Samples
+    samples: TokenSamples
     order: grain.MapDataset[int]  # indices into samples; longer than `samples` if endless
     # Computes the fingerprint from a digest of the full files, which reads all of them; older
     # checkpoints store this form.
     whole_fingerprint: Callable[[], str] | None = None
-    sources: tuple[Source, ...] = ()  # the sources that are mixed
+    sources: tuple[SourceSamples, ...] = ()  # the sources that are mixed
     masked: bool = False  # whether some targets may be excluded from the loss
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Split:
             return fingerprint == self.fingerprint
         return fingerprint == self.whole_fingerprint()
 
-    def without_target(self, most: int = 64) -> tuple[int, int]:
+    def count_without_target(self, most: int = 64) -> tuple[int, int]:
         """Count the samples without any target in the loss among the first `most` of the order.
 
         Returns the count and the number of samples that were read.
@@ -124,7 +124,7 @@ class Split:
         targets = (self.samples[self.order[at]]["targets"] for at in range(looked))
         return sum(bool((one == IGNORE).all()) for one in targets), looked
 
-    def contents(self, position: int, step: int) -> Contents:
+    def contents(self, position: int, step: int) -> DocumentLengths:
         """Return document lengths of the `step` samples from a position on, without reading tokens.
 
         Every process computes the same result, so finding the longest row needs no communication.
@@ -132,11 +132,11 @@ class Split:
         return self._contents(position, step)
 
     @cached_property
-    def _contents(self) -> Callable[[int, int], Contents]:
-        def of(position: int, step: int) -> Contents:
+    def _contents(self) -> Callable[[int, int], DocumentLengths]:
+        def of(position: int, step: int) -> DocumentLengths:
             numbers = map(self._number_at, range(position, position + step))
             found = list(map(self.samples.documents_of, numbers))
-            return Contents(step, max(map(sum, found)), np.concatenate(found))
+            return DocumentLengths(step, max(map(sum, found)), np.concatenate(found))
 
         return lru_cache(maxsize=128)(of)
 
@@ -173,7 +173,7 @@ class Split:
         ]
         if length_of is not None:
             length = length_of(self.contents(position, step).longest)
-            taken = [[_padded(sample, length) for sample in row] for row in taken]
+            taken = [[_pad_sample(sample, length) for sample in row] for row in taken]
         return {
             name: np.stack([[sample[name] for sample in row] for row in taken])
             for name in taken[0][0]
@@ -218,7 +218,7 @@ class Split:
         return sample | {"targets": np.full_like(sample["targets"], PADDING["targets"])}
 
 
-def _padded(sample: Sample, length: int) -> Sample:
+def _pad_sample(sample: Sample, length: int) -> Sample:
     """Pad a sample to a row of `length` tokens."""
     return {
         name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING[name])

@@ -31,7 +31,7 @@ _SKIPPED = frozenset({"encodings", "idlelib", "lib2to3", "pydoc_data", "turtlede
 _TESTS = frozenset({"test", "tests"})
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class CorpusManifest(msgspec.Struct, frozen=True):
     """Content of `corpus.json`: how the corpus was split, and a digest of each array."""
 
     python: str  # Python version of the sources
@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
     documents: dict[str, list[int]]  # by array file: bytes of each source file in it, in order
 
 
-def stdlib_corpus(
+def prepare_stdlib_corpus(
     directory: Path, heldout_fraction: float, library: Path = STDLIB
 ) -> tuple[Path, Path]:
     """Return the paths of the training and held-out arrays (uint8), and write them if needed.
@@ -69,10 +69,10 @@ def stdlib_corpus(
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for part in PARTS:
-                _write(directory / part, _npy(parts[part]))
-            digests = {part: _digest(directory / part) for part in PARTS}
-            manifest = Manifest(platform.python_version(), heldout_fraction, digests, lengths)
-            _write(directory / MANIFEST, msgspec.json.encode(manifest))
+                _write_atomically(directory / part, _npy_bytes(parts[part]))
+            digests = {part: _compute_digest(directory / part) for part in PARTS}
+            manifest = CorpusManifest(platform.python_version(), heldout_fraction, digests, lengths)
+            _write_atomically(directory / MANIFEST, msgspec.json.encode(manifest))
         except OSError as error:
             raise ConfigError(
                 f"the text of data.source = 'stdlib' cannot be written to {directory}: "
@@ -81,33 +81,33 @@ def stdlib_corpus(
     return train, heldout
 
 
-def corpus_documents(
+def open_corpus_documents(
     directory: Path, heldout_fraction: float, vocab_size: int
 ) -> tuple[ShardedDocuments, ShardedDocuments]:
     """Return the training and the held-out documents; each source file is one document.
 
-    Raises `ConfigError` as `stdlib_corpus` does.
+    Raises `ConfigError` as `prepare_stdlib_corpus` does.
     """
-    paths = stdlib_corpus(directory, heldout_fraction)
+    paths = prepare_stdlib_corpus(directory, heldout_fraction)
     lengths = _read_manifest(directory).documents
-    train, heldout = (_documents_of(path, lengths[path.name], vocab_size) for path in paths)
+    train, heldout = (_open_documents(path, lengths[path.name], vocab_size) for path in paths)
     return train, heldout
 
 
-def _documents_of(path: Path, lengths: list[int], vocab_size: int) -> ShardedDocuments:
-    shard = replace(open_tokens(path, vocab_size, whole=True), ends=np.cumsum(lengths))
+def _open_documents(path: Path, lengths: list[int], vocab_size: int) -> ShardedDocuments:
+    shard = replace(open_tokens(path, vocab_size, full_digest=True), ends=np.cumsum(lengths))
     return ShardedDocuments([shard], vocab_size, 0, shard.size, str(path))
 
 
-def _read_manifest(directory: Path) -> Manifest:
-    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+def _read_manifest(directory: Path) -> CorpusManifest:
+    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=CorpusManifest)
 
 
 def _is_intact(directory: Path, heldout_fraction: float) -> bool:
     """Whether both arrays exist, match their digests and were split by this fraction."""
     try:
         manifest = _read_manifest(directory)
-        digests = {part: _digest(directory / part) for part in PARTS}
+        digests = {part: _compute_digest(directory / part) for part in PARTS}
     except (OSError, msgspec.DecodeError, RecursionError):
         return False
     return (manifest.heldout_fraction, manifest.digests) == (heldout_fraction, digests)
@@ -142,19 +142,19 @@ def _choose_heldout(sizes: dict[str, int], heldout_fraction: float) -> set[str]:
     return chosen
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
 
 
-def _npy(texts: Iterable[bytes]) -> bytes:
+def _npy_bytes(texts: Iterable[bytes]) -> bytes:
     """Return the content of a `.npy` file with the bytes of all texts as one uint8 array."""
     file = io.BytesIO()
     np.save(file, np.frombuffer(b"".join(texts), np.uint8))
     return file.getvalue()
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """Write a temporary file and rename it, so that a file named `path` is always complete."""
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:

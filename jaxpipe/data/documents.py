@@ -18,7 +18,7 @@ import numpy as np
 from jaxpipe.config import ConfigError
 
 
-class Documents(Protocol):
+class TokenDocuments(Protocol):
     """N documents of token ids in a fixed order."""
 
     @property
@@ -39,7 +39,7 @@ class Documents(Protocol):
         """Return which of these tokens count in the loss as targets, bool `[tokens]`; None: all."""
 
 
-class Shard(Protocol):
+class TokenShard(Protocol):
     """A file of documents; a file without document boundaries is one document."""
 
     path: Path
@@ -74,7 +74,7 @@ class ShardedDocuments:
       tokenizer: digest of the tokenizer, if known.
     """
 
-    shards: Sequence[Shard]
+    shards: Sequence[TokenShard]
     vocab_size: int
     begin: int
     end: int
@@ -192,7 +192,7 @@ class ShardedDocuments:
     def _shard_at(self, token: int) -> int:
         return bisect.bisect_right(self._starts, token) - 1
 
-    def _within(self, begin: int, end: int) -> list[tuple[Shard, int, int]]:
+    def _within(self, begin: int, end: int) -> list[tuple[TokenShard, int, int]]:
         """Return the shards that overlap a range of this stream, and the range in each shard."""
         begin, end = self.begin + begin, self.begin + end
         parts, number = [], self._shard_at(begin)

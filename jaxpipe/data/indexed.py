@@ -96,10 +96,10 @@ class IndexedShard:
     def document_start(self, token: int) -> int:
         """Return the first token of the document that contains this token."""
         index, width = self.index, self.ids.dtype.itemsize
-        starts = index.pointers.one
+        starts = index.pointers.read_one
         first = bisect.bisect_right(range(index.sequences), token * width, key=starts) - 1
         if index.documents != index.sequences:
-            firsts = index.firsts.one
+            firsts = index.firsts.read_one
             first = firsts(bisect.bisect_right(range(index.ends), first, key=firsts) - 1)
         return starts(first) // width
 
@@ -136,14 +136,14 @@ def open_indexed(path: Path) -> IndexedShard:
     ids = IdFile(path, dtype, 0, size // dtype.itemsize)
     masked = path.with_suffix(".mask").exists()
     shard = IndexedShard(ids, Index(index, sequences, ends), masked, "", vouched=False)
-    if reason := _misfit(shard):
+    if reason := _describe_mismatch(shard):
         raise ConfigError(f"{index} does not fit {path.name}: {reason}; write both again.")
     files = [ids, shard.index.lengths, *([shard.mask] if masked else [])]
     digests = " ".join(file.sampled_digest() for file in files)
     return replace(shard, digest=f"~{hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()}")
 
 
-def size_fault(shard: IndexedShard) -> str:
+def describe_size_fault(shard: IndexedShard) -> str:
     """Describe the file of a shard whose size is wrong; empty where all sizes are right."""
     index, width = shard.index, shard.ids.dtype.itemsize
     least = HEADER.size + 12 * index.sequences + 8 * index.ends
@@ -156,16 +156,18 @@ def size_fault(shard: IndexedShard) -> str:
     return ""
 
 
-def _misfit(shard: IndexedShard) -> str:
+def _describe_mismatch(shard: IndexedShard) -> str:
     """Describe why an `.idx` does not match its `.bin`, or return ""; reads no tokens."""
-    if fault := size_fault(shard):
+    if fault := describe_size_fault(shard):
         return fault
-    index, said = shard.index, 0
+    index, end = shard.index, 0
     if index.sequences:
         last = index.sequences - 1
-        said = index.pointers.one(last) + index.lengths.one(last) * shard.ids.dtype.itemsize
-    if said != shard.path.stat().st_size:
-        return f"its sequences end at byte {said}, the file at {shard.path.stat().st_size}"
-    if index.ends > 1 and index.firsts.one(index.ends - 1) != index.sequences:
+        end = (
+            index.pointers.read_one(last) + index.lengths.read_one(last) * shard.ids.dtype.itemsize
+        )
+    if end != shard.path.stat().st_size:
+        return f"its sequences end at byte {end}, the file at {shard.path.stat().st_size}"
+    if index.ends > 1 and index.firsts.read_one(index.ends - 1) != index.sequences:
         return f"its documents do not end with its {index.sequences} sequences"
     return ""

@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.manifest import MANIFEST, Manifest, read_manifest
-from jaxpipe.data.opening import open_documents
+from jaxpipe.data.manifest import MANIFEST, FolderManifest, read_manifest
+from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.tokenizing import BYTES, TOKENIZER, load_tokenizer
 
 _BAR = 40  # characters of the longest bar
 _SHOWN = 400  # characters shown of a document
 
 
-def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
+def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
     """Yield the table, the histogram and the first documents of a prepared folder.
 
     Raises `ConfigError` where the folder was not prepared, or not completely.
@@ -26,8 +26,8 @@ def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder} has no {MANIFEST}: give a folder that was prepared.")
-    yield _table(manifest)
-    yield _histogram(manifest)
+    yield _build_table(manifest)
+    yield _build_histogram(manifest)
     first = manifest.shards[0]
     opened = open_documents(str(folder / f"{first.name}.bin"), manifest.largest_id + 1)
     name = BYTES if manifest.tokenizer.digest == BYTES else str(folder / TOKENIZER)
@@ -36,20 +36,22 @@ def inspected(folder: Path, documents: int) -> Iterator[RenderableType]:
         ids, counted = opened.tokens(number), opened.counted(number)
         yield Text(f"\ndocument {number}, {len(ids):,} tokens", style="bold")
         text, left = Text(), _SHOWN
-        for begin, end, counts in _runs(np.ones(len(ids), bool) if counted is None else counted):
+        for begin, end, counts in _split_runs(
+            np.ones(len(ids), bool) if counted is None else counted
+        ):
             passage = tokenizer.decode(ids[begin:end][:left])
             text.append(passage[:left], style="" if counts else "dim")
             left = max(left - len(passage), 0)
         yield text
 
 
-def _runs(flags: np.ndarray) -> list[tuple[int, int, bool]]:
+def _split_runs(flags: np.ndarray) -> list[tuple[int, int, bool]]:
     """Return begin, end and value of each run of equal flags."""
     borders = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
     return [(a, b, bool(flags[a])) for a, b in pairwise(borders)]
 
 
-def _table(manifest: Manifest) -> Table:
+def _build_table(manifest: FolderManifest) -> Table:
     table = Table(show_header=False)
     tokenizer, mean = manifest.tokenizer, manifest.tokens / manifest.documents
     eod = "none" if tokenizer.eod is None else f"{tokenizer.eod}"
@@ -70,7 +72,7 @@ def _table(manifest: Manifest) -> Table:
     return table
 
 
-def _histogram(manifest: Manifest) -> Table:
+def _build_histogram(manifest: FolderManifest) -> Table:
     """Return the number of documents by length, in powers of 2."""
     counts: dict[int, int] = {}
     for bar in manifest.histogram:

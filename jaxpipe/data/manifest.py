@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 JOURNAL = "unfinished.jsonl"  # stands in for the manifest while a folder is being prepared
 
 
-class Bin(msgspec.Struct, frozen=True, array_like=True):
+class HistogramBin(msgspec.Struct, frozen=True, array_like=True):
     """A bin of the histogram of document lengths."""
 
     up_to: int  # largest document length [tokens]
@@ -44,7 +44,7 @@ class TokenizerEntry(msgspec.Struct, frozen=True):
     eod: int | None  # id appended to every document
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of `manifest.json`."""
 
     version: int = 1
@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     longest: int  # tokens of the longest document
     smallest_id: int
     largest_id: int
-    histogram: tuple[Bin, ...]  # document lengths
+    histogram: tuple[HistogramBin, ...]  # document lengths
     empty: int  # documents left out because they have no text
     bad_lines: int  # documents left out because they cannot be read
     unlearned: int = 0  # documents left out because none of their tokens counts in the loss
@@ -63,7 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardEntry, ...]
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> FolderManifest | None:
     """Return the manifest of a folder, or None where the folder was never prepared.
 
     Raises `ConfigError` for a folder whose preparation is incomplete, and for a faulty manifest.
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             )
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=FolderManifest)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}): prepare the folder again."
@@ -96,19 +96,19 @@ def bin_ends(lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // (1 << power)) << power
 
 
-def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
+def build_histogram(lengths: np.ndarray) -> tuple[HistogramBin, ...]:
     """Return the histogram of document lengths, integers `[documents]` > 0, in rising order."""
     ends, which, counts = np.unique(bin_ends(lengths), return_inverse=True, return_counts=True)
     tokens = np.bincount(which, lengths).astype(np.int64)
-    return tuple(Bin(*map(int, bar)) for bar in zip(ends, counts, tokens))
+    return tuple(HistogramBin(*map(int, bar)) for bar in zip(ends, counts, tokens))
 
 
-def merged(histograms: list[tuple[Bin, ...]]) -> tuple[Bin, ...]:
+def merge_histograms(histograms: list[tuple[HistogramBin, ...]]) -> tuple[HistogramBin, ...]:
     """Return the sum of several histograms."""
-    bars: dict[int, Bin] = {}
+    bars: dict[int, HistogramBin] = {}
     for bar in (bar for bars_of_one in histograms for bar in bars_of_one):
-        before = bars.get(bar.up_to, Bin(bar.up_to, 0, 0))
-        bars[bar.up_to] = Bin(
+        before = bars.get(bar.up_to, HistogramBin(bar.up_to, 0, 0))
+        bars[bar.up_to] = HistogramBin(
             bar.up_to, before.documents + bar.documents, before.tokens + bar.tokens
         )
     return tuple(bars[up_to] for up_to in sorted(bars))

@@ -6,7 +6,7 @@ from types import ModuleType
 from jaxpipe.config import ConfigError
 
 
-def needed(package: str, purpose: str) -> ModuleType:
+def import_optional(package: str, purpose: str) -> ModuleType:
     """Import a module of a package from the extra `data`.
 
     `purpose` starts the message. Raises `ConfigError` where the package is not installed.

@@ -6,8 +6,9 @@ pieces of L slots, each a row of its own, and a remainder, which is packed with 
 piece starts with the last token (a target) of the piece before it. A short document is all
 remainder.
 
-`in_order` is next-fit. `best_fit` is best-fit decreasing: the longest first, each into the fullest
-row that still has room. All remainders of equal length are placed in one operation, so the work
+`pack_next_fit` is next-fit. `pack_best_fit` is best-fit decreasing: the longest first, each into
+the fullest row that still has room. All remainders of equal length are placed in one operation, so
+the work
 grows with the number of distinct lengths, not of documents: packing 10 million documents takes
 seconds and 4 bytes per document besides their lengths. The seed shuffles documents of equal length.
 """
@@ -21,10 +22,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 _BLOCK = 1 << 18  # documents processed at a time, which bounds the size of temporary arrays
-_STRIDE = 256  # documents per entry of `Packing.wholes`
+_STRIDE = 256  # documents per entry of `Packing.full_pieces`
 
 
-class Piece(NamedTuple):
+class PackedPiece(NamedTuple):
     """`slots` slots of a document from slot `begin` on; they cover `slots + 1` tokens."""
 
     document: int
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
     slots: int
 
 
-class Rows(Protocol):
+class PackedRows(Protocol):
     """R rows of remainders.
 
     Attributes:
@@ -52,39 +53,40 @@ class Packing:
     Attributes:
       lengths: tokens of every document, integers `[N]`.
       seq_len: L, slots of a row.
-      wholes: cumulative number of full pieces before every 256th document and at the end, int64.
+      full_pieces: cumulative number of full pieces before every 256th document and at the end,
+        int64.
       rows: the rows of remainders.
     """
 
     lengths: np.ndarray
     seq_len: int
-    wholes: np.ndarray
-    rows: Rows
+    full_pieces: np.ndarray
+    rows: PackedRows
 
     def __len__(self) -> int:
-        return len(self.rows.numbers) + int(self.wholes[-1])
+        return len(self.rows.numbers) + int(self.full_pieces[-1])
 
-    def pieces(self, number: int) -> list[Piece]:
+    def pieces(self, number: int) -> list[PackedPiece]:
         """Return the pieces of row `number`, 0..len-1, in order."""
         row = bisect.bisect_left(self.rows.numbers, number)
         if row < len(self.rows.numbers) and self.rows.numbers[row] == number:
             documents = list(self.rows.documents(row))
-            slots = slots_of(self.lengths[documents])
+            slots = count_slots(self.lengths[documents])
             rests = slots % self.seq_len
-            pieces = map(Piece, documents, (slots - rests).tolist(), rests.tolist())
+            pieces = map(PackedPiece, documents, (slots - rests).tolist(), rests.tolist())
             return [piece for piece in pieces if piece.slots]
         whole = number - row
-        at = int(np.searchsorted(self.wholes, whole, side="right")) - 1
+        at = int(np.searchsorted(self.full_pieces, whole, side="right")) - 1
         first = at * _STRIDE
-        before = self.wholes[at] + np.cumsum(
-            slots_of(self.lengths[first : first + _STRIDE]) // self.seq_len
+        before = self.full_pieces[at] + np.cumsum(
+            count_slots(self.lengths[first : first + _STRIDE]) // self.seq_len
         )
         document = int(np.searchsorted(before, whole, side="right"))
-        begin = whole - int(before[document - 1] if document else self.wholes[at])
-        return [Piece(first + document, begin * self.seq_len, self.seq_len)]
+        begin = whole - int(before[document - 1] if document else self.full_pieces[at])
+        return [PackedPiece(first + document, begin * self.seq_len, self.seq_len)]
 
 
-def pack(
+def pack_documents(
     lengths: np.ndarray,
     seq_len: int,
     how: Literal["sequential", "best_fit"],
@@ -94,34 +96,34 @@ def pack(
 ) -> Packing:
     """Pack documents, `lengths` tokens each, integers `[N]`, with at most `most` in a row.
 
-    >>> packing = pack(np.array([4, 12, 3, 4]), 5, "best_fit", most=9)
+    >>> packing = pack_documents(np.array([4, 12, 3, 4]), 5, "best_fit", most=9)
     >>> [[tuple(piece) for piece in packing.pieces(row)] for row in range(len(packing))]
     [[(1, 0, 5)], [(1, 5, 5)], [(2, 0, 2), (3, 0, 3)], [(1, 10, 1), (0, 0, 3)]]
     """
     before = [np.zeros(1, np.int64)]
-    for _, block in _blocks(lengths):
+    for _, block in _iterate_blocks(lengths):
         wholes = np.add.reduceat(block // seq_len, np.arange(0, len(block), _STRIDE))
         before.append(before[-1][-1] + np.cumsum(wholes, dtype=np.int64))
     wholes = np.concatenate(before)
     if how == "sequential":
-        return Packing(lengths, seq_len, wholes, in_order(lengths, seq_len, most))
-    by_slots, counts = _by_slots(lengths, seq_len, seed)
-    rows = best_fit(counts, seq_len, most, by_slots, first=int(wholes[-1]))
+        return Packing(lengths, seq_len, wholes, pack_next_fit(lengths, seq_len, most))
+    by_slots, counts = _sort_by_slots(lengths, seq_len, seed)
+    rows = pack_best_fit(counts, seq_len, most, by_slots, first=int(wholes[-1]))
     return Packing(lengths, seq_len, wholes, rows)
 
 
-def slots_of(lengths: np.ndarray) -> np.ndarray:
+def count_slots(lengths: np.ndarray) -> np.ndarray:
     """Return the slots of documents of the given lengths; a single token has no target: 0 slots."""
     return np.maximum(lengths, 1) - 1
 
 
-def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _iterate_blocks(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first document of every block, and the slots of the block's documents."""
     for begin in range(0, len(lengths), _BLOCK):
-        yield begin, slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
+        yield begin, count_slots(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
 
 
-def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _sort_by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sort documents by the slots of their remainder, in random order among equals.
 
     The sort keys are integers of the slots (high bits), random bits and the document (low bits).
@@ -132,12 +134,12 @@ def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray,
     bits, random = len(lengths).bit_length(), np.random.default_rng(seed)
     drawn = min(32, 63 - bits - seq_len.bit_length())
     keys, counts = np.empty(len(lengths), np.int64), np.zeros(seq_len, np.int64)
-    for begin, slots in _blocks(lengths):
-        rests, own = slots % seq_len, keys[begin : begin + len(slots)]
+    for begin, slots in _iterate_blocks(lengths):
+        rests, block_keys = slots % seq_len, keys[begin : begin + len(slots)]
         counts += np.bincount(rests, minlength=seq_len)
-        own[:] = rests << drawn | random.integers(1 << drawn, size=len(slots))
-        own <<= bits
-        own |= np.arange(begin, begin + len(slots))
+        block_keys[:] = rests << drawn | random.integers(1 << drawn, size=len(slots))
+        block_keys <<= bits
+        block_keys |= np.arange(begin, begin + len(slots))
     keys.sort()
     keys &= (1 << bits) - 1
     without, counts[0] = int(counts[0]), 0
@@ -145,7 +147,7 @@ def _by_slots(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray,
 
 
 @dataclass(frozen=True)
-class InOrder:
+class NextFitRows:
     """Rows of consecutive documents: row r has documents `starts[r]` to `starts[r + 1] - 1`."""
 
     numbers: np.ndarray
@@ -156,10 +158,10 @@ class InOrder:
         return range(int(self.starts[row]), int(self.starts[row + 1]))
 
 
-def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
+def pack_next_fit(lengths: np.ndarray, seq_len: int, most: int) -> NextFitRows:
     """Pack by next-fit: a row takes documents in order until one does not fit.
 
-    >>> in_order(np.array([4, 3, 2, 5, 10]), 5, most=9).starts
+    >>> pack_next_fit(np.array([4, 3, 2, 5, 10]), 5, most=9).starts
     array([0, 2, 4, 5], dtype=int32)
     """
     most_rows = int(lengths.sum(dtype=np.int64)) // seq_len + len(lengths)
@@ -168,9 +170,9 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
     starts, numbers = np.empty(len(lengths) + 1, kind), np.empty(len(lengths), kind)
     starts[:1], begin, rows, before = 0, 0, 0, 0
     while begin < len(lengths):
-        slots = slots_of(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
+        slots = count_slots(np.asarray(lengths[begin : begin + _BLOCK], np.int64))
         rests = slots % seq_len
-        ends = np.array(_row_ends(rests, seq_len, most))
+        ends = np.array(_find_row_ends(rests, seq_len, most))
         if len(ends) > 1 and begin + len(slots) < len(lengths):
             ends = ends[:-1]  # the next block may add documents to the last row
         wholes, done = np.cumsum(slots // seq_len), int(ends[-1])
@@ -182,25 +184,25 @@ def in_order(lengths: np.ndarray, seq_len: int, most: int) -> InOrder:
         starts[rows + 1 : more + 1] = begin + ends[filled]
         numbers[rows:more] = np.arange(rows, more) + before + wholes[last[filled]]
         rows, before, begin = more, before + int(wholes[done - 1]), begin + done
-    return InOrder(numbers[:rows], starts[: rows + 1])
+    return NextFitRows(numbers[:rows], starts[: rows + 1])
 
 
-def _row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
+def _find_row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
     """Return the exclusive end of every row, as a document of the block."""
     ends, some = np.cumsum(rests), rests > 0
     room = np.searchsorted(ends, ends - rests + seq_len, side="right")
     one_too_many = np.append(np.flatnonzero(some), len(rests))
-    held = np.cumsum(some) - some + most
-    after = np.minimum(room, one_too_many[np.minimum(held, len(one_too_many) - 1)]).tolist()
-    found, at = [], 0
+    count = np.cumsum(some) - some + most
+    after = np.minimum(room, one_too_many[np.minimum(count, len(one_too_many) - 1)]).tolist()
+    row_ends, at = [], 0
     while at < len(after):
         at = after[at]
-        found.append(at)
-    return found
+        row_ends.append(at)
+    return row_ends
 
 
-class _Group(NamedTuple):
-    """Rows with the same lengths of documents, in a linked list of nodes (see `BestFit`)."""
+class _RowGroup(NamedTuple):
+    """Rows with the same lengths of documents, in a linked list of nodes (see `BestFitRows`)."""
 
     rows: int
     held: int  # documents in each row
@@ -209,7 +211,7 @@ class _Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BestFit:
+class BestFitRows:
     """Rows in groups whose rows have the same lengths of documents.
 
     A node adds one document to every row of a group. Its instance i is the document
@@ -219,7 +221,7 @@ class BestFit:
 
     by_slots: np.ndarray  # documents sorted by slots
     first: int  # index of the first row among all rows
-    groups: list[_Group] = field(default_factory=list)
+    groups: list[_RowGroup] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # cumulative rows up to and with each group
     position: list[int] = field(default_factory=list)
     below: list[int] = field(default_factory=list)
@@ -235,13 +237,13 @@ class BestFit:
         number = bisect.bisect_right(self.ends, row)
         group = self.groups[number]
         instance = row - (self.ends[number] - group.rows) + group.first
-        node, found = group.node, []
+        node, documents = group.node, []
         while node >= 0:
-            found.append(int(self.by_slots[self.position[node] + instance]))
+            documents.append(int(self.by_slots[self.position[node] + instance]))
             node, instance = self.below[node], self.shift[node] + instance
-        return found
+        return documents
 
-    def stacked(self, group: _Group, rows: int, each: int, position: int) -> _Group:
+    def stacked(self, group: _RowGroup, rows: int, each: int, position: int) -> _RowGroup:
         """Add `each` documents, from `by_slots[position]` on, to a group's first `rows` rows."""
         node, shift = group.node, group.first
         for _ in range(each):
@@ -250,12 +252,12 @@ class BestFit:
             self.shift.append(shift)
             node, shift = len(self.position) - 1, 0
             position += rows
-        return _Group(rows, group.held + each, node)
+        return _RowGroup(rows, group.held + each, node)
 
 
-def best_fit(
+def pack_best_fit(
     counts: np.ndarray, seq_len: int, most: int, by_slots: np.ndarray, first: int
-) -> BestFit:
+) -> BestFitRows:
     """Pack remainders by best-fit decreasing.
 
     Args:
@@ -265,8 +267,8 @@ def best_fit(
       by_slots: documents sorted by the slots of their remainder.
       first: index of the first row.
     """
-    made = BestFit(by_slots, first)
-    open_: dict[int, list[_Group]] = {}  # groups by the free slots of their rows
+    made = BestFitRows(by_slots, first)
+    open_: dict[int, list[_RowGroup]] = {}  # groups by the free slots of their rows
     free = 0  # bit c is set where a group has c free slots
     positions = np.cumsum(counts) - counts
     for slots in np.flatnonzero(counts)[::-1].tolist():
@@ -276,7 +278,7 @@ def best_fit(
                 room = slots + (above & -above).bit_length() - 1
                 group = open_[room].pop()
             else:
-                room, group = seq_len, _Group(left, 0)
+                room, group = seq_len, _RowGroup(left, 0)
             each = min(room // slots, most - group.held, left)
             rows = min(group.rows, left // each)
             if group.held and rows < group.rows:

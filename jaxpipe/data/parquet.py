@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.data.optional import needed
+from jaxpipe.data.optional import import_optional
 from jaxpipe.data.tokens import IdFile
 from jaxpipe.model.loss import IGNORE
 
@@ -27,7 +27,7 @@ PADDED = "attention_mask"  # read only to refuse rows with padding
 _KEPT = 4  # row groups per shard that are cached in memory
 
 
-class Group(NamedTuple):
+class RowGroupTokens(NamedTuple):
     """Tokens of a row group."""
 
     ids: np.ndarray  # integers [tokens]
@@ -41,7 +41,7 @@ class ParquetShard:
 
     path: Path
     starts: tuple[int, ...]  # first token of every row group, and the end of the last one
-    group: Callable[[int], Group]  # reads a row group by its number
+    group: Callable[[int], RowGroupTokens]  # reads a row group by its number
     masked: bool
     digest: str
     vouched: bool = False
@@ -74,7 +74,7 @@ class ParquetShard:
             return None
         return np.concatenate([group.counted[part] for group, part in self._within(begin, end)])
 
-    def _within(self, begin: int, end: int) -> Iterator[tuple[Group, slice]]:
+    def _within(self, begin: int, end: int) -> Iterator[tuple[RowGroupTokens, slice]]:
         """Yield the row groups that overlap a range of tokens, and the range in each group."""
         number = bisect.bisect_right(self.starts, begin) - 1
         while begin < end:
@@ -91,13 +91,13 @@ def open_parquet(path: Path) -> ParquetShard:
     several and none is named `input_ids` or `tokens`. Reading it later raises where the tokens of a
     row group differ in number from its footer, are padded, or do not match their masks.
     """
-    parquet = needed("pyarrow.parquet", f"reading {path}")
+    parquet = import_optional("pyarrow.parquet", f"reading {path}")
     try:
         with parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no Parquet file, or is truncated: write it again.") from error
-    column, masks = _column(path, schema), [name for name in MASKS if name in schema.names]
+    column, masks = _id_column(path, schema), [name for name in MASKS if name in schema.names]
     columns = [column, *masks, *([PADDED] if PADDED in schema.names else [])]
     chunks = [
         next(
@@ -111,7 +111,7 @@ def open_parquet(path: Path) -> ParquetShard:
     sizes = [(chunk.statistics or chunk).num_values for chunk in chunks]
 
     @lru_cache(_KEPT)
-    def group(number: int) -> Group:
+    def group(number: int) -> RowGroupTokens:
         try:  # open the file anew, because a ParquetFile is not thread-safe
             with parquet.ParquetFile(path, metadata=metadata) as file:
                 table = file.read_row_group(number, columns=columns)
@@ -120,7 +120,7 @@ def open_parquet(path: Path) -> ParquetShard:
                 f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
                 f"again."
             ) from error
-        ids, lengths = _flat(table[column])
+        ids, lengths = _flatten(table[column])
         if len(ids) != sizes[number] or ids.dtype.kind not in "iu":
             raise ConfigError(
                 f"row group {number} of {path} has lists that are empty or hold nulls, and no "
@@ -128,11 +128,11 @@ def open_parquet(path: Path) -> ParquetShard:
             )
         counted = np.ones(len(ids), bool)
         for name in columns[1:]:
-            values, own = _flat(table[name])
-            if fault := _mask_fault(name, values, own, ids, lengths):
+            values, mask_lengths = _flatten(table[name])
+            if fault := _describe_mask_fault(name, values, mask_lengths, ids, lengths):
                 raise ConfigError(f"row group {number} of {path}, {fault}.")
             counted &= values != IGNORE if name == "labels" else values != 0
-        return Group(ids, np.cumsum(lengths[lengths > 0]), counted if masks else None)
+        return RowGroupTokens(ids, np.cumsum(lengths[lengths > 0]), counted if masks else None)
 
     digest = IdFile(path, np.dtype("u1"), 0, path.stat().st_size).sampled_digest()
     # The same ids with a loss mask are other samples, so the mask columns are part of the digest.
@@ -141,23 +141,24 @@ def open_parquet(path: Path) -> ParquetShard:
     return ParquetShard(path, starts, group, bool(masks), digest)
 
 
-def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of a column of lists, and the length of each row's list; null: 0."""
-    compute = needed("pyarrow.compute", "reading Parquet")
+    compute = import_optional("pyarrow.compute", "reading Parquet")
     lists = column.combine_chunks()
     values = compute.list_flatten(lists).to_numpy(zero_copy_only=False)
     lengths = compute.fill_null(compute.list_value_length(lists), 0)
     return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _mask_fault(
-    name: str, values: np.ndarray, own: np.ndarray, ids: np.ndarray, lengths: np.ndarray
+def _describe_mask_fault(
+    name: str, values: np.ndarray, mask_lengths: np.ndarray, ids: np.ndarray, lengths: np.ndarray
 ) -> str:
-    """Describe why a column, with lists of `own` lengths, is no mask of the ids, or return ""."""
-    if (other := own != lengths).any():
+    """Describe why a column, with lists of `mask_lengths`, is no mask of the ids, or return ""."""
+    if (other := mask_lengths != lengths).any():
         row = int(other.argmax())
         return (
-            f"row {row + 1}: {name} has {own[row]} values for {lengths[row]} ids: write both alike"
+            f"row {row + 1}: {name} has {mask_lengths[row]} values for {lengths[row]} ids: write "
+            f"both alike"
         )
     if name == "labels":
         wrong = (values != IGNORE) & (values != ids)
@@ -173,9 +174,9 @@ def _mask_fault(
     return f"row {row + 1}: {name} is {values[at]} beside the id {ids[at]}, and must be {allowed}"
 
 
-def _column(path: Path, schema: Any) -> str:
+def _id_column(path: Path, schema: Any) -> str:
     """Return the name of the column with the ids."""
-    types = needed("pyarrow.types", f"reading {path}")
+    types = import_optional("pyarrow.types", f"reading {path}")
     kinds = {field.name: _value_type(field.type) for field in schema}
     for name in (*MASKS, PADDED):
         kind = kinds.pop(name, None)
@@ -197,6 +198,6 @@ def _column(path: Path, schema: Any) -> str:
 
 def _value_type(kind: Any) -> Any:
     """Return the value type of any kind of list, or None for a type that is no list."""
-    types = needed("pyarrow.types", "reading Parquet")
+    types = import_optional("pyarrow.types", "reading Parquet")
     tests = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
     return kind.value_type if any(getattr(types, f"is_{test}")(kind) for test in tests) else None

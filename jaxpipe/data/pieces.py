@@ -7,15 +7,15 @@ from typing import NamedTuple
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.optional import needed
-from jaxpipe.data.readers import Part, is_compressed, kind
+from jaxpipe.data.optional import import_optional
+from jaxpipe.data.readers import FilePart, file_kind, is_compressed
 
 
-class Piece(msgspec.Struct, frozen=True):
+class InputPiece(msgspec.Struct, frozen=True):
     """Parts of input files that become one shard, named by `number`."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def size(self) -> int:
@@ -23,14 +23,14 @@ class Piece(msgspec.Struct, frozen=True):
         return sum(part.size for part in self.parts)
 
 
-class Inputs(NamedTuple):
+class InputFiles(NamedTuple):
     """Input files to read, and files of the same folders that are left out."""
 
     files: list[Path]
     left_out: list[Path]
 
 
-def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
+def list_input_files(paths: Iterable[Path], output: Path | None = None) -> InputFiles:
     """List the given files and all files below the given folders, sorted by name.
 
     Hidden files and files below `output` are skipped. Where a folder has JSON or Parquet files, its
@@ -50,21 +50,21 @@ def input_files(paths: Iterable[Path], output: Path | None = None) -> Inputs:
             written = output is not None and output.absolute() in file.absolute().parents
             if file.is_file() and not hidden and not written:
                 found.append(file)
-        records = [file for file in found if kind(file) != "text"]
+        records = [file for file in found if file_kind(file) != "text"]
         files += records or found
-        beside += [file for file in found if records and kind(file) == "text"]
+        beside += [file for file in found if records and file_kind(file) == "text"]
     if not files:
         raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
     named = {*files}
-    return Inputs(files, [file for file in beside if file not in named])
+    return InputFiles(files, [file for file in beside if file not in named])
 
 
-def cut(files: Iterable[Path], size: int) -> list[Piece]:
+def divide_files(files: Iterable[Path], size: int) -> list[InputPiece]:
     """Divide files into pieces of about `size` bytes on disk; indivisible files may exceed it."""
-    pieces: list[tuple[Part, ...]] = []
-    taken: list[Part] = []
+    pieces: list[tuple[FilePart, ...]] = []
+    taken: list[FilePart] = []
     bytes_taken = 0
-    for part in (part for file in files for part in _parts(file, size)):
+    for part in (part for file in files for part in _divide_file(file, size)):
         taken.append(part)
         bytes_taken += part.size
         if bytes_taken >= size:
@@ -72,27 +72,27 @@ def cut(files: Iterable[Path], size: int) -> list[Piece]:
             taken, bytes_taken = [], 0
     if taken:
         pieces.append(tuple(taken))
-    return [Piece(number, parts) for number, parts in enumerate(pieces)]
+    return [InputPiece(number, parts) for number, parts in enumerate(pieces)]
 
 
-def _parts(file: Path, size: int) -> Iterator[Part]:
+def _divide_file(file: Path, size: int) -> Iterator[FilePart]:
     """Yield parts of about `size` bytes where the file can be divided, else the whole file."""
     whole = file.stat().st_size
-    if kind(file) == "rows":
-        yield from _row_groups(file)
-    elif kind(file) == "lines" and not is_compressed(file):
+    if file_kind(file) == "rows":
+        yield from _count_row_groups(file)
+    elif file_kind(file) == "lines" and not is_compressed(file):
         for begin in range(0, whole, size):
             end = min(begin + size, whole)
-            yield Part(str(file), begin, end, end - begin)
+            yield FilePart(str(file), begin, end, end - begin)
     else:
-        yield Part(str(file), 0, whole, whole)
+        yield FilePart(str(file), 0, whole, whole)
 
 
-def _row_groups(file: Path) -> Iterator[Part]:
-    parquet = needed("pyarrow.parquet", f"reading {file}")
+def _count_row_groups(file: Path) -> Iterator[FilePart]:
+    parquet = import_optional("pyarrow.parquet", f"reading {file}")
     try:
         metadata = parquet.read_metadata(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is no Parquet file, or is truncated: fetch it again.") from error
     for group in range(metadata.num_row_groups):
-        yield Part(str(file), group, group + 1, metadata.row_group(group).total_byte_size)
+        yield FilePart(str(file), group, group + 1, metadata.row_group(group).total_byte_size)

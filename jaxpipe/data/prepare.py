@@ -24,52 +24,52 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.manifest import (
     JOURNAL,
     MANIFEST,
-    Bin,
-    Manifest,
+    FolderManifest,
+    HistogramBin,
     ShardEntry,
     TokenizerEntry,
-    histogram,
-    merged,
+    build_histogram,
+    merge_histograms,
     read_manifest,
 )
-from jaxpipe.data.pieces import Piece, cut, input_files
-from jaxpipe.data.readers import Reader
-from jaxpipe.data.records import Passages, Records
+from jaxpipe.data.pieces import InputPiece, divide_files, list_input_files
+from jaxpipe.data.readers import DocumentReader
+from jaxpipe.data.records import Passages, RecordConverter
 from jaxpipe.data.tokenizing import (
     BYTES,
     TOKENIZER,
     Tokenizer,
-    chat_fault,
-    describe,
+    describe_chat_fault,
+    describe_tokenizer,
+    find_chat_template,
     load_tokenizer,
-    template_of,
     tokenizer_file,
 )
-from jaxpipe.data.workers import Report, workers
-from jaxpipe.data.writing import Batch, replacing, sync_folder, write_shard
+from jaxpipe.data.workers import Report, run_workers
+from jaxpipe.data.writing import DocumentBatch, replace_atomically, sync_folder, write_shard
 
 _BATCH = 1 << 18  # characters tokenised per call
 _FORM = 2  # version of the output; increase it if the same text gives other ids or another mask
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that determine the documents of a folder, besides the inputs."""
+class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """PrepareOptions that determine the documents of a folder, besides the inputs."""
 
     tokenizer: str  # see `load_tokenizer`
     eod: str = ""  # see `describe`
-    field: str = ""  # see `Records`
-    ignored: tuple[str, ...] = ()  # see `Records`
+    field: str = ""  # see `RecordConverter`
+    ignored: tuple[str, ...] = ()  # see `RecordConverter`
     skip_bad_lines: bool = False
     piece_size: int = 32 << 20  # bytes of the inputs on disk per shard, or a little more
 
 
-class Done(msgspec.Struct, frozen=True):
+class PieceResult(msgspec.Struct, frozen=True):
     """The result of a piece: a line of the journal."""
 
     piece: int
     key: str  # see `_key`
     shard: ShardEntry | None  # None: the piece had no document
-    histogram: tuple[Bin, ...]
+    histogram: tuple[HistogramBin, ...]
     longest: int  # tokens of the longest document
     empty: int  # documents without text
     bad: int  # documents that could not be read
@@ -78,8 +78,13 @@ class Done(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    inputs: Iterable[Path], folder: Path, options: Options, *, processes: int, console: Console
-) -> Manifest:
+    inputs: Iterable[Path],
+    folder: Path,
+    options: PrepareOptions,
+    *,
+    processes: int,
+    console: Console,
+) -> FolderManifest:
     """Write the documents of all inputs to shards in a folder, and return its manifest.
 
     An incomplete folder is continued: shards of the same inputs and options stay. A complete folder
@@ -89,23 +94,26 @@ def prepare(
       ConfigError: for inputs that cannot be read, a folder with other content, or no document.
       WorkerDied: where a process is killed.
     """
-    files, left_out = input_files(list(inputs), folder)
+    files, left_out = list_input_files(list(inputs), folder)
     if left_out:
-        _tell(console, f"left out beside JSON and Parquet: {_listed(left_out)}; name those to read")
-    pieces = cut(files, options.piece_size)
-    entry = describe(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
-    keys = [_key(piece, options, entry) for piece in pieces]
+        _print_sentence(
+            console,
+            f"left out beside JSON and Parquet: {_join_files(left_out)}; name those to read",
+        )
+    pieces = divide_files(files, options.piece_size)
+    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
+    keys = [_piece_key(piece, options, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
-    with _locked(folder):
-        if manifest := _finished(folder, origin):
+    with _lock_folder(folder):
+        if manifest := _read_finished(folder, origin):
             return manifest
-        with _journal(folder, keys, options.skip_bad_lines) as (journal, done):
+        with _open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             left = [piece for piece in pieces if piece.number not in done]
-            template = template_of(options.tokenizer)
+            template = find_chat_template(options.tokenizer)
             work = partial(write_piece, options=options, entry=entry, folder=folder)
             with (
-                workers(min(processes, len(left)), work, iter(left)) as results,
-                _shown(pieces, left, console) as show,
+                run_workers(min(processes, len(left)), work, iter(left)) as results,
+                _show_progress(pieces, left, console) as show,
             ):
                 for is_result, value in results:
                     if is_result:
@@ -114,21 +122,28 @@ def prepare(
                         os.fsync(journal.fileno())
                         done[one.piece] = one
                         if one.chats and template:
-                            _tell(console, f"messages are written in ChatML, not by {template}")
+                            _print_sentence(
+                                console, f"messages are written in ChatML, not by {template}"
+                            )
                             template = None  # print it only once
                     else:
                         show(*value)
-            manifest = _manifest([done[piece.number] for piece in pieces], entry, origin)
+            manifest = _build_manifest([done[piece.number] for piece in pieces], entry, origin)
             if not manifest.documents:
                 what = "that counts in the loss " if manifest.unlearned else ""
                 raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
-            _finish(folder, manifest, options.tokenizer)
+            _complete_folder(folder, manifest, options.tokenizer)
     return manifest
 
 
 def write_piece(
-    piece: Piece, report: Report, *, options: Options, entry: TokenizerEntry, folder: Path
-) -> Done:
+    piece: InputPiece,
+    report: Report,
+    *,
+    options: PrepareOptions,
+    entry: TokenizerEntry,
+    folder: Path,
+) -> PieceResult:
     """Write a piece to its shard, and report input bytes and tokens as they are processed."""
     tokenizer, read, empty, unlearned = _loaded(options.tokenizer), 0, 0, 0
 
@@ -136,9 +151,11 @@ def write_piece(
         nonlocal read
         read += size
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[DocumentBatch]:
         nonlocal read, empty, unlearned
-        for documents in grouped(doc for part in piece.parts for doc in reader.documents(part)):
+        for documents in group_documents(
+            doc for part in piece.parts for doc in reader.documents(part)
+        ):
             batch, without_text = tokenise(documents, tokenizer, entry.eod)
             empty += without_text
             unlearned += len(documents) - len(batch.lengths) - without_text
@@ -147,19 +164,23 @@ def write_piece(
             if len(batch.lengths):
                 yield batch
 
-    records = Records(
-        options.field, frozenset(options.ignored), chat_fault(options.tokenizer, tokenizer)
+    records = RecordConverter(
+        options.field, frozenset(options.ignored), describe_chat_fault(options.tokenizer, tokenizer)
     )
-    reader = Reader(records, options.skip_bad_lines, advance)
+    reader = DocumentReader(records, options.skip_bad_lines, advance)
     dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
     written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
     report((read, 0))
     shard, lengths = written or (None, np.zeros(0, int))
-    bars, longest = histogram(lengths), int(lengths.max(initial=0))
-    return Done(piece.number, "", shard, bars, longest, empty, reader.bad, unlearned, records.chats)
+    bars, longest = build_histogram(lengths), int(lengths.max(initial=0))
+    return PieceResult(
+        piece.number, "", shard, bars, longest, empty, reader.bad, unlearned, records.chats
+    )
 
 
-def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -> tuple[Batch, int]:
+def tokenise(
+    documents: list[Passages], tokenizer: Tokenizer, eod: int | None
+) -> tuple[DocumentBatch, int]:
     """Tokenise documents, and leave out those without text or without a token in the loss.
 
     The id `eod` is appended to each document and counts in the loss if the last passage does. A
@@ -183,14 +204,14 @@ def tokenise(documents: list[Passages], tokenizer: Tokenizer, eod: int | None) -
             counted += [encoded.counted, np.full(len(ending), counts)]
             lengths.append(len(encoded.ids) + len(ending))
     if not lengths:
-        return Batch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool)), empty
-    return Batch(np.concatenate(ids), np.array(lengths), np.concatenate(counted)), empty
+        return DocumentBatch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool)), empty
+    return DocumentBatch(np.concatenate(ids), np.array(lengths), np.concatenate(counted)), empty
 
 
 _loaded = lru_cache(maxsize=1)(load_tokenizer)  # a worker loads its tokenizer once
 
 
-def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
+def group_documents(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
     """Yield groups of documents, each large enough for one call of the tokenizer."""
     group, characters = [], 0
     for passages in documents:
@@ -203,17 +224,17 @@ def grouped(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
         yield group
 
 
-def _tell(console: Console, sentence: str) -> None:
+def _print_sentence(console: Console, sentence: str) -> None:
     console.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
-def _listed(files: list[Path], most: int = 5) -> str:
+def _join_files(files: list[Path], most: int = 5) -> str:
     """Join the first `most` files, and the number of further ones, into a string."""
     more = f" and {len(files) - most} more" if len(files) > most else ""
     return ", ".join(map(str, files[:most])) + more
 
 
-def _key(piece: Piece, options: Options, entry: TokenizerEntry) -> str:
+def _piece_key(piece: InputPiece, options: PrepareOptions, entry: TokenizerEntry) -> str:
     """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer."""
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
     known = msgspec.json.encode([_FORM, files, options.field, options.ignored, entry])
@@ -221,9 +242,9 @@ def _key(piece: Piece, options: Options, entry: TokenizerEntry) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes; a folder created here and left empty is removed."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -233,12 +254,12 @@ def _locked(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
     finally:
         os.close(handle)
-        for path in made:
+        for path in created:
             with suppress(OSError):  # the folder is not empty
                 path.rmdir()
 
 
-def _finished(folder: Path, origin: str) -> Manifest | None:
+def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
     """Return the manifest of a complete folder, or None where there is work to do.
 
     Raises `ConfigError` where the folder was prepared from other inputs or has other files.
@@ -257,9 +278,9 @@ def _finished(folder: Path, origin: str) -> Manifest | None:
 
 
 @contextmanager
-def _journal(
+def _open_journal(
     folder: Path, keys: list[str], skip_bad: bool
-) -> Iterator[tuple[BinaryIO, dict[int, Done]]]:
+) -> Iterator[tuple[BinaryIO, dict[int, PieceResult]]]:
     """Open the journal for appending; also yields the pieces that it lists, by number.
 
     The journal is deleted when the body succeeds. After a `ConfigError` without any shard all files
@@ -271,7 +292,7 @@ def _journal(
     for file in folder.iterdir():
         if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
             file.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
-    with replacing(folder / JOURNAL) as file:
+    with replace_atomically(folder / JOURNAL) as file:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
     with (folder / JOURNAL).open("ab", buffering=0) as file:
         try:
@@ -284,29 +305,29 @@ def _journal(
     (folder / JOURNAL).unlink()
 
 
-def _read_journal(folder: Path) -> Iterator[Done]:
+def _read_journal(folder: Path) -> Iterator[PieceResult]:
     """Yield the lines of the journal up to the first incomplete one."""
     if (folder / JOURNAL).exists():
         for line in (folder / JOURNAL).read_bytes().splitlines():
             try:
-                yield msgspec.json.decode(line, type=Done)
+                yield msgspec.json.decode(line, type=PieceResult)
             except msgspec.DecodeError:
                 return
 
 
-def _finish(folder: Path, manifest: Manifest, tokenizer: str) -> None:
+def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> None:
     """Write the tokenizer's copy and the manifest, which make the folder complete."""
     if tokenizer != BYTES:
-        with replacing(folder / TOKENIZER) as file:
+        with replace_atomically(folder / TOKENIZER) as file:
             file.write(tokenizer_file(Path(tokenizer)).read_bytes())
-    with replacing(folder / MANIFEST) as file:
+    with replace_atomically(folder / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     sync_folder(folder)
 
 
-def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
+def _build_manifest(done: list[PieceResult], entry: TokenizerEntry, origin: str) -> FolderManifest:
     shards = tuple(one.shard for one in done if one.shard)
-    return Manifest(
+    return FolderManifest(
         tokenizer=entry,
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
@@ -314,7 +335,7 @@ def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
         longest=max((one.longest for one in done), default=0),
         smallest_id=min((shard.smallest_id for shard in shards), default=0),
         largest_id=max((shard.largest_id for shard in shards), default=0),
-        histogram=merged([one.histogram for one in done]),
+        histogram=merge_histograms([one.histogram for one in done]),
         empty=sum(one.empty for one in done),
         bad_lines=sum(one.bad for one in done),
         unlearned=sum(one.unlearned for one in done),
@@ -324,8 +345,8 @@ def _manifest(done: list[Done], entry: TokenizerEntry, origin: str) -> Manifest:
 
 
 @contextmanager
-def _shown(
-    pieces: list[Piece], left: list[Piece], console: Console
+def _show_progress(
+    pieces: list[InputPiece], left: list[InputPiece], console: Console
 ) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar; yields the function that adds input bytes and tokens to it."""
     columns = (

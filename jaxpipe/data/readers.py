@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.data.optional import needed
-from jaxpipe.data.records import HARMLESS, MESSAGES, Passages, Records
+from jaxpipe.data.optional import import_optional
+from jaxpipe.data.records import HARMLESS, MESSAGES, Passages, RecordConverter
 
 _KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "rows"}
 _CHUNK = 1 << 20  # bytes read at a time
@@ -28,7 +28,7 @@ _ROWS = 256  # Parquet rows read at a time
 _NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes these values, but JSON has none of them
 
 
-class Part(msgspec.Struct, frozen=True):
+class FilePart(msgspec.Struct, frozen=True):
     """A range of an input file: bytes of plain lines, row groups of Parquet, else the full file."""
 
     path: str
@@ -37,7 +37,7 @@ class Part(msgspec.Struct, frozen=True):
     size: int  # bytes on disk
 
 
-def kind(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """Return how a file holds documents: as `lines`, `elements` or `rows`, or `text` for one."""
     suffix = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
     if suffix == ".json" and _begins_with_bracket(path):
@@ -51,33 +51,35 @@ def is_compressed(path: Path) -> bool:
 
 
 @dataclass
-class Reader:
+class DocumentReader:
     """Reads the documents of parts, and counts those that it leaves out."""
 
-    records: Records
+    records: RecordConverter
     skip_bad: bool  # leave out documents that cannot be read
     advance: Callable[[int], None]  # called with the bytes on disk of every document read
     bad: int = 0  # documents left out
 
-    def documents(self, part: Part) -> Iterator[Passages]:
+    def documents(self, part: FilePart) -> Iterator[Passages]:
         """Yield the documents of a part, in order.
 
         Raises `ConfigError` with file and line for a document that cannot be read, unless
         `skip_bad` is set.
         """
-        read = {"lines": _lines, "elements": _elements, "text": _text}
-        read["rows"] = partial(_rows, self.records)
-        for number, (load, size) in enumerate(read[kind(Path(part.path))](part)):
+        read = {"lines": _read_lines, "elements": _read_elements, "text": _read_text}
+        read["rows"] = partial(_read_rows, self.records)
+        for number, (load, size) in enumerate(read[file_kind(Path(part.path))](part)):
             try:
                 yield self.records.passages(load())
             except ConfigError as error:
-                raise ConfigError(f"{_place(part, number)} {error}") from error
+                raise ConfigError(f"{_describe_place(part, number)} {error}") from error
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 if not self.skip_bad:
-                    said = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                    reason = (
+                        "it is nested too deeply" if isinstance(error, RecursionError) else error
+                    )
                     raise ConfigError(
-                        f"{_place(part, number)} is no document: {said}; correct it, or give "
-                        f"--field, --ignore or --skip-bad-lines."
+                        f"{_describe_place(part, number)} is no document: {reason}; correct it, or "
+                        f"give --field, --ignore or --skip-bad-lines."
                     ) from error
                 self.bad += 1
             self.advance(size)
@@ -86,7 +88,7 @@ class Reader:
 Item = tuple[Callable[[], Any], int]  # a function that parses a record, and its bytes on disk
 
 
-def _decode(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     """Parse a JSON record; accept NaN and Infinity, which Python writes."""
     try:
         return msgspec.json.decode(line)
@@ -98,44 +100,46 @@ def _decode(line: bytes) -> Any:
         return record
 
 
-def _text(part: Part) -> Iterator[Item]:
-    content = b"".join(chunk for chunk, _ in _unpacked(Path(part.path)))
+def _read_text(part: FilePart) -> Iterator[Item]:
+    content = b"".join(chunk for chunk, _ in _decompress(Path(part.path)))
     yield partial(str, content, "utf-8-sig"), part.size
 
 
-def _lines(part: Part) -> Iterator[Item]:
+def _read_lines(part: FilePart) -> Iterator[Item]:
     """Yield the lines that start in a part, without empty ones."""
     path = Path(part.path)
-    for line, size in _compressed_lines(path) if is_compressed(path) else _plain_lines(part):
-        if record := _record(line):
-            yield partial(_decode, record), size
+    for line, size in (
+        _read_compressed_lines(path) if is_compressed(path) else _read_plain_lines(part)
+    ):
+        if record := _strip_record(line):
+            yield partial(_parse_json, record), size
 
 
-def _record(line: bytes) -> bytes:
+def _strip_record(line: bytes) -> bytes:
     """Strip white space, and a BOM, which concatenated files have at any line."""
     return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def _begins_with_bracket(path: Path) -> bool:
     """Whether the first character of a file, white space aside, opens a JSON array."""
-    for chunk, _ in _unpacked(path):
+    for chunk, _ in _decompress(path):
         if begin := chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]:
             return begin == b"["
     return False
 
 
-def _elements(part: Part) -> Iterator[Item]:
+def _read_elements(part: FilePart) -> Iterator[Item]:
     """Yield the elements of a file that is one JSON array."""
-    for element, size, _ in _array(part):
-        yield partial(_decode, element), size
+    for element, size, _ in _read_array(part):
+        yield partial(_parse_json, element), size
 
 
-def _array(part: Part) -> Iterator[tuple[bytes, int, int]]:
+def _read_array(part: FilePart) -> Iterator[tuple[bytes, int, int]]:
     """Yield the JSON of each array element, its bytes on disk, and the line where it starts.
 
     The text of the whole file is in memory, but only one record at a time.
     """
-    content = b"".join(chunk for chunk, _ in _unpacked(Path(part.path)))
+    content = b"".join(chunk for chunk, _ in _decompress(Path(part.path)))
     line, before = 1, 0
     try:
         text = content.decode("utf-8-sig")
@@ -159,7 +163,7 @@ def _array(part: Part) -> Iterator[tuple[bytes, int, int]]:
         ) from error
 
 
-def _plain_lines(part: Part) -> Iterator[tuple[bytes, int]]:
+def _read_plain_lines(part: FilePart) -> Iterator[tuple[bytes, int]]:
     with Path(part.path).open("rb") as file:
         if part.begin:
             file.seek(part.begin - 1)
@@ -170,9 +174,9 @@ def _plain_lines(part: Part) -> Iterator[tuple[bytes, int]]:
             at += len(line)
 
 
-def _compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def _read_compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     rest = b""
-    for chunk, size in _unpacked(path):
+    for chunk, size in _decompress(path):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield line, size
@@ -180,7 +184,7 @@ def _compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     yield rest, 0
 
 
-def _unpacked(path: Path) -> Iterator[tuple[bytes, int]]:
+def _decompress(path: Path) -> Iterator[tuple[bytes, int]]:
     """Yield the uncompressed content of a file in chunks, with the bytes on disk of each."""
     read = {".gz": _gzip_chunks, ".zst": _zst_chunks}.get(path.suffix.lower(), _plain_chunks)
     try:
@@ -204,7 +208,7 @@ def _gzip_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    zstandard = needed("zstandard", f"reading {path}")
+    zstandard = import_optional("zstandard", f"reading {path}")
     decompressor, frame = zstandard.ZstdDecompressor(), None
     with path.open("rb") as file:
         while left := file.read(_CHUNK):
@@ -220,10 +224,10 @@ def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise EOFError("it ends within a frame")
 
 
-def _rows(records: Records, part: Part) -> Iterator[Item]:
-    parquet = needed("pyarrow.parquet", f"reading {part.path}")
+def _read_rows(records: RecordConverter, part: FilePart) -> Iterator[Item]:
+    parquet = import_optional("pyarrow.parquet", f"reading {part.path}")
     with parquet.ParquetFile(part.path) as file:
-        columns = _columns(records, file.schema_arrow)
+        columns = _choose_columns(records, file.schema_arrow)
         groups = range(part.begin, part.end)
         rows = sum(file.metadata.row_group(group).num_rows for group in groups)
         try:
@@ -238,7 +242,7 @@ def _rows(records: Records, part: Part) -> Iterator[Item]:
             ) from error
 
 
-def _columns(records: Records, schema: Any) -> list[str]:
+def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
     """Return the columns to read: only the text's own, or for messages all that are not ignored."""
     names, field = schema.names, records.field
     if field:
@@ -257,29 +261,29 @@ def _columns(records: Records, schema: Any) -> list[str]:
     return [name for name in names if name in kept or name not in HARMLESS | records.ignored]
 
 
-def _place(part: Part, number: int) -> str:
+def _describe_place(part: FilePart, number: int) -> str:
     """Return file and line or row of a part's document `number`, for error messages."""
     path = Path(part.path)
-    match kind(path):
+    match file_kind(path):
         case "text":
             return part.path
         case "rows":
-            metadata = needed("pyarrow.parquet", f"reading {path}").read_metadata(path)
+            metadata = import_optional("pyarrow.parquet", f"reading {path}").read_metadata(path)
             before = (metadata.row_group(group).num_rows for group in range(part.begin))
             return f"{path}, row {sum(before) + number + 1},"
         case "elements":
-            _, _, line = next(islice(_array(part), number, None))
+            _, _, line = next(islice(_read_array(part), number, None))
             return f"{path}, line {line},"
     return f"{path}, line {_line_number(part, number)},"
 
 
-def _line_number(part: Part, number: int) -> int:
+def _line_number(part: FilePart, number: int) -> int:
     """Return the line in the file of the part's non-empty line `number`."""
     path, before = Path(part.path), 0
     if is_compressed(path):
-        lines = _compressed_lines(path)
+        lines = _read_compressed_lines(path)
     else:
-        before = sum(1 for _ in _plain_lines(Part(part.path, 0, part.begin, 0)))
-        lines = _plain_lines(part)
-    full = (at for at, (line, _) in enumerate(lines, 1) if _record(line))
+        before = sum(1 for _ in _read_plain_lines(FilePart(part.path, 0, part.begin, 0)))
+        lines = _read_plain_lines(part)
+    full = (at for at, (line, _) in enumerate(lines, 1) if _strip_record(line))
     return before + next(islice(full, number, None))

@@ -33,7 +33,7 @@ _SWITCHES = ("weight", "train", "loss")  # keys of a message: 1 or true if it co
 
 
 @dataclass
-class Records:
+class RecordConverter:
     """Converts records to passages.
 
     Attributes:
@@ -55,7 +55,7 @@ class Records:
           ValueError: where a required field is missing, or another field would be lost.
           ConfigError: for messages, where the tokenizer has no tokens for ChatML.
 
-        >>> Records().passages({"prompt": "1 + 1 = ", "completion": "2"})
+        >>> RecordConverter().passages({"prompt": "1 + 1 = ", "completion": "2"})
         [('1 + 1 = ', False), ('2', True)]
         """
         if isinstance(record, str):
@@ -66,24 +66,27 @@ class Records:
         if not name and record.get("text") is None and "prompt" in record:
             return self._answer(record)
         name = name or next((one for one in ("text", *MESSAGES) if one in record), "text")
-        value = _value(record, name)
+        value = _read_value(record, name)
         if isinstance(value, list) or name in MESSAGES:
             self._check_lost(record, (name.split(".")[0], name), "its messages")
             self.chats += 1
             return [] if value is None else self._chat(value)
-        return [] if value is None else [(_string(value, name), True)]
+        return [] if value is None else [(_check_string(value, name), True)]
 
     def _answer(self, record: dict[str, Any]) -> Passages:
         """Return the passages of a prompt and a completion: both text, or both messages."""
         names = ("prompt", "completion")
-        prompt, completion = (_value(record, name) for name in names)
+        prompt, completion = (_read_value(record, name) for name in names)
         self._check_lost(record, names, "its prompt")
         if prompt is completion is None:
             return []
         if isinstance(prompt, list) and isinstance(completion, list):
             self.chats += 1
             return self._chat(prompt, counts=False) + self._chat(completion)
-        return [(_string(prompt, "prompt"), False), (_string(completion, "completion"), True)]
+        return [
+            (_check_string(prompt, "prompt"), False),
+            (_check_string(completion, "completion"), True),
+        ]
 
     def _chat(self, messages: Any, counts: bool = True) -> Passages:
         """Write messages in ChatML.
@@ -109,15 +112,15 @@ class Records:
         """Return role, content, and the message's own switch for the loss, if it has one."""
         names = ["from" if "from" in message and "role" not in message else "role"]
         names += ["value" if "value" in message and "content" not in message else "content"]
-        role, content = (_value(message, name) for name in names)
+        role, content = (_read_value(message, name) for name in names)
         self._check_lost(message, (*names, *_SWITCHES), "it")
         if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"its role {role!r} is none of {', '.join(_ROLES)}")
-        said = {name: message[name] for name in _SWITCHES if message.get(name) is not None}
-        if any(value not in (0, 1) for value in said.values()) or len({*said.values()}) > 1:
-            raise ValueError(f"{said} is neither 0 nor 1, false nor true")
-        switch = bool(next(iter(said.values()))) if said else None
-        return _ROLES[role], _joined(content, names[1]), switch
+        switches = {name: message[name] for name in _SWITCHES if message.get(name) is not None}
+        if any(value not in (0, 1) for value in switches.values()) or len({*switches.values()}) > 1:
+            raise ValueError(f"{switches} is neither 0 nor 1, false nor true")
+        switch = bool(next(iter(switches.values()))) if switches else None
+        return _ROLES[role], _join_content(content, names[1]), switch
 
     def _check_lost(self, found: dict[str, Any], used: tuple[str, ...], of: str) -> None:
         """Raise `ValueError` for non-empty keys that are neither used nor harmless."""
@@ -133,7 +136,7 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def _value(record: dict[str, Any], name: str) -> Any:
+def _read_value(record: dict[str, Any], name: str) -> Any:
     """Return a record's value at a key, or at a path of keys with dots; None for null."""
     if name in record:
         return record[name]
@@ -148,7 +151,7 @@ def _value(record: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _string(value: Any, name: str) -> str:
+def _check_string(value: Any, name: str) -> str:
     if isinstance(value, bytes):
         raise ValueError(f"its field {name!r} is binary, no text: cast the column to string")
     if not isinstance(value, str):
@@ -156,14 +159,14 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
-def _joined(content: Any, name: str) -> str:
+def _join_content(content: Any, name: str) -> str:
     """Return the content of a message, which is text or a list of text parts."""
     if not isinstance(content, list):
-        return _string(content, name)
+        return _check_string(content, name)
     texts = []
     for part in content:
         held = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         if held.keys() != {"type", "text"} or held["type"] != "text":
             raise ValueError(f"a part of its {name} is not like {{'type': 'text', 'text': '...'}}")
-        texts.append(_string(held["text"], "text"))
+        texts.append(_check_string(held["text"], "text"))
     return "".join(texts)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import Documents, ShardedDocuments
+from jaxpipe.data.documents import ShardedDocuments, TokenDocuments
 from jaxpipe.data.packing import Packing
 from jaxpipe.model.loss import IGNORE
 
@@ -22,7 +22,7 @@ Sample = dict[str, np.ndarray]  # `inputs`, `targets` and other inputs of layers
 PADDING = {"inputs": 0, "targets": IGNORE, "segments": -1, "positions": 0, "real": 0}
 
 
-class Samples(Protocol):
+class TokenSamples(Protocol):
     """Random access to N samples, all with the same keys."""
 
     def __len__(self) -> int:
@@ -35,12 +35,12 @@ class Samples(Protocol):
         """Return the tokens of each document in a sample; an unpacked sample counts as one."""
 
 
-def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
+def make_sample(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
     """Make inputs and targets of ids `[L + 1]`; targets that do not count become -100.
 
     `counted`, bool `[L + 1]`, marks the tokens that count in the loss; None: all.
 
-    >>> sample_of(np.arange(4), np.array([True, True, False, True]))
+    >>> make_sample(np.arange(4), np.array([True, True, False, True]))
     {'inputs': array([0, 1, 2], dtype=int32), 'targets': array([   1, -100,    3], dtype=int32)}
     """
     ids = ids.astype(np.int32)
@@ -49,7 +49,7 @@ def sample_of(ids: np.ndarray, counted: np.ndarray | None = None) -> Sample:
 
 
 @dataclass(frozen=True)
-class CutSamples:
+class StreamSamples:
     """A stream of tokens divided every L tokens, across document boundaries.
 
     A sample reads L + 1 tokens; its last token is the first of the next sample.
@@ -72,7 +72,7 @@ class CutSamples:
     def __getitem__(self, index: int) -> Sample:
         window = index * self.seq_len, (index + 1) * self.seq_len + 1
         documents = self.documents
-        return sample_of(documents.stream(*window), documents.counted_in_stream(*window))
+        return make_sample(documents.stream(*window), documents.counted_in_stream(*window))
 
     def documents_of(self, index: int) -> list[int]:
         """Return `[L]`: the sample counts as one document."""
@@ -98,7 +98,7 @@ class DummySamples:
     def __getitem__(self, index: int) -> Sample:
         random = np.random.default_rng((self.seed, self.numbers[index]))
         steps = random.integers(1, 5, self.seq_len + 1)
-        return sample_of((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
+        return make_sample((random.integers(self.vocab_size) + steps.cumsum()) % self.vocab_size)
 
     def documents_of(self, index: int) -> list[int]:
         """Return `[L]`: the sample counts as one document."""
@@ -114,7 +114,7 @@ class PackedSamples:
     for tokens and 0 for padding. The last token of a document (such as its eod) is a target only.
     """
 
-    documents: Documents
+    documents: TokenDocuments
     packing: Packing
     shared: bool
 
@@ -125,7 +125,7 @@ class PackedSamples:
         parts: list[Sample] = []
         for document, begin, slots in self.packing.pieces(index):
             window = document, begin, begin + slots + 1
-            part = sample_of(self.documents.tokens(*window), self.documents.counted(*window))
+            part = make_sample(self.documents.tokens(*window), self.documents.counted(*window))
             if self.shared:
                 part["segments"] = np.full(slots, len(parts), np.int32)
                 part["positions"] = np.arange(slots, dtype=np.int32)
@@ -143,21 +143,21 @@ class PackedSamples:
 class JoinedSamples:
     """The samples of several sources, one source after the other."""
 
-    parts: Sequence[Samples]
+    parts: Sequence[TokenSamples]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        part, own = self._place(index)
-        return part[own]
+        part, local_index = self._place(index)
+        return part[local_index]
 
     def documents_of(self, index: int) -> list[int]:
         """Return the tokens of each document in a sample."""
-        part, own = self._place(index)
-        return part.documents_of(own)
+        part, local_index = self._place(index)
+        return part.documents_of(local_index)
 
-    def _place(self, index: int) -> tuple[Samples, int]:
+    def _place(self, index: int) -> tuple[TokenSamples, int]:
         """Return the source of a sample, and the sample's index in it."""
         part = bisect.bisect_right(self._starts, index) - 1
         return self.parts[part], index - self._starts[part]

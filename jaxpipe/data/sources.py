@@ -6,38 +6,44 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
-from jaxpipe.data.batches import Source, Split, heldout_order, training_order
-from jaxpipe.data.corpus import corpus_documents
+from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
+from jaxpipe.data.corpus import open_corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.opening import check_tokenizers, open_documents
-from jaxpipe.data.packing import pack
-from jaxpipe.data.samples import CutSamples, DummySamples, JoinedSamples, PackedSamples, Samples
+from jaxpipe.data.packing import pack_documents
+from jaxpipe.data.samples import (
+    DummySamples,
+    JoinedSamples,
+    PackedSamples,
+    StreamSamples,
+    TokenSamples,
+)
+from jaxpipe.data.token_files import check_tokenizers, open_documents
 from jaxpipe.data.tokens import BareShard
 
 DUMMY_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """One source's contribution to a split."""
 
-    samples: Samples
+    samples: TokenSamples
     fingerprint: str
     weight: float = 1.0
-    whole_fingerprint: Callable[[], str] | None = None  # see `Split`
+    whole_fingerprint: Callable[[], str] | None = None  # see `DataSplit`
     place: str = "dummy"  # path of the source, for messages
-    masked: bool = False  # see `Split`
+    masked: bool = False  # see `DataSplit`
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data of a run: endless training samples, and held-out samples in a fixed order."""
 
-    train: Split
-    heldout: Split
+    train: DataSplit
+    heldout: DataSplit
 
 
-class _Rows(NamedTuple):
+class _RowSettings(NamedTuple):
     """How rows are built: `seq_len` tokens across documents, or packed documents."""
 
     seq_len: int
@@ -57,7 +63,7 @@ class _Rows(NamedTuple):
 def open_data(
     config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path,
     variable_length: bool = False,
-) -> Data:  # fmt: skip
+) -> RunData:  # fmt: skip
     """Open the sources that a configuration names.
 
     No token is in both splits: the held-out split is the last `heldout_fraction` of the tokens of
@@ -75,12 +81,12 @@ def open_data(
     Raises `ConfigError` for every fault that shows without reading all tokens: a file missing,
     empty, truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
     """
-    of_train = of_heldout = _Rows(seq_len)
+    of_train = of_heldout = _RowSettings(seq_len)
     if config.packing != "none":
-        of_train = _Rows(seq_len, config.packing, config.max_documents, seed)
+        of_train = _RowSettings(seq_len, config.packing, config.max_documents, seed)
         of_heldout = of_train._replace(packing="sequential")
     elif variable_length:
-        of_train = of_heldout = _Rows(seq_len, "sequential")
+        of_train = of_heldout = _RowSettings(seq_len, "sequential")
     if config.source == "dummy":
         if of_train.packing != "none":
             asked = "data.packing" if config.documents else "train.variable_length"
@@ -88,68 +94,80 @@ def open_data(
                 f"{asked} makes rows of whole documents, but data.source='dummy' has none: choose "
                 f"another source, or leave {asked} out."
             )
-        train, heldout = _dummy_parts(config, seq_len, vocab_size, seed)
+        train, heldout = _build_dummy_parts(config, seq_len, vocab_size, seed)
     else:
-        to_train_on, held_out = _opened(config, vocab_size, directory)
+        to_train_on, held_out = _open_sources(config, vocab_size, directory)
         # Held-out documents first: their few temporary arrays are freed before the larger ones.
-        heldout = [_part(config, of_heldout, *of) for of in held_out]
-        train = [_part(config, of_train, *of) for of in to_train_on]
+        heldout = [_build_part(config, of_heldout, *of) for of in held_out]
+        train = [_build_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
-    return Data(
-        train=_split("training", train, f"seq_len={seq_len} shuffle={order_seed}", order_seed),
-        heldout=_split("held-out", heldout, f"seq_len={seq_len}"),
+    return RunData(
+        train=_build_split(
+            "training", train, f"seq_len={seq_len} shuffle={order_seed}", order_seed
+        ),
+        heldout=_build_split("held-out", heldout, f"seq_len={seq_len}"),
     )
 
 
-def _split(name: str, parts: Sequence[Part], sizes: str, seed: int | None = None) -> Split:
+def _build_split(
+    name: str, parts: Sequence[SplitPart], sizes: str, seed: int | None = None
+) -> DataSplit:
     """Build a split: endless if it is named training, and shuffled if there is a seed."""
     lengths, weights = [len(part.samples) for part in parts], [part.weight for part in parts]
     training = name == "training"
     order = training_order(lengths, weights, seed) if training else heldout_order(lengths, weights)
     sources = tuple(
-        Source(part.place, len(part.samples), part.weight / sum(weights)) for part in parts
+        SourceSamples(part.place, len(part.samples), part.weight / sum(weights)) for part in parts
     )
     known = {"sources": sources, "masked": any(part.masked for part in parts)}
     if len(parts) == 1:
         part, whole = parts[0], parts[0].whole_fingerprint
         whole_fingerprint = whole and (lambda: f"{whole()} {sizes}")
-        return Split(
+        return DataSplit(
             name, f"{part.fingerprint} {sizes}", part.samples, order, whole_fingerprint, **known
         )
     shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
     samples = JoinedSamples([part.samples for part in parts])
-    return Split(name, f"{' + '.join(shares)} {sizes}", samples, order, **known)
+    return DataSplit(name, f"{' + '.join(shares)} {sizes}", samples, order, **known)
 
 
-def _dummy_parts(
+def _build_dummy_parts(
     config: DataConfig, seq_len: int, vocab_size: int, seed: int
-) -> tuple[list[Part], list[Part]]:
+) -> tuple[list[SplitPart], list[SplitPart]]:
     cut = DUMMY_SAMPLES - round(config.heldout_fraction * DUMMY_SAMPLES)
     train, heldout = (
-        [Part(DummySamples(seed, vocab_size, seq_len, part), f"dummy {seed=} {vocab_size=} {part}")]
+        [
+            SplitPart(
+                DummySamples(seed, vocab_size, seq_len, part), f"dummy {seed=} {vocab_size=} {part}"
+            )
+        ]
         for part in (range(cut), range(cut, DUMMY_SAMPLES))
     )
     return train, heldout
 
 
-def _part(config: DataConfig, rows: _Rows, documents: ShardedDocuments, weight: float) -> Part:
+def _build_part(
+    config: DataConfig, rows: _RowSettings, documents: ShardedDocuments, weight: float
+) -> SplitPart:
     """Build the samples of a source's documents."""
     name = "file" if config.sources else config.source
     masked = any(shard.masked for shard in documents.shards)
     known = {"weight": weight, "place": documents.place, "masked": masked}
     if rows.packing != "none":
-        samples = _packed(documents, rows, shared=config.packing != "none")
-        return Part(samples, f"{name} {documents.fingerprint}{rows.description}", **known)
+        samples = _pack_documents(documents, rows, shared=config.packing != "none")
+        return SplitPart(samples, f"{name} {documents.fingerprint}{rows.description}", **known)
     whole = documents.whole_fingerprint
-    return Part(
-        CutSamples(documents, rows.seq_len),
+    return SplitPart(
+        StreamSamples(documents, rows.seq_len),
         f"{name} {documents.fingerprint}",
         whole_fingerprint=whole and (lambda: f"{name} {whole()}"),
         **known,
     )
 
 
-def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> PackedSamples:
+def _pack_documents(
+    documents: ShardedDocuments, rows: _RowSettings, *, shared: bool
+) -> PackedSamples:
     """Pack documents into rows.
 
     Raises `ConfigError` where a file has no document boundaries, or no document has two tokens.
@@ -161,7 +179,9 @@ def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> Packed
                 f"{asked} makes rows of whole documents, but {shard.path} is one row of tokens "
                 f"without borders: prepare it with documents, or leave {asked} out."
             )
-    packing = pack(documents.lengths, rows.seq_len, rows.packing, most=rows.most, seed=rows.seed)
+    packing = pack_documents(
+        documents.lengths, rows.seq_len, rows.packing, most=rows.most, seed=rows.seed
+    )
     if not len(packing):
         raise ConfigError(
             f"{asked} makes rows of whole documents, but none in {documents.place} has two tokens, "
@@ -170,7 +190,7 @@ def _packed(documents: ShardedDocuments, rows: _Rows, *, shared: bool) -> Packed
     return PackedSamples(documents, packing, shared)
 
 
-def _check_apart(
+def _check_disjoint(
     to_train_on: Sequence[ShardedDocuments], held_out: Sequence[ShardedDocuments]
 ) -> None:
     """Raise `ConfigError` for a file that is trained on twice, or both trained on and held out.
@@ -201,7 +221,7 @@ def _check_apart(
 Weighted = tuple[ShardedDocuments, float]
 
 
-def _opened(
+def _open_sources(
     config: DataConfig, vocab_size: int, directory: Path
 ) -> tuple[list[Weighted], list[Weighted]]:
     """Open the documents of every source to train on, and the held-out documents."""
@@ -211,7 +231,7 @@ def _opened(
                 f"data.source = 'stdlib' is bytes, 0..255, but model.vocab_size={vocab_size}: use "
                 f"model.vocab_size=256 or more."
             )
-        train, heldout = corpus_documents(directory, config.heldout_fraction, vocab_size)
+        train, heldout = open_corpus_documents(directory, config.heldout_fraction, vocab_size)
         return [(train, 1.0)], [(heldout, 1.0)]
     sources = config.sources or (SourceConfig(path=config.path),)
     opened = [
@@ -222,7 +242,7 @@ def _opened(
     apart = [(open_documents(config.heldout_path, vocab_size), 1.0)] if config.heldout_path else []
     known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
     check_tokenizers({documents.tokenizer: documents.place for documents in known})
-    _check_apart([documents for documents, _ in opened], [documents for documents, _ in apart])
+    _check_disjoint([documents for documents, _ in opened], [documents for documents, _ in apart])
     if apart:
         return opened, apart
     cut = [(documents.split(config.heldout_fraction), weight) for documents, weight in opened]

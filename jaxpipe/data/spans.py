@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.data.optional import needed
+from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import Passages
 
 
 def byte_widths(tokenizer: Any) -> np.ndarray | None:
     """Return the text bytes of every id, integers `[ids]`; None if it is no byte-level BPE."""
-    made = json.loads(tokenizer.to_str())
-    steps = made["pre_tokenizer"] or {}
+    settings = json.loads(tokenizer.to_str())
+    steps = settings["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
-    normal = (made["normalizer"] or {"type": "NFC"})["type"]
+    normal = (settings["normalizer"] or {"type": "NFC"})["type"]
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    letters = needed("tokenizers.pre_tokenizers", "a tokenizer").ByteLevel.alphabet()
+    letters = import_optional("tokenizers.pre_tokenizers", "a tokenizer").ByteLevel.alphabet()
     if not levels or normal != "NFC" or any(step["add_prefix_space"] for step in levels):
         return None
-    if made["model"]["type"] != "BPE" or not vocab.keys() >= {*letters}:
+    if settings["model"]["type"] != "BPE" or not vocab.keys() >= {*letters}:
         return None  # some bytes may have no token
     added = tokenizer.get_added_tokens_decoder()
     widths = np.zeros(max(vocab.values()) + 1, np.int64)
@@ -36,7 +36,9 @@ def byte_widths(tokenizer: Any) -> np.ndarray | None:
     return widths
 
 
-def counted_by_bytes(ids: np.ndarray, widths: np.ndarray, passages: Passages) -> np.ndarray | None:
+def loss_mask_by_bytes(
+    ids: np.ndarray, widths: np.ndarray, passages: Passages
+) -> np.ndarray | None:
     """Return which ids `[tokens]` count, bool `[tokens]`; None where bytes and text differ.
 
     The tokenizer may normalise text that is not in Unicode's NFC. Nothing else makes text longer,
@@ -56,7 +58,7 @@ def counted_by_bytes(ids: np.ndarray, widths: np.ndarray, passages: Passages) ->
     return counted if whole and normal else None
 
 
-def counted_by_places(encoding: Any, passages: Passages) -> np.ndarray:
+def loss_mask_by_offsets(encoding: Any, passages: Passages) -> np.ndarray:
     """Return which tokens of a `tokenizers.Encoding` count, bool `[tokens]`.
 
     Tokens follow the order of the text, so bisection finds the tokens of a passage; asking for the

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.manifest import TokenizerEntry
-from jaxpipe.data.optional import needed
+from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import MARKS, Passages
-from jaxpipe.data.spans import byte_widths, counted_by_bytes, counted_by_places
+from jaxpipe.data.spans import byte_widths, loss_mask_by_bytes, loss_mask_by_offsets
 
 BYTES = "bytes"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, documents: Sequence[Passages]) -> list["Encoded"]:
+    def encode(self, documents: Sequence[Passages]) -> list["EncodedDocument"]:
         """Encode each document, without special tokens at its start or end.
 
         All passages of a document are encoded as one text. A token counts if any of its characters
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Return the text of a special token, or "" for other ids."""
 
 
-class Encoded(NamedTuple):
+class EncodedDocument(NamedTuple):
     """The tokens of a document."""
 
     ids: np.ndarray  # integers [tokens]
@@ -51,20 +51,20 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteTokenizer:
     """One token per byte of UTF-8; NUL, which text does not contain, is the eos."""
 
     vocab_size: int = 256
 
-    def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
+    def encode(self, documents: Sequence[Passages]) -> list[EncodedDocument]:
         """Encode each document as bytes, which count in the loss if their passage does."""
         return list(map(self._encoded, documents))
 
-    def _encoded(self, passages: Passages) -> Encoded:
+    def _encoded(self, passages: Passages) -> EncodedDocument:
         parts = [text.encode() for text, _ in passages]
         counted = np.array([counted for _, counted in passages], bool)
         ids = np.frombuffer(b"".join(parts), np.uint8)
-        return Encoded(ids, np.repeat(counted, list(map(len, parts))))
+        return EncodedDocument(ids, np.repeat(counted, list(map(len, parts))))
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of bytes `[tokens]`."""
@@ -80,7 +80,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class FromFile:
+class FileTokenizer:
     """A `tokenizers.Tokenizer` loaded from a file."""
 
     tokenizer: Any
@@ -90,25 +90,25 @@ class FromFile:
         """The largest id plus one, added tokens included."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, documents: Sequence[Passages]) -> list[Encoded]:
+    def encode(self, documents: Sequence[Passages]) -> list[EncodedDocument]:
         """Encode each document, without the tokenizer's special tokens at its start or end."""
         texts = ["".join(text for text, _ in passages) for passages in documents]
         kinds = [{counted for _, counted in passages} for passages in documents]
         unsure = {n for n, counts in enumerate(kinds) if len(counts) > 1 and self._widths is None}
         sure = [number for number in range(len(texts)) if number not in unsure]
-        encoded: dict[int, Encoded] = {}
+        encoded: dict[int, EncodedDocument] = {}
         for number, ids in zip(sure, self._ids([texts[number] for number in sure])):
             if len(kinds[number]) > 1:
-                counted = counted_by_bytes(ids, self._widths, documents[number])
+                counted = loss_mask_by_bytes(ids, self._widths, documents[number])
             else:
                 counted = np.full(len(ids), True in kinds[number])
-            encoded[number] = Encoded(ids, counted)
+            encoded[number] = EncodedDocument(ids, counted)
         unsure |= {number for number, one in encoded.items() if one.counted is None}
         rest = sorted(unsure)
         places = self.tokenizer.encode_batch([texts[n] for n in rest], add_special_tokens=False)
         for number, encoding in zip(rest, places):
-            counted = counted_by_places(encoding, documents[number])
-            encoded[number] = Encoded(np.array(encoding.ids, np.int32), counted)
+            counted = loss_mask_by_offsets(encoding, documents[number])
+            encoded[number] = EncodedDocument(np.array(encoding.ids, np.int32), counted)
         return [encoded[number] for number in range(len(texts))]
 
     def _ids(self, texts: list[str]) -> Iterator[np.ndarray]:
@@ -152,16 +152,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises `ConfigError` where it cannot be read, or `tokenizers` is not installed.
     """
     if name == BYTES:
-        return Bytes()
+        return ByteTokenizer()
     file = tokenizer_file(Path(name))
-    library = needed("tokenizers", f"the tokenizer {file}")
+    library = import_optional("tokenizers", f"the tokenizer {file}")
     try:
         tokenizer = library.Tokenizer.from_file(str(file))
         tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
         tokenizer.no_padding()
         # Special tokens are not added, and some post-processors trim blanks from tokens' spans.
         tokenizer.post_processor = library.processors.Sequence([])
-        return FromFile(tokenizer)
+        return FileTokenizer(tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
             f"{file} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
@@ -169,7 +169,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from error
 
 
-def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
+def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
     """Return the manifest's entry of a tokenizer.
 
     `eod` is the id or the name of the token that ends a document, `none` for no such token, or
@@ -182,7 +182,7 @@ def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
     else:
         file = tokenizer_file(Path(name))
         digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-        known = _tokenizer_config(file.parent)
+        known = _read_tokenizer_config(file.parent)
     entry = TokenizerEntry(Path(name).name, digest, tokenizer.vocab_size, None)
     if eod == "none":
         return entry
@@ -201,7 +201,7 @@ def describe(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
     return msgspec.structs.replace(entry, eod=number)
 
 
-def chat_fault(name: str, tokenizer: Tokenizer) -> str:
+def describe_chat_fault(name: str, tokenizer: Tokenizer) -> str:
     """Return why a tokenizer cannot encode ChatML, as the end of an error message, or ""."""
     if name == BYTES:
         return ""  # the marks are encoded as bytes like other text
@@ -215,7 +215,7 @@ def chat_fault(name: str, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def template_of(name: str) -> Path | None:
+def find_chat_template(name: str) -> Path | None:
     """Return the file with the chat template of a tokenizer, if it has one."""
     if name == BYTES:
         return None
@@ -223,11 +223,11 @@ def template_of(name: str) -> Path | None:
     for file in (folder / "chat_template.jinja", folder / "chat_template.json"):
         if file.exists():
             return file
-    config = _tokenizer_config(folder)
+    config = _read_tokenizer_config(folder)
     return folder / TOKENIZER_CONFIG if config.get("chat_template") else None
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Read `tokenizer_config.json`; empty if the file does not exist."""
     path = folder / TOKENIZER_CONFIG
     try:

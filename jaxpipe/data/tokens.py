@@ -12,7 +12,9 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import check_ids
 
-WHOLE = 1 << 30  # bytes of a source up to which opening reads all its bare files, in about 1 s
+FULL_DIGEST_BYTES = (
+    1 << 30
+)  # bytes of a source up to which opening reads all its bare files, in about 1 s
 # The header of token files of llm.c and modded-nanogpt: 256 int32, which start with the magic
 # number, the version and the number of tokens that follow (llm.c, dev/data/data_common.py).
 _HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -46,7 +48,7 @@ class IdFile:
             raise ConfigError(f"{self.path} has become shorter since it was opened: put it back.")
         return ids
 
-    def one(self, index: int) -> int:
+    def read_one(self, index: int) -> int:
         """Return the integer at an index."""
         return int(self.read(index, index + 1)[0])
 
@@ -124,7 +126,7 @@ class Sidecar(msgspec.Struct, frozen=True):
     dtype: Literal["uint8", "uint16", "uint32"]
 
 
-def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
+def open_tokens(path: Path, vocab_size: int, *, full_digest: bool) -> BareShard:
     """Open a file of token ids.
 
     The dtype of a `.npy` file is in its header. A `.bin` file has the header of llm.c, or is bare
@@ -134,14 +136,14 @@ def open_tokens(path: Path, vocab_size: int, *, whole: bool) -> BareShard:
     Args:
       path: the file.
       vocab_size: ids must be below it.
-      whole: read the file now, at about 1 GB/s, to check and digest all ids. Otherwise the digest
-        covers a sample, and ids are checked when they are read.
+      full_digest: read the file now, at about 1 GB/s, to check and digest all ids. Otherwise the
+        digest covers a sample, and ids are checked when they are read.
 
     Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
     0..vocab_size-1.
     """
     ids = _open_npy(path) if path.suffix.lower() == ".npy" else _open_bin(path)
-    if not whole:
+    if not full_digest:
         return BareShard(ids, ids.sampled_digest(), False, ids.whole_digest)
     digest = ids.whole_digest(lambda part, begin: check_ids(part, vocab_size, path, begin))
     return BareShard(ids, digest, vouched=True)
@@ -165,8 +167,8 @@ def _open_npy(path: Path) -> IdFile:
 
 def _open_bin(path: Path) -> IdFile:
     sidecar, size = path.with_suffix(".json"), path.stat().st_size
-    if found := _open_llmc(path, size):
-        return found
+    if llmc_file := _open_llmc(path, size):
+        return llmc_file
     try:
         name = "uint16"
         if sidecar.exists():

@@ -13,29 +13,31 @@ Report = Callable[[Any], None]
 Work = Callable[[Any, Report], Any]  # called with a job; may report before it returns the result
 
 
-class WorkerDied(Exception):
+class WorkerDiedError(Exception):
     """A worker process ended unexpectedly."""
 
 
 @contextmanager
-def workers(count: int, work: Work, jobs: Iterator[Any]) -> Iterator[Iterator[tuple[bool, Any]]]:
+def run_workers(
+    count: int, work: Work, jobs: Iterator[Any]
+) -> Iterator[Iterator[tuple[bool, Any]]]:
     """Run `work` on all jobs in `count` processes; yields an iterator of their messages.
 
     A message is (False, report) or (True, result), in order of arrival. The workers end when this
     process ends for any reason. Iterating raises `ConfigError` where a worker raises it or cannot
-    read or write a file, and `WorkerDied` where a worker is killed.
+    read or write a file, and `WorkerDiedError` where a worker is killed.
     """
     context = get_context("spawn")  # a fork of a process with threads may hang
     processes, lines = [], []
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_run_jobs, args=(child_end, work), daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             processes.append(process)
-            lines.append(ours)
-        yield _results(lines, jobs)
+            lines.append(parent_end)
+        yield _iterate_results(lines, jobs)
     finally:
         for process in processes:
             process.terminate()
@@ -43,23 +45,25 @@ def workers(count: int, work: Work, jobs: Iterator[Any]) -> Iterator[Iterator[tu
             process.join()
 
 
-def _results(lines: list[connection.Connection], jobs: Iterator[Any]) -> Iterator[tuple[bool, Any]]:
+def _iterate_results(
+    lines: list[connection.Connection], jobs: Iterator[Any]
+) -> Iterator[tuple[bool, Any]]:
     """Keep all workers busy until there are no more jobs."""
-    busy = [line for line in lines if _give(line, jobs)]
+    busy = [line for line in lines if _send_job(line, jobs)]
     while busy:
         for line in connection.wait(busy):
             try:
-                said, value = line.recv()
+                kind, value = line.recv()
             except EOFError as error:
-                raise WorkerDied from error
-            if said == "fault":
+                raise WorkerDiedError from error
+            if kind == "fault":
                 raise ConfigError(value)
-            yield said == "result", value
-            if said == "result" and not _give(line, jobs):
+            yield kind == "result", value
+            if kind == "result" and not _send_job(line, jobs):
                 busy.remove(line)
 
 
-def _give(line: connection.Connection, jobs: Iterator[Any]) -> bool:
+def _send_job(line: connection.Connection, jobs: Iterator[Any]) -> bool:
     """Send the next job, and return whether there was one."""
     for job in jobs:
         line.send(job)
@@ -67,7 +71,7 @@ def _give(line: connection.Connection, jobs: Iterator[Any]) -> bool:
     return False
 
 
-def _serve(line: connection.Connection, work: Work) -> None:
+def _run_jobs(line: connection.Connection, work: Work) -> None:
     """Run jobs in a worker process until the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores

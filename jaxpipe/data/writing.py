@@ -14,7 +14,7 @@ from jaxpipe.data.indexed import CODES, HEADER, MAGIC
 from jaxpipe.data.manifest import ShardEntry
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Several documents, concatenated."""
 
     ids: np.ndarray  # integers [tokens]
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file, which replaces `path` once it is complete and synced to disk."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -46,7 +46,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_shard(
-    folder: Path, name: str, dtype: np.dtype, batches: Iterator[Batch]
+    folder: Path, name: str, dtype: np.dtype, batches: Iterator[DocumentBatch]
 ) -> tuple[ShardEntry, np.ndarray] | None:
     """Write documents to a shard.
 
@@ -59,8 +59,8 @@ def write_shard(
     if first is None:
         return None
     path, digest = folder / f"{name}.bin", hashlib.blake2b(digest_size=16)
-    smallest, largest, all_lengths, bits = first.ids[0], first.ids[0], [], _Bits()
-    with replacing(path) as file:
+    smallest, largest, all_lengths, bits = first.ids[0], first.ids[0], [], _BitPacker()
+    with replace_atomically(path) as file:
         for batch in chain([first], batches):
             smallest = min(smallest, batch.ids.min())
             largest = max(largest, batch.ids.max())
@@ -71,11 +71,11 @@ def write_shard(
             bits.add(batch.counted)
         lengths = np.concatenate(all_lengths).astype("<i4")
         digest.update(lengths.tobytes())
-        with replacing(path.with_suffix(".idx")) as index:
+        with replace_atomically(path.with_suffix(".idx")) as index:
             write_index(index, lengths, dtype)
         tokens = int(lengths.sum(dtype=np.int64))
         if bits.counted < tokens:
-            with replacing(path.with_suffix(".mask")) as mask:
+            with replace_atomically(path.with_suffix(".mask")) as mask:
                 mask.write(bits.content())
             digest.update(bits.content())
     sync_folder(folder)
@@ -91,7 +91,7 @@ def write_shard(
     ), lengths
 
 
-class _Bits:
+class _BitPacker:
     """Packs a stream of bits, eight to a byte."""
 
     def __init__(self) -> None:

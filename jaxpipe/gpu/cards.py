@@ -13,10 +13,10 @@ _WITH_COSTS = 9
 _BANDWIDTH = re.compile(r"memory_bandwidth: (\d+)")
 
 
-def named(text: str) -> list[str]:
+def parse_cards(text: str) -> list[str]:
     """Parse a comma-separated list of cards; raise `ArgumentTypeError` for an unknown card.
 
-    >>> named("h100,b200")
+    >>> parse_cards("h100,b200")
     ['h100', 'b200']
     """
     for card in text.split(","):
@@ -30,12 +30,12 @@ def target_config(card: str) -> str:
     return files("jaxpipe.gpu").joinpath(f"{card}.txtpb").read_text()
 
 
-def memory_of(card: str) -> int:
+def card_memory(card: str) -> int:
     """Return a card's memory in bytes."""
     return int(_MEMORY.search(target_config(card))[2])
 
 
-def bandwidth_of(card: str) -> int:
+def card_bandwidth(card: str) -> int:
     """Return a card's memory bandwidth in bytes/s."""
     return int(_BANDWIDTH.search(target_config(card))[1])
 
@@ -45,7 +45,7 @@ def has_costs(card: str) -> bool:
     return int(_MAJOR.search(target_config(card))[1]) >= _WITH_COSTS
 
 
-def with_usable(config: str, usable: float) -> str:
+def set_usable_memory(config: str, usable: float) -> str:
     """Return a target configuration that makes XLA schedule for `usable` bytes of memory.
 
     In a run XLA's limit is the memory that jax has reserved; without a device it is 80 % of

@@ -13,10 +13,10 @@ from jax.experimental import topologies
 from jaxpipe.config import ConfigError
 from jaxpipe.gpu import cards
 from jaxpipe.gpu.collectives import Collectives
-from jaxpipe.gpu.products import Product, products
-from jaxpipe.gpu.program import Graphs, Program, graphs
-from jaxpipe.gpu.seconds import Seconds, seconds_of
-from jaxpipe.gpu.temporaries import Temporary, temporaries
+from jaxpipe.gpu.products import ProductCount, count_products
+from jaxpipe.gpu.program import GraphCoverage, Program, read_graph_coverage
+from jaxpipe.gpu.seconds import StepSeconds, estimate_seconds
+from jaxpipe.gpu.temporaries import Temporary, read_temporaries
 from jaxpipe.planning import RunPlan
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES
@@ -34,7 +34,7 @@ _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Memory of one device in bytes, without CUDA's context, NCCL, CUDA graphs and fragmentation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompiledReport:
     """Facts about the compiled step.
 
     Attributes:
@@ -72,13 +72,13 @@ class Report:
     topology: str
     memory: int
     usable: int
-    bytes: Memory
+    bytes: DeviceMemory
     program: Program
     collectives: Collectives
-    products: tuple[Product, ...]
-    graphs: Graphs | None
+    products: tuple[ProductCount, ...]
+    graphs: GraphCoverage | None
     temporaries: tuple[Temporary, ...]
-    ops: Seconds
+    ops: StepSeconds
     step: tuple[float | None, float]
     seconds: float
     dropped: tuple[str, ...]
@@ -91,7 +91,7 @@ class Report:
         return self.bytes.peak <= self.usable
 
 
-def check(plan: RunPlan, card: str) -> Report:
+def check_step(plan: RunPlan, card: str) -> CompiledReport:
     """Compile the step of a plan that was resolved for a card .
 
     Raises `ConfigError` where the compiler or cuDNN is missing.
@@ -99,7 +99,7 @@ def check(plan: RunPlan, card: str) -> Report:
     memory = int(plan.devices.memory)
     usable = int(memory * usable_share())
     topology = cards.topology(plan.config.parallel.devices)
-    trainer = Trainer(plan, _devices(card, usable, topology))
+    trainer = Trainer(plan, _describe_devices(card, usable, topology))
     own = compiler.wanted("gpu", *compiler.purposes_of(plan.config))
     purposes = ("deviceless", *["costs"] * cards.has_costs(card))
     options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
@@ -108,21 +108,21 @@ def check(plan: RunPlan, card: str) -> Report:
         compiled = _compile(trainer, options | {"xla_dump_to": folder})
         seconds = time.perf_counter() - start
         dump = next(Path(folder).glob(_THUNKS), None)
-        graphed = graphs(dump.read_text()) if dump else None
-        largest = temporaries(Path(folder))
+        graphed = read_graph_coverage(dump.read_text()) if dump else None
+        largest = read_temporaries(Path(folder))
     program = Program(compiled.as_text())
-    ops = seconds_of(program, DEVICES[card.upper()], cards.bandwidth_of(card))
+    ops = estimate_seconds(program, DEVICES[card.upper()], cards.card_bandwidth(card))
     layers = sum(map(len, trainer.layout.chunk_kinds))
-    return Report(
+    return CompiledReport(
         card=card,
         devices=trainer.mesh.size,
         topology=topology,
         memory=memory,
         usable=usable,
-        bytes=_memory(compiled),
+        bytes=_read_memory(compiled),
         program=program,
         collectives=Collectives(program, trainer.mesh.shape),
-        products=products(program),
+        products=count_products(program),
         graphs=graphed,
         temporaries=largest,
         ops=ops,
@@ -134,8 +134,8 @@ def check(plan: RunPlan, card: str) -> Report:
     )
 
 
-def _devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
-    config = cards.with_usable(cards.target_config(card), usable)
+def _describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
+    config = cards.set_usable_memory(cards.target_config(card), usable)
     try:
         described = topologies.get_topology_desc(
             card, "cuda", target_config=config, topology=topology
@@ -172,7 +172,7 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         raise
 
 
-def _memory(compiled: jax.stages.Compiled) -> Memory:
+def _read_memory(compiled: jax.stages.Compiled) -> DeviceMemory:
     analysis = compiled.memory_analysis()
     everything = (
         analysis.argument_size_in_bytes
@@ -180,7 +180,7 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
-    return Memory(
+    return DeviceMemory(
         # XLA's peak counts arguments in host memory too, which can exceed the sum on the device.
         peak=min(analysis.peak_memory_in_bytes, everything),
         arguments=analysis.argument_size_in_bytes,

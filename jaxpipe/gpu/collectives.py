@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.gpu.program import Instruction, Program, bytes_of
+from jaxpipe.gpu.program import Instruction, Program, shape_bytes
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may wrap a collective
@@ -52,7 +52,7 @@ class Collective(NamedTuple):
     action: str = ""
 
 
-class Share(NamedTuple):
+class CollectiveShare(NamedTuple):
     """Total over collectives of one kind over the same axes, all in the loop or all outside it.
 
     Attributes:
@@ -79,13 +79,13 @@ class Collectives:
     mesh: Mapping[str, int]
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[CollectiveShare, ...]:
         """Totals by place (in the loop or outside it), kind and axes."""
         found: dict[tuple[bool, str, tuple[str, ...]], list[Collective]] = {}
         for one in self:
             found.setdefault((not one.looped, one.kind, one.axes), []).append(one)
         return tuple(
-            Share(kind, axes, not outside, len(of), *_bytes(of), _by_action(of))
+            CollectiveShare(kind, axes, not outside, len(of), *_sum_bytes(of), _sum_by_action(of))
             for (outside, kind, axes), of in sorted(found.items())
         )
 
@@ -99,7 +99,7 @@ class Collectives:
 
     def _of(self, instructions: Sequence[Instruction], *, looped: bool) -> Iterator[Collective]:
         """Yield the collectives of one computation."""
-        sizes = {one.name: bytes_of(one.shape) for one in instructions}
+        sizes = {one.name: shape_bytes(one.shape) for one in instructions}
         for at, start in enumerate(instructions):
             collective = self._collective(start)
             if collective is None:
@@ -107,18 +107,18 @@ class Collectives:
             end, hidden = start, False
             if start.opcode.endswith("-start"):
                 rest = instructions[at + 1 :]
-                between = list(takewhile(lambda one: not _ends(one, start), rest))  # noqa: B023
+                between = list(takewhile(lambda one: not _is_end_of(one, start), rest))  # noqa: B023
                 end = rest[len(between)]
                 synchronous = '"is_sync":true' in start.rest
                 hidden = not synchronous and any(map(self._computes, between))
-            given = sum(sizes.get(name, 0) for name in _operands(start))
+            given = sum(sizes.get(name, 0) for name in _split_operands(start))
             yield Collective(
                 collective.opcode.removesuffix("-start"),
-                axes_of(collective.rest, self.mesh),
+                mesh_axes(collective.rest, self.mesh),
                 looped,
                 max(given, sizes[end.name]),
                 hidden,
-                action_of(start) or action_of(collective),
+                traced_action(start) or traced_action(collective),
             )
 
     def _collective(self, one: Instruction) -> Instruction | None:
@@ -148,29 +148,29 @@ class Collectives:
         return [name for name in _NAME.findall(one.rest) if name in self.program.computations]
 
 
-def _bytes(of: Sequence[Collective]) -> tuple[int, int]:
+def _sum_bytes(of: Sequence[Collective]) -> tuple[int, int]:
     """Return the bytes of all collectives, and of those behind compute."""
     return sum(one.size for one in of), sum(one.size for one in of if one.hidden)
 
 
-def _by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """Return `_bytes` by action."""
+def _sum_by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
+    """Return `_sum_bytes` by action."""
     actions = sorted({one.action for one in of if one.action})
-    return {action: _bytes([one for one in of if one.action == action]) for action in actions}
+    return {action: _sum_bytes([one for one in of if one.action == action]) for action in actions}
 
 
-def action_of(one: Instruction) -> str:
+def traced_action(one: Instruction) -> str:
     """Return the action in whose name scope an instruction was traced, or ""."""
     found = _ACTION.search(one.rest)
     return found[1] + (found[2] or "") if found else ""
 
 
-def _operands(one: Instruction) -> list[str]:
+def _split_operands(one: Instruction) -> list[str]:
     return _NAME.findall(one.rest.split(")")[0])
 
 
-def _ends(one: Instruction, start: Instruction) -> bool:
-    return one.opcode.endswith("-done") and start.name in _operands(one)
+def _is_end_of(one: Instruction, start: Instruction) -> bool:
+    return one.opcode.endswith("-done") and start.name in _split_operands(one)
 
 
 def _is_product(one: Instruction) -> bool:
@@ -178,17 +178,17 @@ def _is_product(one: Instruction) -> bool:
     return bool(library) or one.opcode == "dot"
 
 
-def axes_of(rest: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def mesh_axes(rest: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes, of size > 1, over which a collective communicates.
 
     Devices are numbered in the mesh's order. XLA writes their groups in three ways:
 
     >>> mesh = {"pp": 4, "dp": 2, "tp": 2}
-    >>> axes_of("channel_id=1, replica_groups=mesh['pp'=4,'dp'=2,'tp'=2] {'tp','dp'}, x=y", mesh)
+    >>> mesh_axes("channel_id=1, replica_groups=mesh['pp'=4,'dp'=2,'tp'=2] {'tp','dp'}, x=y", mesh)
     ('dp', 'tp')
-    >>> axes_of("replica_groups=[8,2]<=[4,2,2]T(0,2,1), use_global_device_ids=true", mesh)
+    >>> mesh_axes("replica_groups=[8,2]<=[4,2,2]T(0,2,1), use_global_device_ids=true", mesh)
     ('dp',)
-    >>> axes_of("source_target_pairs={{0,4},{4,8},{8,12},{12,0}}, metadata={}", mesh)
+    >>> mesh_axes("source_target_pairs={{0,4},{4,8},{8,12},{12,0}}, metadata={}", mesh)
     ('pp',)
     """
     groups = _GROUPS.search(rest)

@@ -13,7 +13,7 @@ _OP = re.compile(r"/([A-Z]+)_chunk\d+(?:\+([A-Z]+)_chunk)?")
 _OPCODES = ("dot", "ragged-dot", "dot-general")
 
 
-class Product(NamedTuple):
+class ProductCount(NamedTuple):
     """Number of matrix products of one kind.
 
     Attributes:
@@ -29,7 +29,7 @@ class Product(NamedTuple):
     count: int
 
 
-def products(text: Program) -> tuple[Product, ...]:
+def count_products(text: Program) -> tuple[ProductCount, ...]:
     """Return the matrix products of a program, without those inside fused attention kernels."""
     found: Counter[tuple[str, str, str]] = Counter()
     for body in text.computations.values():
@@ -42,7 +42,7 @@ def products(text: Program) -> tuple[Product, ...]:
                 op = _OP.search(one.rest)
                 ops = "+".join(filter(None, op.groups())) if op else ""
                 found[ops, library, operands] += 1
-    return tuple(Product(*kind, count) for kind, count in sorted(found.items()))
+    return tuple(ProductCount(*kind, count) for kind, count in sorted(found.items()))
 
 
 def _library(one: Instruction) -> str:

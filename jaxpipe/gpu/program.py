@@ -36,7 +36,7 @@ class Instruction(NamedTuple):
     root: bool
 
 
-def instruction(line: str) -> Instruction | None:
+def parse_instruction(line: str) -> Instruction | None:
     """Parse a line of a computation; None if it is no instruction."""
     if not (match := _INSTRUCTION.match(line)):
         return None
@@ -67,7 +67,7 @@ class HostCopy(NamedTuple):
     hides: int | None
 
 
-class Copy(NamedTuple):
+class DeviceCopy(NamedTuple):
     """Copies of one shape in the loop, each at most once a tick; `size` is bytes of one copy."""
 
     shape: str
@@ -75,29 +75,29 @@ class Copy(NamedTuple):
     count: int
 
 
-def bytes_of(shape: str) -> int:
+def shape_bytes(shape: str) -> int:
     """Return the bytes of all arrays in a shape.
 
-    >>> bytes_of("(bf16[2,3]{1,0}, pred[4]{0}, f32[])")
+    >>> shape_bytes("(bf16[2,3]{1,0}, pred[4]{0}, f32[])")
     20
     """
     return sum(
-        _elements(dims) * (8 if dtype == "pred" else int(_BITS.search(dtype)[0])) // 8
+        _count_elements(dims) * (8 if dtype == "pred" else int(_BITS.search(dtype)[0])) // 8
         for dtype, dims in _SHAPE.findall(shape)
     )
 
 
-def dims_of(shape: str) -> tuple[int, ...]:
+def shape_dims(shape: str) -> tuple[int, ...]:
     """Return the dims of the first array in a shape.
 
-    >>> dims_of("(bf16[2,3]{1,0}, s8[32]{0})")
+    >>> shape_dims("(bf16[2,3]{1,0}, s8[32]{0})")
     (2, 3)
     """
     found = _SHAPE.search(shape)
     return tuple(map(int, filter(None, found[2].split(",")))) if found else ()
 
 
-def _elements(dims: str) -> int:
+def _count_elements(dims: str) -> int:
     return prod(map(int, filter(None, dims.split(","))))
 
 
@@ -115,7 +115,7 @@ class Program:
         for line in self.text.splitlines():
             if header := _HEADER.match(line):
                 inside = found.setdefault(header[2], [])
-            elif one := instruction(line):
+            elif one := parse_instruction(line):
                 inside.append(one)
         return found
 
@@ -152,7 +152,7 @@ class Program:
         """
         body = self._body()
         waits = [one for one in self._in_loop() if one.opcode == "collective-permute"]
-        found = [Permute(one.name, bytes_of(one.shape), None) for one in waits]
+        found = [Permute(one.name, shape_bytes(one.shape), None) for one in waits]
         for at, start in enumerate(body):
             if start.opcode != "collective-permute-start":
                 continue
@@ -163,7 +163,7 @@ class Program:
             hides = sum(one.opcode == "conditional" for one in body[at:end])
             synchronous = '"is_sync":true' in start.rest
             found.append(
-                Permute(start.name, bytes_of(body[end].shape), None if synchronous else hides)
+                Permute(start.name, shape_bytes(body[end].shape), None if synchronous else hides)
             )
         return tuple(found)
 
@@ -176,7 +176,7 @@ class Program:
         )
 
     @cached_property
-    def buffer_copies(self) -> tuple[Copy, ...]:
+    def buffer_copies(self) -> tuple[DeviceCopy, ...]:
         """Copies in the loop of ring buffers and accumulators, which should be updated in place.
 
         A copy is identified by its shape alone: that of an array which ticks change and carry, but
@@ -185,7 +185,7 @@ class Program:
         return self._copies(self._carried - self._messages)
 
     @cached_property
-    def message_copies(self) -> tuple[Copy, ...]:
+    def message_copies(self) -> tuple[DeviceCopy, ...]:
         """Copies in the loop with the shape of a message, or of one of two sent together."""
         return self._copies(self._messages)
 
@@ -253,26 +253,32 @@ class Program:
                 made = body[name]
                 same = made.opcode == "get-tuple-element" and f"index={index}," in made.rest + ","
                 if not same or body[_NAME.search(made.rest)[1]].opcode != "parameter":
-                    found.update(_plain(made.shape))
+                    found.update(_remove_layouts(made.shape))
         return {shape for shape in found if not shape.endswith("[]")}
 
     @cached_property
     def _messages(self) -> set[str]:
         sent = [one for one in self._in_loop() if one.opcode.startswith("collective-permute")]
-        shapes = {shape for one in sent for shape in _plain(one.shape) if not shape.endswith("[]")}
+        shapes = {
+            shape
+            for one in sent
+            for shape in _remove_layouts(one.shape)
+            if not shape.endswith("[]")
+        }
         return shapes | {shape.replace("[2,", "[", 1) for shape in shapes if "[2," in shape}
 
-    def _copies(self, shapes: set[str]) -> tuple[Copy, ...]:
+    def _copies(self, shapes: set[str]) -> tuple[DeviceCopy, ...]:
         """Count copies of the given shapes; inside a fusion only the root is written to memory."""
         below = self._below(self.loop) if self.loop else ()
         count = Counter(
-            _plain(one.shape)[0] for fused, name in below for one in self.computations[name]
+            _remove_layouts(one.shape)[0]
+            for fused, name in below for one in self.computations[name]
             if one.opcode in ("copy", "copy-start") and (one.root or not fused)
         )  # fmt: skip
-        return tuple(Copy(s, bytes_of(s), count[s]) for s in sorted(shapes) if count[s])
+        return tuple(DeviceCopy(s, shape_bytes(s), count[s]) for s in sorted(shapes) if count[s])
 
 
-def _plain(shape: str) -> list[str]:
+def _remove_layouts(shape: str) -> list[str]:
     """Return the arrays of a shape without their layouts."""
     return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(shape)]
 
@@ -293,7 +299,7 @@ class Thunk:
             yield from one.walk(graphed or self.kind == "kCommandBuffer")
 
 
-class Graphs(NamedTuple):
+class GraphCoverage(NamedTuple):
     """How much of a tick is in CUDA graphs.
 
     Attributes:
@@ -307,7 +313,7 @@ class Graphs(NamedTuple):
     stops: int
 
 
-def thunks(dump: str) -> Thunk:
+def parse_thunks(dump: str) -> Thunk:
     """Parse a thunk dump to a tree under one root."""
     stack = [Thunk("root", -1)]
     for line in dump.splitlines():
@@ -324,9 +330,9 @@ def thunks(dump: str) -> Thunk:
     return stack[0]
 
 
-def graphs(dump: str) -> Graphs | None:
+def read_graph_coverage(dump: str) -> GraphCoverage | None:
     """Return how the loop over ticks is launched, from the thunk dump; None without a loop."""
-    loops = [(graphed, one) for graphed, one in thunks(dump).walk() if one.kind == "kWhile"]
+    loops = [(graphed, one) for graphed, one in parse_thunks(dump).walk() if one.kind == "kWhile"]
     if not loops:
         return None
     graphed, loop = max(loops, key=lambda pair: len(list(pair[1].walk())))
@@ -337,4 +343,4 @@ def graphs(dump: str) -> Graphs | None:
         for top in body for inner, one in top.walk(graphed)
     )  # fmt: skip
     whole = graphed or launches == {"kCommandBuffer": 1}
-    return Graphs(whole, dict(launches.most_common()), stops)
+    return GraphCoverage(whole, dict(launches.most_common()), stops)

@@ -7,16 +7,16 @@ from itertools import groupby
 from typing import Any
 
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.gpu.check import Report
-from jaxpipe.gpu.collectives import Share
-from jaxpipe.gpu.products import Product
-from jaxpipe.gpu.program import bytes_of
+from jaxpipe.gpu.check import CompiledReport
+from jaxpipe.gpu.collectives import CollectiveShare
+from jaxpipe.gpu.products import ProductCount
+from jaxpipe.gpu.program import shape_bytes
 
 _LISTED = 12  # temporaries in `--json`
 _SHOWN = 4  # kinds of temporaries in the text
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def report_as_json(report: CompiledReport) -> dict[str, Any]:
     """Return the report as JSON values; sizes are in bytes, times in seconds."""
     program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
     hides = [one.hides for one in program.host_copies]
@@ -60,7 +60,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def lines(report: Report) -> list[str]:
+def report_lines(report: CompiledReport) -> list[str]:
     """Return the report as text, one fact per line."""
     size, program = report.bytes, report.program
     memory, usable = map(readable_bytes, (report.memory, report.usable))
@@ -93,7 +93,7 @@ def lines(report: Report) -> list[str]:
     ]  # fmt: skip
 
 
-def _advice(report: Report) -> list[str]:
+def _advice(report: CompiledReport) -> list[str]:
     if report.fits or report.bytes.peak > report.memory:
         return []
     share = report.usable / report.memory
@@ -103,7 +103,7 @@ def _advice(report: Report) -> list[str]:
     ]
 
 
-def _permutes(report: Report) -> str:
+def _permutes(report: CompiledReport) -> str:
     program = report.program
     waits = sum(one.hides is None for one in program.permutes)
     hides = ", ".join(str(one.hides) for one in program.permutes if one.hides is not None)
@@ -119,7 +119,7 @@ def _permutes(report: Report) -> str:
     )
 
 
-def _products(found: Iterable[Product]) -> str:
+def _products(found: Iterable[ProductCount]) -> str:
     """Format the number of matrix products by action and dtypes, and of those outside layers."""
     of_ops = [
         f"{op or 'outside layers'} "
@@ -129,7 +129,7 @@ def _products(found: Iterable[Product]) -> str:
     return f"products: {'; '.join(of_ops) or 'none'}"
 
 
-def _collectives(shares: Iterable[Share]) -> list[str]:
+def _collectives(shares: Iterable[CollectiveShare]) -> list[str]:
     """Format a line per kind and place: count and bytes by mesh axes, and share behind compute."""
     return [
         f"{kind} {'in the loop' if looped else 'outside it'}: "
@@ -142,7 +142,7 @@ def _collectives(shares: Iterable[Share]) -> list[str]:
     ]
 
 
-def _actions(share: Share) -> str:
+def _actions(share: CollectiveShare) -> str:
     """Format the share behind compute by action, where there are several actions."""
     if len(share.actions) < 2:
         return ""
@@ -150,7 +150,7 @@ def _actions(share: Share) -> str:
     return f" ({', '.join(by)})"
 
 
-def _host(report: Report) -> list[str]:
+def _host(report: CompiledReport) -> list[str]:
     hides = [one.hides for one in report.program.host_copies]
     if not report.bytes.host:
         return []
@@ -161,7 +161,7 @@ def _host(report: Report) -> list[str]:
     ]
 
 
-def _graphs(report: Report) -> str:
+def _graphs(report: CompiledReport) -> str:
     found = report.graphs
     if found is None:
         return "CUDA graphs: no loop was found in what the host launches"
@@ -173,19 +173,19 @@ def _graphs(report: Report) -> str:
     )
 
 
-def _temporaries(report: Report) -> str:
+def _temporaries(report: CompiledReport) -> str:
     """Format the largest temporaries, grouped by shape and source line."""
     alike: Counter[tuple[str, str]] = Counter()
     for one in report.temporaries[:_LISTED]:
         alike[one.shape, one.line] += 1
     found = (
-        f"{count} x {shape} ({readable_bytes(count * bytes_of(shape))}, {line or 'no line'})"
+        f"{count} x {shape} ({readable_bytes(count * shape_bytes(shape))}, {line or 'no line'})"
         for (shape, line), count in list(alike.items())[:_SHOWN]
     )
     return f"largest temporaries at the peak: {', '.join(found) or 'unknown'}"
 
 
-def _seconds(report: Report) -> str:
+def _seconds(report: CompiledReport) -> str:
     ops, (step, planned) = report.ops, report.step
     actions = ", ".join(f"{name} {1e3 * each:.3g}" for name, each in sorted(ops.actions.items()))
     return (

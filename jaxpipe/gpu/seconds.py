@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from jaxpipe.gpu.collectives import action_of
-from jaxpipe.gpu.program import Instruction, Program, bytes_of, dims_of
+from jaxpipe.gpu.collectives import traced_action
+from jaxpipe.gpu.program import Instruction, Program, shape_bytes, shape_dims
 from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
 
@@ -29,7 +29,7 @@ _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
 _RUNS = ("while", "conditional", "call")  # opcodes whose computations launch their instructions
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     """Estimated seconds on one device.
 
     Attributes:
@@ -76,7 +76,7 @@ class Seconds(NamedTuple):
         )
 
 
-def seconds_of(program: Program, sheet: Device, bandwidth: float) -> Seconds:
+def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepSeconds:
     """Add up the seconds of a program's instructions.
 
     An instruction that occurs in several branches counts in each.
@@ -88,19 +88,19 @@ def seconds_of(program: Program, sheet: Device, bandwidth: float) -> Seconds:
     """
     actions: Counter[str] = Counter()
     ends = outside = 0.0
-    for looped, one, shapes in _running(program):
+    for looped, one, shapes in _launched_instructions(program):
         seconds = _seconds(one, shapes, sheet, bandwidth)
-        action = action_of(one)
+        action = traced_action(one)
         if not looped:
             outside += 0.0 if action else seconds
         elif action:
             actions[action] += seconds
         else:
             ends += seconds
-    return Seconds(dict(actions), ends, outside)
+    return StepSeconds(dict(actions), ends, outside)
 
 
-def _running(program: Program) -> Iterator[tuple[bool, Instruction, dict[str, str]]]:
+def _launched_instructions(program: Program) -> Iterator[tuple[bool, Instruction, dict[str, str]]]:
     """Yield every launched instruction with whether it is in the loop, and its body's shapes."""
     inside = {
         name
@@ -119,33 +119,33 @@ def _running(program: Program) -> Iterator[tuple[bool, Instruction, dict[str, st
 
 def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwidth: float) -> float:
     operands = [shapes[name] for name in _NAME.findall(one.rest.split(")")[0]) if name in shapes]
-    once = (bytes_of(one.shape) + sum(map(bytes_of, operands))) / bandwidth
+    once = (shape_bytes(one.shape) + sum(map(shape_bytes, operands))) / bandwidth
     target = _TARGET.search(one.rest) if one.opcode == "custom-call" else None
     if one.opcode == "dot" or target:
-        flops = _of_attention if target and target[1] != "cublas" else _of_product
-        return flops(one, operands) / _peak(operands, sheet)
+        flops = _attention_flops if target and target[1] != "cublas" else _product_flops
+        return flops(one, operands) / _peak_flops(operands, sheet)
     if cost := _COST.search(one.rest):
         return min(float(cost[1]) / 1e6, once)
     return once if one.opcode == "copy" else 0.0
 
 
-def _of_product(one: Instruction, operands: list[str]) -> float:
+def _product_flops(one: Instruction, operands: list[str]) -> float:
     """Return the FLOPs of a product: 2 x elements of the result x contracted elements."""
-    summed, left = _CONTRACTED.search(one.rest), dims_of(operands[0])
+    summed, left = _CONTRACTED.search(one.rest), shape_dims(operands[0])
     dims = summed[1].replace('"', "").split(",") if summed else ()
-    return 2.0 * prod(dims_of(one.shape)) * prod(left[int(dim)] for dim in dims)
+    return 2.0 * prod(shape_dims(one.shape)) * prod(left[int(dim)] for dim in dims)
 
 
-def _of_attention(one: Instruction, operands: list[str]) -> float:
+def _attention_flops(one: Instruction, operands: list[str]) -> float:
     """Return the FLOPs of cuDNN's attention: 2 products, 5 in the gradient; half if causal."""
     scores = _SCORES.search(one.rest)
     keys = int(json.loads(scores[1])[-1]) if scores else 0
     products = 5 if "Backward" in one.rest else 2
     causal = 0.5 if '"CAUSAL"' in one.rest else 1.0
-    return products * 2.0 * prod(dims_of(operands[0])) * keys * causal
+    return products * 2.0 * prod(shape_dims(operands[0])) * keys * causal
 
 
-def _peak(operands: list[str], sheet: Device) -> float:
+def _peak_flops(operands: list[str], sheet: Device) -> float:
     """Return the peak FLOP/s for the operands' dtypes; float32 runs as TF32, at half the rate."""
     dtypes = [found[1] for found in map(_DTYPE.match, operands[:2]) if found]
     if any(dtype.startswith("f8") for dtype in dtypes) and sheet.fp8:

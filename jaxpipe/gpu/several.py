@@ -8,8 +8,8 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.gpu.cards import memory_of
-from jaxpipe.gpu.check import Report
+from jaxpipe.gpu.cards import card_memory
+from jaxpipe.gpu.check import CompiledReport
 from jaxpipe.planning import Devices, Hardware, RunPlan, resolve
 from jaxpipe.planning.checks import check_settings
 
@@ -19,17 +19,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Request(NamedTuple):
+class CardRequest(NamedTuple):
     """A card, and the plan of the run to compile for it."""
 
     card: str
     plan: RunPlan
 
 
-def requests(
+def load_requests(
     path: str | Path, overrides: Sequence[str], cards: Sequence[str], devices: Sequence[int],
     schedules: Sequence[str], memory: float | None = None,
-) -> list[Request]:  # fmt: skip
+) -> list[CardRequest]:  # fmt: skip
     """Load and resolve the configuration for all combinations of cards, devices and schedules.
 
     An empty list keeps the configuration's value. For several device counts, parallel.dp is set to
@@ -44,16 +44,18 @@ def requests(
             config = configs.load(path, [*overrides, *replicas, *named])
             check_settings(config)
             found += [
-                Request(card, resolve(config, _devices(card, count, memory))) for card in cards
+                CardRequest(card, resolve(config, _devices(card, count, memory))) for card in cards
             ]
     return found
 
 
 def _devices(card: str, count: int | None, memory: float | None) -> Devices:
-    return Devices("cuda", count, memory=memory or memory_of(card), hardware=Hardware(card.upper()))
+    return Devices(
+        "cuda", count, memory=memory or card_memory(card), hardware=Hardware(card.upper())
+    )
 
 
-def table_of(every: Sequence[Request], reports: Sequence[Report]) -> Table:
+def build_table(every: Sequence[CardRequest], reports: Sequence[CompiledReport]) -> Table:
     """Return a table with a row per combination."""
     table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for one, report in zip(every, reports):
@@ -61,7 +63,7 @@ def table_of(every: Sequence[Request], reports: Sequence[Report]) -> Table:
     return table
 
 
-def _row(one: Request, report: Report) -> list[str]:
+def _row(one: CardRequest, report: CompiledReport) -> list[str]:
     program, (step, planned) = report.program, report.step
     return [
         report.card,

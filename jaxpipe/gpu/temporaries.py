@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpipe.gpu.program import Instruction, instruction
+from jaxpipe.gpu.program import Instruction, parse_instruction
 
 _LIVE, _PLACES, _VALUES, _PROGRAM = (
     f"*gpu_after_optimizations{name}.txt"
@@ -46,22 +46,22 @@ class Temporary(NamedTuple):
     line: str
 
 
-def temporaries(folder: Path) -> tuple[Temporary, ...]:
+def read_temporaries(folder: Path) -> tuple[Temporary, ...]:
     """Return the arrays live at the peak, largest first; empty if one of XLA's dumps is missing.
 
     Arguments of the step, and results that alias them, are not included.
     """
     texts = [next(iter(folder.glob(name)), None) for name in (_LIVE, _PLACES, _VALUES, _PROGRAM)]
-    return () if None in texts else at_peak(*(path.read_text() for path in texts))
+    return () if None in texts else live_at_peak(*(path.read_text() for path in texts))
 
 
-def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporary, ...]:
+def live_at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporary, ...]:
     """Return the arrays live at the peak from the texts of the four dumps.
 
     The peak is the moment at which the occupied memory is largest. XLA's own peak, in the first
     dump, adds up all live values, even if they share memory.
     """
-    lines = Lines(program)
+    lines = SourceLines(program)
     alive = {(name, at): (int(a), int(b)) for name, at, a, b in _ALIVE.findall(live)}
     taken: dict[tuple[str, int], list[_Value]] = defaultdict(list)
     allocation, temporary = "", False
@@ -73,12 +73,14 @@ def at_peak(live: str, places: str, values: str, program: str) -> tuple[Temporar
             if when := alive.get((name, index or "")):
                 one = _Value(*when, int(size), name, shape.partition("{")[0])
                 taken[allocation, int(offset)].append(one)
-    uses = [use for here in taken.values() for use in _uses(here)]
-    peak = _fullest(uses)
-    every = map(instruction, (f"  {line}" for line in _FROM.findall(values)))
+    uses = [use for here in taken.values() for use in _group_uses(here)]
+    peak = _find_peak(uses)
+    every = map(parse_instruction, (f"  {line}" for line in _FROM.findall(values)))
     named = {one.name: one for one in every if one}
     at_once = [use.values for use in uses if use.begin <= peak <= use.end]
-    arrays = [_made([(v.size, v.name, v.shape) for v in here], named, lines) for here in at_once]
+    arrays = [
+        _describe_array([(v.size, v.name, v.shape) for v in here], named, lines) for here in at_once
+    ]
     return tuple(sorted(arrays, key=lambda one: -one.size))
 
 
@@ -100,7 +102,7 @@ class _Use(NamedTuple):
     values: list[_Value]
 
 
-def _uses(values: list[_Value]) -> list[_Use]:
+def _group_uses(values: list[_Value]) -> list[_Use]:
     uses: list[_Use] = []
     for value in sorted(values):
         if uses and value.begin <= uses[-1].end:
@@ -111,7 +113,7 @@ def _uses(values: list[_Value]) -> list[_Use]:
     return uses
 
 
-def _fullest(uses: list[_Use]) -> int:
+def _find_peak(uses: list[_Use]) -> int:
     """Return the first moment at which live values occupy the most bytes."""
     changes: Counter[int] = Counter()
     for use in uses:
@@ -123,8 +125,8 @@ def _fullest(uses: list[_Use]) -> int:
     return moments[held.index(max(held))] if moments else 0
 
 
-def _made(
-    values: list[tuple[int, str, str]], named: dict[str, Instruction], lines: "Lines"
+def _describe_array(
+    values: list[tuple[int, str, str]], named: dict[str, Instruction], lines: "SourceLines"
 ) -> Temporary:
     """Describe the array of values in one place by the first computed value with a source line."""
 
@@ -136,7 +138,7 @@ def _made(
     return Temporary(size, shape, name, lines.of(named[name]) if name in named else "")
 
 
-class Lines:
+class SourceLines:
     """Maps instructions to source lines of the project, by the tables at the head of the HLO."""
 
     def __init__(self, text: str):

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, LayerOutput
-from jaxpipe.model.blocks import Blocks, Products, Sight, halvings
+from jaxpipe.model.blocks import BlockKernel, KeyRange, PlainBlocks, count_halvings
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import FusedBlocks, fused_attention
-from jaxpipe.model.packed import Documents, documents_of, packed_attention
-from jaxpipe.model.ring import Course, places_in_slice, ring_attention
+from jaxpipe.model.packed import RowDocuments, packed_attention, shard_documents
+from jaxpipe.model.ring import RingLayout, ring_attention, slice_positions
 from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence, query_blocks
 
 
-class Past(NamedTuple):
+class CachedKeys(NamedTuple):
     """Keys and values of a sequence's tokens so far, with sequence slices.
 
     Attributes:
@@ -35,13 +35,13 @@ class Past(NamedTuple):
     begin: jax.Array | int
 
 
-def with_past(y: jax.Array, past: Past | None, side: Aux = Aux()) -> LayerOutput:  # noqa: B008
+def append_cache(y: jax.Array, past: CachedKeys | None, side: Aux = Aux()) -> LayerOutput:  # noqa: B008
     """Return y, the keys and values up to the end of the slice (if there are slices) and `side`."""
     return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK), side)
 
 
 @dataclass(frozen=True)
-class Attend:
+class CausalAttention:
     """Causal attention as a layer calls it: which keys a query attends to, and the kernel.
 
     Attributes:
@@ -57,9 +57,10 @@ class Attend:
     documents: int = 0
 
     def __call__(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None = None,
-        masks: Masks = NO_MASKS, documents: Documents | None = None,
-    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
+        past: CachedKeys | None = None,
+        masks: Masks = NO_MASKS, documents: RowDocuments | None = None,
+    ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
 
         Args:
@@ -74,13 +75,13 @@ class Attend:
         if documents is not None:
             documents = jax.tree.map(sequence.gather_group, documents)
         exchanged = replace(self, sequence=sequence.after_exchange)
-        mixed_BLHK, past = exchanged._mixed(*own, past, masks, documents)
+        mixed_BLHK, past = exchanged._attend_locally(*own, past, masks, documents)
         return sequence.to_tokens(mixed_BLHK), past
 
-    def _mixed(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: Past | None,
-        masks: Masks, documents: Documents | None,
-    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+    def _attend_locally(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: CachedKeys | None,
+        masks: Masks, documents: RowDocuments | None,
+    ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
         sequence, length = self.sequence, q_BLHK.shape[1]
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
@@ -91,28 +92,30 @@ class Attend:
             begin, slice_begin = past.begin, past.begin // sequence.ring
             k_BSGK = _write(past.keys_BSGK, k_BSGK, slice_begin)
             v_BSGK = _write(past.values_BSGK, v_BSGK, slice_begin)
-            past = Past(k_BSGK, v_BSGK, begin)
+            past = CachedKeys(k_BSGK, v_BSGK, begin)
         position_BL = None if documents is None else documents.positions
-        place_L = begin + places_in_slice(sequence, length)
-        if self._makes_blocks(tokens, length, past, documents) and not _drops(masks):
-            sight = Sight.of(place_L, len(q_BLHK), self.window, position_BL)
+        place_L = begin + slice_positions(sequence, length)
+        if self._needs_blocks(tokens, length, past, documents) and not _has_dropout(masks):
+            key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
             of_keys = FULL_SEQUENCE if self._gathers else sequence
-            course = Course(of_keys, tokens, self._blocks(length))
+            layout = RingLayout(of_keys, tokens, self._blocks(length))
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
-            return ring_attention(course, q_BLHK, k_BSGK, v_BSGK, sight, slice_begin), past
+            return ring_attention(layout, q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin), past
         if self.kernel == "cudnn" and documents is not None:
             first = jnp.asarray(begin + sequence.start(length), jnp.int32)
-            found = documents_of(documents, first, self.documents)
+            found = shard_documents(documents, first, self.documents)
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, first, self.window), past
         mask_B1LS = None
         if self._gathers or past is not None:
-            mask_B1LS = _seen(place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL)
+            mask_B1LS = _attention_mask(
+                place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL
+            )
         if self.kernel == "cudnn":
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
         elif mask_B1LS is None:
             mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL)
         else:
-            kept = masks.shares if _drops(masks) else None
+            kept = masks.shares if _has_dropout(masks) else None
             mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept)
         return mixed_BLHK, past
 
@@ -120,8 +123,8 @@ class Attend:
     def _gathers(self) -> bool:
         return self.sequence.size > 1 and not self.sequence.heads
 
-    def _makes_blocks(
-        self, tokens: int, length: int, past: Past | None, documents: Documents | None
+    def _needs_blocks(
+        self, tokens: int, length: int, past: CachedKeys | None, documents: RowDocuments | None
     ) -> bool:
         """Whether attention runs block by block: in a ring, over slices, and over exchanged heads.
 
@@ -136,12 +139,12 @@ class Attend:
             return past is not None and whole
         return past is not None or bool(self.sequence.heads)
 
-    def _blocks(self, length: int) -> Blocks:
+    def _blocks(self, length: int) -> BlockKernel:
         """The kernel that computes blocks of `length` queries."""
-        return FusedBlocks() if self.kernel == "cudnn" else Products(halvings(length))
+        return FusedBlocks() if self.kernel == "cudnn" else PlainBlocks(count_halvings(length))
 
 
-def _drops(masks: Masks) -> bool:
+def _has_dropout(masks: Masks) -> bool:
     """Whether attention dropout is on, which blockwise attention does not implement."""
     return bool(masks.dropout.shares)
 
@@ -150,7 +153,7 @@ def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.
     return jax.lax.dynamic_update_slice_in_dim(whole_BSGK, own_BLGK, begin, axis=1)
 
 
-def _seen(
+def _attention_mask(
     query_L: jax.Array, token_S: jax.Array, window: int, position_BL: jax.Array | None
 ) -> jax.Array:
     """Mask of the tokens that each query attends to, `[1 or B, 1, L, S]`.
@@ -190,7 +193,7 @@ def causal_attention(
         position = None if position_BL is None else position_BL[:, own]
         return grouped_attention(
             q_BLHK[:, own], k_BLGK[:, keys], v_BLGK[:, keys],
-            _seen(jnp.arange(begin, end), jnp.arange(first, end), window, position),
+            _attention_mask(jnp.arange(begin, end), jnp.arange(first, end), window, position),
             partial(masks.shares, query=begin, key=first) if masks.dropout.shares else None,
         )  # fmt: skip
 

@@ -23,23 +23,23 @@ KEPT = "dot_product_attention_blocks"
 _MOST_HALVINGS, _SHORTEST = 5, 128
 
 
-class Made(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Attention output over the keys seen so far, and its log-sum-exp."""
 
     mixed_BLHK: jax.Array
     logsumexp_BLH: jax.Array
 
-    def with_more(self, more: "Made") -> "Made":
+    def merge(self, more: "AttentionOutput") -> "AttentionOutput":
         """Merge with the output over other keys."""
         whole_BLH = jnp.logaddexp(self.logsumexp_BLH, more.logsumexp_BLH)
         parts = (
             made.mixed_BLHK * jnp.exp(made.logsumexp_BLH - whole_BLH)[..., None]
             for made in (self, more)
         )
-        return Made(sum(parts), whole_BLH)
+        return AttentionOutput(sum(parts), whole_BLH)
 
 
-class Sight(NamedTuple):
+class KeyRange(NamedTuple):
     """The keys that each query attends to: those at positions `first_BL` to `own_BL`, inclusive.
 
     Positions count in the full sequence. `first_BL` is None where neither a window nor documents
@@ -50,7 +50,7 @@ class Sight(NamedTuple):
     first_BL: jax.Array | None = None
 
     @classmethod
-    def of(cls, place_L: Any, batch: int, window: int, position_BL: jax.Array | None) -> "Sight":
+    def of(cls, place_L: Any, batch: int, window: int, position_BL: jax.Array | None) -> "KeyRange":
         """Build it from query positions, the window (0: none) and positions in the document."""
         own_BL = jnp.broadcast_to(jnp.asarray(place_L, jnp.int32), (batch, len(place_L)))
         back = [] if not window else [jnp.full_like(own_BL, window - 1)]
@@ -72,16 +72,16 @@ class Sight(NamedTuple):
         return self.first_BL.min() > place_BS.max()
 
 
-class Queries(NamedTuple):
-    """Queries and their `sight`; for a gradient also the output over all keys, and its gradient."""
+class QueryBlock(NamedTuple):
+    """Queries and their `key_range`; for a gradient also the output over all keys, and dy."""
 
     q_BLHK: jax.Array
-    sight: Sight
-    made: Made | None = None
+    key_range: KeyRange
+    made: AttentionOutput | None = None
     dmixed_BLHK: jax.Array | None = None
 
 
-class Keys(NamedTuple):
+class KeyBlock(NamedTuple):
     """Keys, values and their positions in the full sequence."""
 
     k_BSGK: jax.Array
@@ -89,31 +89,33 @@ class Keys(NamedTuple):
     place_BS: jax.Array
 
 
-class Gradients(NamedTuple):
-    """Gradients of queries, keys and values, in float32 or wider."""
+class BlockGradients(NamedTuple):
+    """BlockGradients of queries, keys and values, in float32 or wider."""
 
     dq_BLHK: jax.Array
     dk_BSGK: jax.Array
     dv_BSGK: jax.Array
 
 
-Op = Callable[[Queries, Keys, jax.Array | None], Any]
+BlockOp = Callable[[QueryBlock, KeyBlock, jax.Array | None], Any]
 
 
-class Blocks(Protocol):
+class BlockKernel(Protocol):
     """A kernel that computes blocks.
 
-    `causal` and `causal_gradients` take queries and keys of the same tokens. `attended` and
-    `gradients` take the mask None where every query attends to all keys of the block.
+    `causal` and `causal_gradients` take queries and keys of the same tokens. `attend_block` and
+    `block_gradients` take the mask None where every query attends to all keys of the block.
     """
 
-    attended: Callable[[Queries, Keys, jax.Array | None], Made]
-    gradients: Callable[[Queries, Keys, jax.Array | None], Gradients]
-    causal: Callable[[Queries, Keys], Made]
-    causal_gradients: Callable[[Queries, Keys], Gradients]
+    attend_block: Callable[[QueryBlock, KeyBlock, jax.Array | None], AttentionOutput]
+    block_gradients: Callable[[QueryBlock, KeyBlock, jax.Array | None], BlockGradients]
+    causal: Callable[[QueryBlock, KeyBlock], AttentionOutput]
+    causal_gradients: Callable[[QueryBlock, KeyBlock], BlockGradients]
 
 
-def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Made:
+def attend_block(
+    queries: QueryBlock, keys: KeyBlock, mask_B1LS: jax.Array | None = None
+) -> AttentionOutput:
     """Output of queries over a block of keys, where the mask is true; None: everywhere."""
     score_BGMS, (_, _, v_BGSK) = _scores(queries, keys, mask_B1LS)
     top_BGM1 = score_BGMS.max(-1, keepdims=True)
@@ -122,14 +124,18 @@ def attended(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -
     mixed_BGMK = _product("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK) / total_BGM1
     logsumexp_BGM1 = top_BGM1 + jnp.log(total_BGM1)
     length = queries.q_BLHK.shape[1]
-    return Made(_tokens(mixed_BGMK, length), _tokens(logsumexp_BGM1, length)[..., 0])
+    return AttentionOutput(
+        _to_tokens(mixed_BGMK, length), _to_tokens(logsumexp_BGM1, length)[..., 0]
+    )
 
 
-def gradients(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) -> Gradients:
+def block_gradients(
+    queries: QueryBlock, keys: KeyBlock, mask_B1LS: jax.Array | None = None
+) -> BlockGradients:
     """A block's contribution to the gradients, for queries that have their output over all keys."""
     score_BGMS, (q_BGMK, k_BGSK, v_BGSK) = _scores(queries, keys, mask_B1LS)
     groups, made, dmixed_BLHK = keys.k_BSGK.shape[2], queries.made, queries.dmixed_BLHK
-    rows = lambda x: _rows(x, groups)  # noqa: E731
+    rows = lambda x: _to_rows(x, groups)  # noqa: E731
     dmixed_BGMK, wide = rows(dmixed_BLHK).astype(q_BGMK.dtype), score_BGMS.dtype
     share_BGMS = jnp.exp(score_BGMS - rows(made.logsumexp_BLH[..., None]))
     held_BLH1 = (made.mixed_BLHK.astype(wide) * dmixed_BLHK.astype(wide)).sum(-1, keepdims=True)
@@ -140,20 +146,20 @@ def gradients(queries: Queries, keys: Keys, mask_B1LS: jax.Array | None = None) 
     dk_BGSK = _product("bgms,bgmk->bgsk", dscore_BGMS, q_BGMK)
     dv_BGSK = _product("bgms,bgmk->bgsk", share_BGMS, dmixed_BGMK)
     length, (dk, dv) = dmixed_BLHK.shape[1], (x.transpose(0, 2, 1, 3) for x in (dk_BGSK, dv_BGSK))
-    return Gradients(_tokens(dq_BGMK, length), dk, dv)
+    return BlockGradients(_to_tokens(dq_BGMK, length), dk, dv)
 
 
-def of_seen(op: Op, queries: Queries, keys: Keys) -> Any:
+def skip_unseen(op: BlockOp, queries: QueryBlock, keys: KeyBlock) -> Any:
     """Apply `op` to a block of keys before the queries; skip it if no query attends to them."""
-    sight, place_BS = queries.sight, keys.place_BS
-    if sight.first_BL is None:
+    key_range, place_BS = queries.key_range, keys.place_BS
+    if key_range.first_BL is None:
         return op(queries, keys, None)
-    made = lambda: op(queries, keys, sight.mask(place_BS))  # noqa: E731
+    made = lambda: op(queries, keys, key_range.mask(place_BS))  # noqa: E731
     like = jax.eval_shape(made)
-    return lax.cond(sight.ends_before(place_BS), lambda: _nothing(like), made)
+    return lax.cond(key_range.ends_before(place_BS), lambda: _empty_result(like), made)
 
 
-def in_backward(kept: Any, dmixed_BLHK: jax.Array) -> Any:
+def delay_residuals(kept: Any, dmixed_BLHK: jax.Array) -> Any:
     """Return the residuals of F behind a barrier that makes them depend on the output's gradient.
 
     Without the barrier, what B recomputes from residuals alone would not depend on the gradient,
@@ -162,12 +168,12 @@ def in_backward(kept: Any, dmixed_BLHK: jax.Array) -> Any:
     return lax.optimization_barrier((kept, dmixed_BLHK))[0]
 
 
-def halvings(length: int) -> int:
+def count_halvings(length: int) -> int:
     """How often causal attention is halved; each halving halves the wasted work.
 
     With n halvings a device computes 1 + 2^-n of the causal half. Blocks have 128 tokens or more.
 
-    >>> [halvings(length) for length in (16, 256, 257, 4096, 65536)]
+    >>> [count_halvings(length) for length in (16, 256, 257, 4096, 65536)]
     [0, 1, 0, 5, 5]
     """
     count = 0
@@ -181,7 +187,7 @@ def halvings(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Products:
+class PlainBlocks:
     """Blocks by plain matrix products.
 
     For queries and keys of the same tokens, the tokens are halved `depth` times. At each level the
@@ -190,44 +196,50 @@ class Products:
     """
 
     depth: int
-    attended = staticmethod(attended)
-    gradients = staticmethod(gradients)
+    attend_block = staticmethod(attend_block)
+    block_gradients = staticmethod(block_gradients)
 
-    def causal(self, queries: Queries, keys: Keys) -> Made:
+    def causal(self, queries: QueryBlock, keys: KeyBlock) -> AttentionOutput:
         """Output of queries over their own tokens."""
-        own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
-        made = _whole(attended(*own, own[0].sight.mask(own[1].place_BS)), batch)
+        own, batch = _split_blocks((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
+        made = _join_blocks(attend_block(*own, own[0].key_range.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
-            (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
-            before, after = _halves(made, 2**level)
-            after = after.with_more(of_seen(attended, later, earlier))
-            made = _joined(before, after, batch)
+            (_, later), (earlier, _) = (
+                _split_halves(queries, 2**level),
+                _split_halves(keys, 2**level),
+            )
+            before, after = _split_halves(made, 2**level)
+            after = after.merge(skip_unseen(attend_block, later, earlier))
+            made = _join_halves(before, after, batch)
         return made
 
-    def causal_gradients(self, queries: Queries, keys: Keys) -> Gradients:
+    def causal_gradients(self, queries: QueryBlock, keys: KeyBlock) -> BlockGradients:
         """Gradients of attention over the queries' own tokens."""
-        own, batch = _parts((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
-        found = _whole(gradients(*own, own[0].sight.mask(own[1].place_BS)), batch)
+        own, batch = _split_blocks((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
+        found = _join_blocks(block_gradients(*own, own[0].key_range.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
-            (_, later), (earlier, _) = _halves(queries, 2**level), _halves(keys, 2**level)
-            dq, dk, dv = of_seen(gradients, later, earlier)
-            before, after = _halves(found, 2**level)
+            (_, later), (earlier, _) = (
+                _split_halves(queries, 2**level),
+                _split_halves(keys, 2**level),
+            )
+            dq, dk, dv = skip_unseen(block_gradients, later, earlier)
+            before, after = _split_halves(found, 2**level)
             before = before._replace(dk_BSGK=before.dk_BSGK + dk, dv_BSGK=before.dv_BSGK + dv)
-            found = _joined(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
+            found = _join_halves(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
         return found
 
 
-def attention_ref(queries: Queries, keys: Keys) -> jax.Array:
+def attention_ref(queries: QueryBlock, keys: KeyBlock) -> jax.Array:
     """Reference implementation: all scores, masked, differentiated by jax; `[B, L, H, K]`."""
     q_BLHK, copies = queries.q_BLHK, queries.q_BLHK.shape[2] // keys.k_BSGK.shape[2]
     k_BSHK, v_BSHK = (jnp.repeat(x, copies, 2) for x in keys[:2])
     score_BHLS = jnp.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK) * q_BLHK.shape[-1] ** -0.5
-    score_BHLS = jnp.where(queries.sight.mask(keys.place_BS), score_BHLS, -jnp.inf)
+    score_BHLS = jnp.where(queries.key_range.mask(keys.place_BS), score_BHLS, -jnp.inf)
     return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(score_BHLS), v_BSHK)
 
 
 def _scores(
-    queries: Queries, keys: Keys, mask_B1LS: jax.Array | None
+    queries: QueryBlock, keys: KeyBlock, mask_B1LS: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Scores `[B, G, M, S]`, and queries, keys and values in the layout of the products.
 
@@ -236,7 +248,7 @@ def _scores(
     q_BLHK, k_BSGK, v_BSGK = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
     if q_BLHK.dtype == jnp.float16:
         q_BLHK, k_BSGK, v_BSGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BSGK, v_BSGK))
-    q_BGMK = _rows(q_BLHK, k_BSGK.shape[2])
+    q_BGMK = _to_rows(q_BLHK, k_BSGK.shape[2])
     k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
     score_BGMS = _product("bgmk,bgsk->bgms", q_BGMK, k_BGSK) * q_BGMK.shape[-1] ** -0.5
     if mask_B1LS is not None:
@@ -252,46 +264,46 @@ def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(form, left, right, preferred_element_type=wide)
 
 
-def _rows(x_BLHK: jax.Array, groups: int) -> jax.Array:
+def _to_rows(x_BLHK: jax.Array, groups: int) -> jax.Array:
     """`[B, L, H, K]` to `[B, G, M, K]`."""
     b, length, heads, width = x_BLHK.shape
     x_BLGRK = x_BLHK.reshape(b, length, groups, heads // groups, width)
     return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, width)
 
 
-def _tokens(x_BGMK: jax.Array, length: int) -> jax.Array:
+def _to_tokens(x_BGMK: jax.Array, length: int) -> jax.Array:
     """`[B, G, M, K]` to `[B, L, H, K]`."""
     b, groups, _, width = x_BGMK.shape
     x_BGRLK = x_BGMK.reshape(b, groups, -1, length, width)
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(b, length, -1, width)
 
 
-def _parts(tree: Any, parts: int) -> Any:
+def _split_blocks(tree: Any, parts: int) -> Any:
     """Split L of all leaves `[B, L, ...]` into `parts` blocks, each an example of its own."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, -1, *x.shape[2:]), tree)
 
 
-def _halves(tree: Any, parts: int) -> tuple[Any, Any]:
+def _split_halves(tree: Any, parts: int) -> tuple[Any, Any]:
     """First and second half of each of `parts` blocks of L, as examples of their own."""
     cut = jax.tree.map(lambda x: x.reshape(x.shape[0] * parts, 2, -1, *x.shape[2:]), tree)
     return jax.tree.map(lambda x: x[:, 0], cut), jax.tree.map(lambda x: x[:, 1], cut)
 
 
-def _joined(before: Any, after: Any, batch: int) -> Any:
-    """Undo `_halves`."""
+def _join_halves(before: Any, after: Any, batch: int) -> Any:
+    """Undo `_split_halves`."""
     both = jax.tree.map(lambda *halves: jnp.concatenate(halves, 1), before, after)
-    return _whole(both, batch)
+    return _join_blocks(both, batch)
 
 
-def _whole(tree: Any, batch: int) -> Any:
-    """Undo `_parts`."""
+def _join_blocks(tree: Any, batch: int) -> Any:
+    """Undo `_split_blocks`."""
     return jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[2:]), tree)
 
 
-def _nothing(like: Any) -> Any:
+def _empty_result(like: Any) -> Any:
     """Result of a skipped block: zeros, and the lowest finite value for the log-sum-exp."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    if isinstance(zeros, Made):
+    if isinstance(zeros, AttentionOutput):
         least = jnp.full_like(zeros.logsumexp_BLH, jnp.finfo(zeros.logsumexp_BLH.dtype).min)
         return zeros._replace(logsumexp_BLH=least)
     return zeros

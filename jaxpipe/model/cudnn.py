@@ -54,12 +54,12 @@ def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]
         return None
     (examples, queries, heads, width), (_, keys, _, _) = shapes[:2]
     causal, window = how.get("causal", queries == keys), how.get("window", 0)
-    scores = _seen(queries, window) if causal else queries * keys
+    scores = _unmasked_scores(queries, window) if causal else queries * keys
     products = 5 if name.endswith(_GRADIENT) else 2
     return products * 2 * examples * heads * scores * width
 
 
-def _seen(tokens: int, window: int) -> int:
+def _unmasked_scores(tokens: int, window: int) -> int:
     """Scores of causal attention in the tiles in which any score is unmasked."""
     total = 0
     for begin in range(0, tokens, _TILE):

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
-from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.fp8 import PLAIN, Precision
 from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
-from jaxpipe.model.packed import Documents
-from jaxpipe.model.parts import EndParts, Given, Init, Parts, init_from
+from jaxpipe.model.packed import RowDocuments
+from jaxpipe.model.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import ParamSpec
@@ -42,7 +42,7 @@ class CausalDecoder:
       devices: the devices that share each layer. All functions except those that initialise
         parameters work on one device's shards.
       loss_chunks: sequence chunks of the loss, of which only one chunk's logits are live at a time.
-      end_devices: the devices that share embedding and head; None: `devices`.
+      embed_head_devices: the devices that share embedding and head; None: `devices`.
       sequence: context parallelism; L is the length of this device's sequence shard.
       slices: number of sequence slices; above 1, L is that of a slice, and a microbatch has
         `slice [B]`, the number of its slice, the same for all B.
@@ -50,7 +50,7 @@ class CausalDecoder:
         examples in the run.
       z_loss: coefficient of the z-loss; if it is not 0, the head returns two losses.
       documents: most documents in a packed row, which must have `segments [B, L]` and `positions`
-        as in `Documents`; 0: a row is one text.
+        as in `RowDocuments`; 0: a row is one text.
       replicas: the replicas over which the experts of a layer are sharded.
       product: grouped matrix product with the experts' weights.
       recorded: whether layers return the chosen experts as `routes`, in the form that a replay
@@ -61,7 +61,7 @@ class CausalDecoder:
     config: DecoderConfig
     devices: OneDevice = ONE_DEVICE
     loss_chunks: int = 1
-    end_devices: OneDevice | None = None
+    embed_head_devices: OneDevice | None = None
     sequence: FullSequence = FULL_SEQUENCE
     slices: int = 1
     seed: int = 0
@@ -78,15 +78,15 @@ class CausalDecoder:
         raise NotImplementedError
 
     @property
-    def attend(self) -> Attend:
+    def attend(self) -> CausalAttention:
         """The attention of its layers."""
         raise NotImplementedError
 
-    def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
+    def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
         raise NotImplementedError
 
-    def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
+    def new_embed_head(self, parts: EmbedHeadParts, init: Init) -> nnx.Module:
         """Build embedding, final norm and head as a module.
 
         Its `leave` returns what the head multiplies: `[B, L, D]` of all tokens, and a matrix
@@ -94,7 +94,7 @@ class CausalDecoder:
         """
         raise NotImplementedError
 
-    def embed(self, ends: Tree, rows: Tree) -> jax.Array:
+    def embed(self, embed_head: Tree, rows: Tree) -> jax.Array:
         """Embed tokens: `[B, L]` to x `[B, L, D]`."""
         raise NotImplementedError
 
@@ -104,9 +104,9 @@ class CausalDecoder:
         """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
         raise NotImplementedError
 
-    def init_ends(self, key: jax.Array) -> Tree:
+    def init_embed_head(self, key: jax.Array) -> Tree:
         """Initial embedding, final norm and head, as a nested dict of float32 arrays."""
-        return _values(self._new_ends(init_from(key)))
+        return _values(self._build_embed_head(init_from(key)))
 
     def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
         """Initial parameters of layer `index`: a function of key, index and names alone."""
@@ -124,7 +124,7 @@ class CausalDecoder:
             return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
         layers = {kind: _values(self._new_layer(kind, leaf)) for kind in self.kinds}
-        return {"embed_head": _values(self._new_ends(leaf))} | layers
+        return {"embed_head": _values(self._build_embed_head(leaf))} | layers
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -185,10 +185,10 @@ class CausalDecoder:
         empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
         return empty, empty
 
-    def head(self, ends: Tree, x: jax.Array, rows: Tree) -> jax.Array:
+    def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""
-        x, head = nnx.merge(self._ends, ends).leave(x)
-        targets, devices = rows["targets"], self._of_ends
+        x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
+        targets, devices = rows["targets"], self._embed_head_devices
         last = self.z_loss, self.config.vocab_size
         if self.loss_chunks > 1:
             return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
@@ -219,16 +219,16 @@ class CausalDecoder:
         """Positions of this device's tokens in their sequences, `[L]`."""
         return self._begin(rows, length) + jnp.asarray(self.sequence.positions(length))
 
-    def _given(self, x: jax.Array, context: Context) -> Given:
+    def _given(self, x: jax.Array, context: Context) -> LayerInputs:
         """The arguments of a layer call besides the stream."""
-        return Given(
+        return LayerInputs(
             self._past(x, context),
             self._masks(context.rows, context.index, self._length(x)),
             self._documents(context.rows),
             self.precision.dot(self.products, self.devices, context),
         )
 
-    def _documents(self, rows: Tree) -> Documents | None:
+    def _documents(self, rows: Tree) -> RowDocuments | None:
         """The documents of packed rows; raises `ValueError` where the batch lacks their keys."""
         if not self.documents:
             return None
@@ -237,37 +237,37 @@ class CausalDecoder:
                 f"the model is built for packed rows, which have `segments` and `positions`, but "
                 f"the batch has only {', '.join(rows)}: give both, or build it with documents=0."
             )
-        return Documents(rows["segments"], rows["positions"])
+        return RowDocuments(rows["segments"], rows["positions"])
 
-    def _past(self, x: jax.Array, context: Context) -> Past | None:
+    def _past(self, x: jax.Array, context: Context) -> CachedKeys | None:
         """Keys and values of earlier slices; None without slices."""
         if self.slices == 1:
             return None
-        return Past(*context.state, self._begin(context.rows, self._length(x)))
+        return CachedKeys(*context.state, self._begin(context.rows, self._length(x)))
 
     def _begin(self, rows: Tree, length: int) -> jax.Array | int:
         """Number of the sequence's tokens in earlier slices."""
         return rows["slice"][0] * length * self.sequence.size if self.slices > 1 else 0
 
     @property
-    def _of_ends(self) -> OneDevice:
-        return self.end_devices or self.devices
+    def _embed_head_devices(self) -> OneDevice:
+        return self.embed_head_devices or self.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
         names = "replicas", "product", "recorded"
         experts = {name: getattr(self, name) for name in names}
-        return self.new_layer(kind, Parts(self.devices, self.attend, **experts), init)
+        return self.new_layer(kind, LayerParts(self.devices, self.attend, **experts), init)
 
-    def _new_ends(self, init: Init) -> nnx.Module:
-        return self.new_ends(EndParts(self._of_ends), init)
+    def _build_embed_head(self, init: Init) -> nnx.Module:
+        return self.new_embed_head(EmbedHeadParts(self._embed_head_devices), init)
 
     @cached_property
     def _layers(self) -> dict[str, nnx.GraphDef]:
         return {kind: _graph(partial(self._new_layer, kind)) for kind in self.kinds}
 
     @cached_property
-    def _ends(self) -> nnx.GraphDef:
-        return _graph(self._new_ends)
+    def _embed_head_graph(self) -> nnx.GraphDef:
+        return _graph(self._build_embed_head)
 
 
 def _graph(module: Callable[[Init], nnx.Module]) -> nnx.GraphDef:

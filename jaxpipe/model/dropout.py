@@ -59,7 +59,7 @@ class Masks(NamedTuple):
     ) -> "Masks":
         """Masks of layer number `layer` of the model; -1 is the embedding."""
         key = jax.random.fold_in(jax.random.PRNGKey(dropout.seed), jnp.asarray(layer) + 1)
-        return cls(dropout, _fold(key, samples_B.astype(jnp.uint32)), place_L, devices)
+        return cls(dropout, _fold_in(key, samples_B.astype(jnp.uint32)), place_L, devices)
 
     def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
         """Apply dropout to the stream, or to this device's shard of its tokens."""
@@ -69,8 +69,8 @@ class Masks(NamedTuple):
         place_L = self.place_L
         if self.devices.sequence:
             place_L = jax.lax.dynamic_slice_in_dim(place_L, self.devices.index() * own, own)
-        key_BL2 = _fold(self._at(site)[:, None], place_L[None])
-        return _dropped(x_BLD, key_BL2, width, self.dropout.rate)
+        key_BL2 = _fold_in(self._at(site)[:, None], place_L[None])
+        return _apply_dropout(x_BLD, key_BL2, width, self.dropout.rate)
 
     def shares(self, share_BHLS: jax.Array, query: int = 0, key: int = 0) -> jax.Array:
         """Apply dropout to attention probabilities.
@@ -80,19 +80,19 @@ class Masks(NamedTuple):
         """
         _, heads, queries, keys = share_BHLS.shape
         head_H = self.devices.index() * heads + jnp.arange(heads)
-        key_BH2 = _fold(self._at("shares")[:, None], head_H[None])
+        key_BH2 = _fold_in(self._at("shares")[:, None], head_H[None])
         place_L = self.place_L[query : query + queries]
-        key_BHL2 = _fold(key_BH2[:, :, None], place_L[None, None])
-        return _dropped(share_BHLS, key_BHL2, keys, self.dropout.shares, first=key)
+        key_BHL2 = _fold_in(key_BH2[:, :, None], place_L[None, None])
+        return _apply_dropout(share_BHLS, key_BHL2, keys, self.dropout.shares, first=key)
 
     def _at(self, site: str) -> jax.Array:
-        return _fold(self.key_B2, jnp.uint32(_SITES[site]))
+        return _fold_in(self.key_B2, jnp.uint32(_SITES[site]))
 
 
 NO_MASKS = Masks(Dropout(), None, None, OneDevice())
 
 
-def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+def _fold_in(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     """Fold numbers into keys `[..., 2]`, which are broadcast to the numbers' shape."""
     shape = jnp.broadcast_shapes(keys.shape[:-1], numbers.shape)
     fold = jax.random.fold_in
@@ -101,8 +101,10 @@ def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     return fold(jnp.broadcast_to(keys, (*shape, 2)), jnp.broadcast_to(numbers, shape))
 
 
-def _dropped(x: jax.Array, keys: jax.Array, count: int, rate: float, first: int = 0) -> jax.Array:
+def _apply_dropout(
+    x: jax.Array, keys: jax.Array, count: int, rate: float, first: int = 0
+) -> jax.Array:
     """Keep values of the last dim whose random bits reach `rate`, divided by 1 - `rate`."""
-    bits = _fold(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]
+    bits = _fold_in(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]
     kept = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(kept, x / (1 - rate), 0)

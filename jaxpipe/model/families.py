@@ -1,6 +1,6 @@
 """The model families. To add one, write a package like `gpt2` and add an entry here."""
 
-from jaxpipe.model.family import Family
+from jaxpipe.model.family import ModelFamily
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.presets import GPT2_PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
@@ -9,14 +9,14 @@ from jaxpipe.model.llama.presets import LLAMA_PRESETS
 FAMILIES = {
     family.name: family
     for family in (
-        Family(
+        ModelFamily(
             "llama",
             LlamaConfig,
             LLAMA_PRESETS,
-            model="jaxpipe.model.llama.decoder:Decoder",
+            model="jaxpipe.model.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.llama.huggingface",
         ),
-        Family(
+        ModelFamily(
             "gpt2",
             GPT2Config,
             GPT2_PRESETS,

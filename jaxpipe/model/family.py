@@ -138,7 +138,7 @@ class Model(Protocol):
     def functions(self) -> "StageFunctions":
         """The model as pipeline stages see it."""
 
-    def init_ends(self, key: "jax.Array") -> Tree:
+    def init_embed_head(self, key: "jax.Array") -> Tree:
         """Initial float32 values of the parameters that belong to no layer (`embed_head`)."""
 
     def init_layer(self, key: "jax.Array", index: "jax.Array | int", kind: str) -> Tree:
@@ -149,7 +149,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One model family. Modules that need jax are named here, and imported on first use.
 
     Attributes:
@@ -170,11 +170,11 @@ class Family:
         """Return the functions of one model, on one device or as devices share it.
 
         `sharing` has any of these arguments (see `CausalDecoder`): `devices` that share the layers,
-        and `end_devices` that share embedding and head if they differ (`OneDevice` or a subclass);
-        `sequence`, for context parallelism; `slices`, the number of sequence slices; `loss_chunks`,
-        the chunks in which the loss is computed; `seed` of dropout; `z_loss`, the coefficient of a
-        second loss of that name; `documents`, the most documents in a packed row; `replicas` over
-        which experts are sharded; and `precision` of the layers' products.
+        and `embed_head_devices` that share embedding and head if they differ (`OneDevice` or a
+        subclass); `sequence`, for context parallelism; `slices`, the number of sequence slices;
+        `loss_chunks`, the chunks in which the loss is computed; `seed` of dropout; `z_loss`, the
+        coefficient of a second loss of that name; `documents`, the most documents in a packed row;
+        `replicas` over which experts are sharded; and `precision` of the layers' products.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

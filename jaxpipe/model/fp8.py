@@ -43,13 +43,13 @@ E5M2 = Format(jnp.float8_e5m2, 57344.0, 15)
 _OPERANDS = ((E4M3, 64.0), (E4M3, 1.0), (E5M2, 2.0**-6))
 
 
-def scale_of(largest: jax.Array, form: Format) -> jax.Array:
+def compute_scale(largest: jax.Array, form: Format) -> jax.Array:
     """The divisor for absolute values up to `largest`: a power of two, in float32.
 
     It leaves headroom for values that grow, a factor of 1.75 to 3.5 of the format's range. It is 1
     for zeros, and not finite where the values are not.
 
-    >>> [float(scale_of(jnp.float32(x), E4M3)) for x in (0.0, 1.0, 255.0, 256.0)]
+    >>> [float(compute_scale(jnp.float32(x), E4M3)) for x in (0.0, 1.0, 255.0, 256.0)]
     [1.0, 0.0078125, 1.0, 2.0]
     """
     bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.uint32)
@@ -57,7 +57,7 @@ def scale_of(largest: jax.Array, form: Format) -> jax.Array:
     return jnp.where(power < _LEAST, 1.0, power * 2.0 ** (1 - form.exponent))
 
 
-def rounded(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
+def round_to_fp8(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
     """x divided by its scale, clipped and rounded to 8-bit floats."""
     scaled = x * (1 / scale).astype(x.dtype)
     return jnp.clip(scaled, -form.largest, form.largest).astype(form.dtype)
@@ -105,8 +105,10 @@ class _Rounding(NamedTuple):
         """Round operand number `place`: x, the weight or dy (0, 1, 2)."""
         (form, _), dims = _OPERANDS[place], tuple(range(self.experts, x.ndim))
         largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
-        scale = scale_of(self.devices.largest(largest), form) if scales is None else scales[place]
-        return _Operand(rounded(x, _with_dims(scale, x.ndim), form), scale, largest.max())
+        scale = (
+            compute_scale(self.devices.largest(largest), form) if scales is None else scales[place]
+        )
+        return _Operand(round_to_fp8(x, _append_dims(scale, x.ndim), form), scale, largest.max())
 
     def product(
         self, left: _Operand, right: _Operand, sums: Any, dtype: Any, precision: Any
@@ -116,10 +118,10 @@ class _Rounding(NamedTuple):
         made = lax.dot_general(
             left.values, right.values, dims, precision, preferred_element_type=dtype
         )
-        return made * _with_dims((left.scale * right.scale).astype(dtype), made.ndim)
+        return made * _append_dims((left.scale * right.scale).astype(dtype), made.ndim)
 
 
-def _with_dims(scale: jax.Array, ndim: int) -> jax.Array:
+def _append_dims(scale: jax.Array, ndim: int) -> jax.Array:
     """A scale, or those of E experts, with dims of 1 appended up to `ndim`."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
@@ -217,7 +219,9 @@ class Fp8(Precision):
         seen = jnp.where(jnp.isfinite(seen), seen, 0)[..., None]
         history = jnp.concatenate([seen, variables["fp8_history"][..., :-1]], axis=-1)
         largest = history.max(-1)
-        made = [scale_of(largest[..., place], form) for place, (form, _) in enumerate(_OPERANDS)]
+        made = [
+            compute_scale(largest[..., place], form) for place, (form, _) in enumerate(_OPERANDS)
+        ]
         scales = jnp.where(largest > 0, jnp.stack(made, -1), variables["fp8_scale"])
         return {"fp8_scale": scales, "fp8_history": history}
 

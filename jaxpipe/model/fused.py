@@ -6,7 +6,7 @@ gradient (`jaxpipe.model.blocks`). So blocks use cuDNN's two calls directly, and
 whose gradient ignores the cotangent of the log-sum-exp.
 
 The calls can be traced anywhere, and run on GPUs only. jax's function cannot be traced without a
-GPU: a plan traces the model within `stand_ins`, where the calls replace the function.
+GPU: a plan traces the model within `replace_kernels`, where the calls replace the function.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jaxpipe.jax_internals import cudnn_attention
-from jaxpipe.model.blocks import Gradients, Keys, Made, Queries
+from jaxpipe.model.blocks import AttentionOutput, BlockGradients, KeyBlock, QueryBlock
 from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_kernel
 
-_STANDING_IN = ContextVar("standing_in", default=False)
+_STANDING_IN = ContextVar("is_replacing_kernels", default=False)
 
 
 def fused_attention(
@@ -39,7 +39,7 @@ def fused_attention(
 
     jax counts a window as tokens to the left of a query, without the query itself.
     """
-    if standing_in():
+    if is_replacing_kernels():
         return _stand_in(mask_11LS is None, window, q_BLHK, k_BSGK, v_BSGK)
     if mask_11LS is not None:
         return _of_library(q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS)
@@ -51,7 +51,7 @@ _of_library = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
 @contextmanager
-def stand_ins() -> Iterator[None]:
+def replace_kernels() -> Iterator[None]:
     """Replace kernels that cannot be traced without their device by stand-ins, in this context."""
     token = _STANDING_IN.set(True)
     try:
@@ -60,8 +60,8 @@ def stand_ins() -> Iterator[None]:
         _STANDING_IN.reset(token)
 
 
-def standing_in() -> bool:
-    """Whether `stand_ins` is active."""
+def is_replacing_kernels() -> bool:
+    """Whether `replace_kernels` is active."""
     return _STANDING_IN.get()
 
 
@@ -73,54 +73,56 @@ class FusedBlocks:
     can limit attention.
     """
 
-    def attended(self, queries: Queries, keys: Keys, _: None = None) -> Made:
+    def attend_block(self, queries: QueryBlock, keys: KeyBlock, _: None = None) -> AttentionOutput:
         """Output of queries over a block of keys to all of which they attend."""
         return self._made(queries, keys, causal=False)
 
-    def causal(self, queries: Queries, keys: Keys) -> Made:
+    def causal(self, queries: QueryBlock, keys: KeyBlock) -> AttentionOutput:
         """Output of queries over their own tokens."""
         return self._made(queries, keys, causal=True)
 
-    def gradients(self, queries: Queries, keys: Keys, _: None = None) -> Gradients:
-        """Gradients of a block of keys to all of which the queries attend."""
+    def block_gradients(
+        self, queries: QueryBlock, keys: KeyBlock, _: None = None
+    ) -> BlockGradients:
+        """BlockGradients of a block of keys to all of which the queries attend."""
         return self._gradients(queries, keys, causal=False)
 
-    def causal_gradients(self, queries: Queries, keys: Keys) -> Gradients:
+    def causal_gradients(self, queries: QueryBlock, keys: KeyBlock) -> BlockGradients:
         """Gradients of attention over the queries' own tokens."""
         return self._gradients(queries, keys, causal=True)
 
-    def _made(self, queries: Queries, keys: Keys, *, causal: bool) -> Made:
+    def _made(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> AttentionOutput:
         given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
         mixed_BLHK, logsumexp_BHL = _FORWARD.bind(*given, causal=causal, window=0)
-        return Made(mixed_BLHK.astype(logsumexp_BHL.dtype), logsumexp_BHL.swapaxes(1, 2))
+        return AttentionOutput(mixed_BLHK.astype(logsumexp_BHL.dtype), logsumexp_BHL.swapaxes(1, 2))
 
-    def _gradients(self, queries: Queries, keys: Keys, *, causal: bool) -> Gradients:
+    def _gradients(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> BlockGradients:
         (mixed_BLHK, logsumexp_BLH), dmixed_BLHK = queries.made, queries.dmixed_BLHK
         given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK, logsumexp_BLH.swapaxes(1, 2), mixed_BLHK
         found = _BACKWARD.bind(*given, dmixed_BLHK, causal=causal, window=0)
-        return Gradients(*(d.astype(logsumexp_BLH.dtype) for d in found))
+        return BlockGradients(*(d.astype(logsumexp_BLH.dtype) for d in found))
 
 
 def _lower_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int
 ) -> list[jax.Array]:
-    primitive, how = _of_cudnn("fwd", q, causal, window)
-    return primitive.bind(q, k, v, *_unused(q), **how, is_training=True)
+    primitive, how = _cudnn_primitive("fwd", q, causal, window)
+    return primitive.bind(q, k, v, *_empty_operands(q), **how, is_training=True)
 
 
 def _lower_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, *after: jax.Array, causal: bool, window: int
 ) -> list[jax.Array]:
-    primitive, how = _of_cudnn("bwd", q, causal, window)
-    return primitive.bind(q, k, v, *_unused(q), *after, **how)
+    primitive, how = _cudnn_primitive("bwd", q, causal, window)
+    return primitive.bind(q, k, v, *_empty_operands(q), *after, **how)
 
 
-def _unused(q: jax.Array) -> list[jax.Array]:
+def _empty_operands(q: jax.Array) -> list[jax.Array]:
     """Empty bias, lengths, offsets and page tables, of queries and of keys."""
     return [jnp.zeros(0, q.dtype)] * 7
 
 
-def _of_cudnn(
+def _cudnn_primitive(
     name: str, q: jax.Array, causal: bool, window: int
 ) -> tuple[Primitive, dict[str, Any]]:
     """cuDNN's call for such queries; raises `ValueError` where it has no kernel for them."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.model.parts import own_entries
+from jaxpipe.model.parts import local_entries
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
 IGNORE = -100  # target of tokens that the loss ignores
@@ -38,10 +38,10 @@ def cross_entropy_sum(
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
     logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
     valid_BL = targets_BL != IGNORE
-    own_BL, index_BL = own_entries(
+    own_BL, index_BL = local_entries(
         jnp.where(valid_BL, targets_BL, 0), logits_BLV.shape[-1], devices
     )
-    at_target_BL = devices.total(jnp.where(own_BL, _picked(logits_BLV, index_BL), 0))
+    at_target_BL = devices.total(jnp.where(own_BL, _pick(logits_BLV, index_BL), 0))
     most_BL = devices.largest(lax.stop_gradient(logits_BLV.max(-1)))
     exponentials_BL = jnp.exp(logits_BLV - most_BL[..., None]).sum(-1)
     logsumexp_BL = jnp.log(devices.total(exponentials_BL)) + most_BL
@@ -63,7 +63,7 @@ def _without_padding(
 
 
 @jax.custom_vjp
-def _picked(logits_BLV: jax.Array, index_BL: jax.Array) -> jax.Array:
+def _pick(logits_BLV: jax.Array, index_BL: jax.Array) -> jax.Array:
     """The logits at an index: `[B, L]`.
 
     The gradient compares indices. jax's own would be a scatter, for which XLA on GPUs keeps the
@@ -74,7 +74,7 @@ def _picked(logits_BLV: jax.Array, index_BL: jax.Array) -> jax.Array:
 
 
 def _picked_forward(logits_BLV: jax.Array, index_BL: jax.Array) -> tuple[jax.Array, Any]:
-    return _picked(logits_BLV, index_BL), (jnp.zeros_like(logits_BLV), index_BL)
+    return _pick(logits_BLV, index_BL), (jnp.zeros_like(logits_BLV), index_BL)
 
 
 def _picked_backward(kept: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None]:
@@ -83,7 +83,7 @@ def _picked_backward(kept: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None
     return jnp.where(entry_BLV == index_BL[..., None], gradient_BL[..., None], zeros_BLV), None
 
 
-_picked.defvjp(_picked_forward, _picked_backward)
+_pick.defvjp(_picked_forward, _picked_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -108,7 +108,7 @@ def chunked_cross_entropy_sum(
         x, targets = part
         return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss, vocabulary), None
 
-    parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
+    parts = _split_chunks(x_BLD, chunks), _split_chunks(targets_BL, chunks)
     return lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
 
 
@@ -131,8 +131,8 @@ def _forward(
         (dx, dmore), more = gradient(part[0], head_DV, part[1])
         return (total + more, dhead + dmore), dx
 
-    zeros = _no_loss(x_BLD, z_loss), jnp.zeros(head_DV.shape, _wide(head_DV))
-    parts = _cut(x_BLD, chunks), _cut(targets_BL, chunks)
+    zeros = _no_loss(x_BLD, z_loss), jnp.zeros(head_DV.shape, _to_float32(head_DV))
+    parts = _split_chunks(x_BLD, chunks), _split_chunks(targets_BL, chunks)
     (total, dhead), dx = lax.scan(one, zeros, parts)
     dx_BLD = jnp.moveaxis(dx, 0, 1).reshape(x_BLD.shape)
     return total, (dx_BLD, dhead.astype(head_DV.dtype))
@@ -154,7 +154,7 @@ def _backward(
 chunked_cross_entropy_sum.defvjp(_forward, _backward)
 
 
-def _cut(values_BL: jax.Array, chunks: int) -> jax.Array:
+def _split_chunks(values_BL: jax.Array, chunks: int) -> jax.Array:
     """`[B, L, ...]` to `[chunks, B, L / chunks, ...]`."""
     b, length, *rest = values_BL.shape
     return jnp.moveaxis(values_BL.reshape(b, chunks, length // chunks, *rest), 1, 0)
@@ -162,10 +162,10 @@ def _cut(values_BL: jax.Array, chunks: int) -> jax.Array:
 
 def _no_loss(x_BLD: jax.Array, z_loss: float) -> jax.Array:
     """Zeros from which sums of losses start."""
-    return jnp.zeros((2,) if z_loss else (), _wide(x_BLD))
+    return jnp.zeros((2,) if z_loss else (), _to_float32(x_BLD))
 
 
-def _wide(values: jax.Array) -> jnp.dtype:
+def _to_float32(values: jax.Array) -> jnp.dtype:
     return jnp.promote_types(values.dtype, jnp.float32)
 
 

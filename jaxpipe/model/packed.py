@@ -5,8 +5,9 @@ cuDNN takes each document as a sequence of its own, given by its first token and
 
 Shapes are those of `jaxpipe.model.attention`, with at most N documents per row. Operands:
 `q [B, L, H, K]`, a sequence shard that starts at token `begin`; keys and values `[B, S, G, K]` of
-the full sequence; `first` and `length`, `[B, N]`, from `documents_of`. Results: the output, and the
-log-sum-exp of every query, `[B, H, L]`. The primitives can be traced anywhere; only GPUs run them.
+the full sequence; `first` and `length`, `[B, N]`, from `shard_documents`. Results: the output, and
+the log-sum-exp of every query, `[B, H, L]`. The primitives can be traced anywhere; only GPUs run
+them.
 """
 
 from functools import partial
@@ -22,7 +23,7 @@ from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
 
-class Documents(NamedTuple):
+class RowDocuments(NamedTuple):
     """The documents that a row's tokens belong to, `[B, L]` each.
 
     Attributes:
@@ -35,7 +36,7 @@ class Documents(NamedTuple):
     positions: jax.Array
 
 
-def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
+def shard_documents(documents: RowDocuments, begin: Any, most: int) -> tuple[jax.Array, jax.Array]:
     """First token and length of the documents in a sequence shard, `[B, most]` int32.
 
     The shard starts at token `begin` of the sequence. A document that starts before the shard
@@ -43,8 +44,8 @@ def documents_of(documents: Documents, begin: Any, most: int) -> tuple[jax.Array
     extends the last document; a shard of padding alone is one document. Missing documents have
     length 0.
 
-    >>> row = Documents(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
-    >>> [found.tolist() for found in documents_of(row, 8, most=3)]
+    >>> row = RowDocuments(jnp.array([[4, 4, 5, -1]]), jnp.array([[2, 3, 0, 0]]))
+    >>> [found.tolist() for found in shard_documents(row, 8, most=3)]
     [[[6, 10, 12]], [[4, 2, 0]]]
     """
     segments_BL, positions_BL = documents
@@ -79,7 +80,7 @@ def _backward(window: int, kept: tuple[jax.Array, ...], dmixed: jax.Array) -> tu
 packed_attention.defvjp(_forward, _backward)
 
 
-class _Packing(NamedTuple):
+class _PackedLayout(NamedTuple):
     """Where cuDNN's packed form finds the tokens and documents of one call.
 
     A sequence shard is placed in a row as long as the full sequence, so that a document's queries
@@ -137,9 +138,9 @@ def _lower_forward(
     begin: jax.Array, *, window: int,
 ) -> list[jax.Array]:  # fmt: skip
     """cuDNN's log-sum-exp is `[B * N, H, S]`; a query's value is that of its own sequence."""
-    packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    packing = _PackedLayout(first, length, begin, q.shape[1], k.shape[1])
     q = packing.placed(q)
-    primitive, how = _of_cudnn("fwd", q, window)
+    primitive, how = _cudnn_primitive("fwd", q, window)
     operands = _operands(packing, q, k, v)
     mixed, logsumexp = primitive.bind(*operands, **how, is_training=True)
     return [packing.own(mixed), logsumexp[packing.places(q.shape[2])]]
@@ -149,9 +150,9 @@ def _lower_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
     begin: jax.Array, logsumexp: jax.Array, mixed: jax.Array, dmixed: jax.Array, *, window: int,
 ) -> list[jax.Array]:  # fmt: skip
-    packing = _Packing(first, length, begin, q.shape[1], k.shape[1])
+    packing = _PackedLayout(first, length, begin, q.shape[1], k.shape[1])
     q = packing.placed(q)
-    primitive, how = _of_cudnn("bwd", q, window)
+    primitive, how = _cudnn_primitive("bwd", q, window)
     heads = q.shape[2]
     wide = jnp.zeros((first.size, heads, packing.tokens), logsumexp.dtype)
     wide = wide.at[packing.places(heads)].set(logsumexp, unique_indices=True)
@@ -161,14 +162,14 @@ def _lower_backward(
     return [packing.own(dq), packing.seen(dk), packing.seen(dv)]
 
 
-def _operands(packing: _Packing, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+def _operands(packing: _PackedLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
     """Operands of cuDNN's calls, in the order of jax's primitives."""
     unused, length = jnp.zeros(0, q.dtype), packing.length_BN
     offsets = packing.offsets(*q.shape[2:]), packing.offsets(*k.shape[2:])
     return q, k, v, unused, length, length, *offsets, unused, unused
 
 
-def _of_cudnn(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
+def _cudnn_primitive(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
     """The call for queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
     for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
         raise ValueError(sentence)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention import Attend, Past
+from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.dropout import NO_MASKS, Masks
-from jaxpipe.model.packed import Documents
+from jaxpipe.model.packed import RowDocuments
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.partition.leaf import PP, TP, ParamSpec
@@ -39,7 +39,7 @@ def init_from(key: jax.Array) -> Init:
     return init
 
 
-def along_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
+def broadcast_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
     """A vector in x's dtype, reshaped to broadcast along x's last dim."""
     return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
@@ -55,7 +55,7 @@ class RMSNorm(nnx.Module):
         """Normalise `x [..., size]`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * along_last(self.scale[...], x)
+        return normed.astype(x.dtype) * broadcast_last(self.scale[...], x)
 
 
 class LayerNorm(nnx.Module):
@@ -71,8 +71,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         off = wide - jnp.mean(wide, axis=-1, keepdims=True)
         normed = off * jax.lax.rsqrt(jnp.mean(off * off, axis=-1, keepdims=True) + self.eps)
-        scaled = normed.astype(x.dtype) * along_last(self.scale[...], x)
-        return scaled + along_last(self.bias[...], x)
+        scaled = normed.astype(x.dtype) * broadcast_last(self.scale[...], x)
+        return scaled + broadcast_last(self.bias[...], x)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Dot:
         return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """The arguments of a layer call besides the stream, which may differ from call to call.
 
     Attributes:
@@ -98,13 +98,13 @@ class Given(NamedTuple):
       dot: multiplies with weights.
     """
 
-    past: Past | None = None
+    past: CachedKeys | None = None
     masks: Masks = NO_MASKS
-    documents: Documents | None = None
+    documents: RowDocuments | None = None
     dot: Dot = Dot()
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """What a layer is built with besides its own maths, exchangeable without editing the layer.
 
     Attributes:
@@ -116,7 +116,7 @@ class Parts(NamedTuple):
     """
 
     devices: OneDevice
-    attend: Attend
+    attend: CausalAttention
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False
@@ -134,7 +134,7 @@ class Parts(NamedTuple):
         return ParamSpec(partial_grad_axes=(TP,) if differs else ())
 
 
-class EndParts(NamedTuple):
+class EmbedHeadParts(NamedTuple):
     """What embedding and head are built with: the `devices` that share their vocabulary.
 
     If these devices are of one pipeline rank, gradients are partial over pp: each stage adds those
@@ -170,7 +170,7 @@ class EndParts(NamedTuple):
         """Entries of a table sharded along V, `[B, L, D]`; zeros for entries of other devices."""
         if self.devices.size == 1:
             return table_VD[ids_BL]
-        own_BL, index_BL = own_entries(ids_BL, table_VD.shape[0], self.devices)
+        own_BL, index_BL = local_entries(ids_BL, table_VD.shape[0], self.devices)
         return jnp.where(own_BL[..., None], table_VD[index_BL], 0)
 
     def by_first(self, x: jax.Array) -> jax.Array:
@@ -178,7 +178,9 @@ class EndParts(NamedTuple):
         return x if self.devices.size == 1 else jnp.where(self.devices.index() == 0, x, 0)
 
 
-def own_entries(tokens_BL: jax.Array, own: int, devices: OneDevice) -> tuple[jax.Array, jax.Array]:
+def local_entries(
+    tokens_BL: jax.Array, own: int, devices: OneDevice
+) -> tuple[jax.Array, jax.Array]:
     """Which tokens are in this device's `own` entries of the vocabulary, and where (else 0)."""
     local_BL = tokens_BL - devices.index() * own
     own_BL = (local_BL >= 0) & (local_BL < own)

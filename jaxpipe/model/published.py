@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class Theirs(NamedTuple):
+class HuggingFaceTensor(NamedTuple):
     """Where Hugging Face stores one of our parameters.
 
     Attributes:
@@ -40,9 +40,9 @@ class HuggingFace(Protocol):
     MODELS: str
     BASE: str
     PREFIX: str
-    LAYER: Mapping[str, Theirs]
-    FUSED: Mapping[str, Theirs]
-    ENDS: Mapping[str, Theirs]
+    LAYER: Mapping[str, HuggingFaceTensor]
+    FUSED: Mapping[str, HuggingFaceTensor]
+    ENDS: Mapping[str, HuggingFaceTensor]
     BUFFERS: tuple[str, ...]
     HEAD: str
     EMBED: str

@@ -26,21 +26,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.blocks import (
     KEPT,
-    Blocks,
-    Gradients,
-    Keys,
-    Made,
-    Op,
-    Queries,
-    Sight,
-    in_backward,
-    of_seen,
+    AttentionOutput,
+    BlockGradients,
+    BlockKernel,
+    BlockOp,
+    KeyBlock,
+    KeyRange,
+    QueryBlock,
+    delay_residuals,
+    skip_unseen,
 )
 from jaxpipe.partition.sequence import FullSequence
 
 
 @dataclass(frozen=True)
-class Course:
+class RingLayout:
     """How keys reach the queries of a device.
 
     Attributes:
@@ -51,135 +51,135 @@ class Course:
 
     sequence: FullSequence
     tokens: int
-    blocks: Blocks
+    blocks: BlockKernel
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
-    course: Course, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, sight: Sight,
-    begin: jax.Array,
+    layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+    key_range: KeyRange, begin: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to the keys in its `sight`, `[B, L, H, K]`.
+    """Attention of every token to the keys in its `key_range`, `[B, L, H, K]`.
 
     The queries are tokens of the slice that starts at index `begin` of S. A device that has all
     keys of the slice, but only some of the queries, masks the slice's block.
     """
-    return _forward(course, q_BLHK, k_BSGK, v_BSGK, sight, begin)[0]
+    return _forward(layout, q_BLHK, k_BSGK, v_BSGK, key_range, begin)[0]
 
 
 def _forward(
-    course: Course, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, sight: Sight,
-    begin: jax.Array,
+    layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+    key_range: KeyRange, begin: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    sequence, blocks, queries = course.sequence, course.blocks, Queries(q_BLHK, sight)
-    slices = _Slices(course, k_BSGK, v_BSGK)
+    sequence, blocks, queries = layout.sequence, layout.blocks, QueryBlock(q_BLHK, key_range)
+    slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: Keys, made: Made | None) -> Made:
+    def of_own(turn: int, there: KeyBlock, made: AttentionOutput | None) -> AttentionOutput:
         if not turn:
-            if q_BLHK.shape[1] == course.tokens:
+            if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal(queries, there)
-            return blocks.attended(queries, there, sight.mask(there.place_BS))
-        late, which = _late_and_chosen(sequence, turn, blocks.attended, queries, there)
-        early_made, late_made = _halves(made)
-        late_made = late_made.with_more(late)
-        chosen = _chosen(sequence, turn, early_made, late_made).with_more(which)
-        return _put_back(sequence, turn, (early_made, late_made), chosen)
+            return blocks.attend_block(queries, there, key_range.mask(there.place_BS))
+        late, which = _half_blocks(sequence, turn, blocks.attend_block, queries, there)
+        early_made, late_made = _split_halves(made)
+        late_made = late_made.merge(late)
+        chosen = _choose_half(sequence, turn, early_made, late_made).merge(which)
+        return _replace_half(sequence, turn, (early_made, late_made), chosen)
 
-    def of_earlier(_: int, there: Keys, made: Made) -> Made:
-        return made.with_more(of_seen(blocks.attended, queries, there))
+    def of_earlier(_: int, there: KeyBlock, made: AttentionOutput) -> AttentionOutput:
+        return made.merge(skip_unseen(blocks.attend_block, queries, there))
 
-    def with_slice(index: jax.Array, made: Made) -> Made:
-        return _around(sequence, slices.keys(index * course.tokens), of_earlier, made)
+    def with_slice(index: jax.Array, made: AttentionOutput) -> AttentionOutput:
+        return _fold_ring_steps(sequence, slices.keys(index * layout.tokens), of_earlier, made)
 
-    made = _around(sequence, slices.keys(begin), of_own)
+    made = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     if slices.several:
-        made = lax.fori_loop(*slices.before(begin, sight), with_slice, made)
-    made = Made(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
+        made = lax.fori_loop(*slices.before(begin, key_range), with_slice, made)
+    made = AttentionOutput(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
     made = jax.tree.map(lambda x: checkpoint_name(x, KEPT), made)
-    return made.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, sight, begin, made)
+    return made.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, made)
 
 
-def _backward(course: Course, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> tuple[Any, ...]:
-    q_BLHK, k_BSGK, v_BSGK, sight, begin, made = in_backward(kept, dmixed_BLHK)
-    sequence, blocks = course.sequence, course.blocks
-    queries = Queries(q_BLHK, sight, made, dmixed_BLHK)
-    slices = _Slices(course, k_BSGK, v_BSGK)
+def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> tuple[Any, ...]:
+    q_BLHK, k_BSGK, v_BSGK, key_range, begin, made = delay_residuals(kept, dmixed_BLHK)
+    sequence, blocks = layout.sequence, layout.blocks
+    queries = QueryBlock(q_BLHK, key_range, made, dmixed_BLHK)
+    slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: Keys, found: Gradients | None) -> Gradients:
-        """Gradients of queries, and of the current keys with what the devices before added."""
+    def of_own(turn: int, there: KeyBlock, found: BlockGradients | None) -> BlockGradients:
+        """BlockGradients of queries, and of the current keys with what the devices before added."""
         if not turn:
-            if q_BLHK.shape[1] == course.tokens:
+            if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal_gradients(queries, there)
-            return blocks.gradients(queries, there, sight.mask(there.place_BS))
+            return blocks.block_gradients(queries, there, key_range.mask(there.place_BS))
         dq, *at_keys = found
         arrived = sequence.rotate(at_keys)
-        late, which = _late_and_chosen(sequence, turn, blocks.gradients, queries, there)
-        early_dq, late_dq = _halves(dq)
+        late, which = _half_blocks(sequence, turn, blocks.block_gradients, queries, there)
+        early_dq, late_dq = _split_halves(dq)
         late_dq = late_dq + late.dq_BLHK
-        chosen = _chosen(sequence, turn, early_dq, late_dq) + which.dq_BLHK
-        dq = _put_back(sequence, turn, (early_dq, late_dq), chosen)
+        chosen = _choose_half(sequence, turn, early_dq, late_dq) + which.dq_BLHK
+        dq = _replace_half(sequence, turn, (early_dq, late_dq), chosen)
         at_keys = [
-            behind + _at_halves(sequence, turn, of_late, of_chosen)
+            behind + _key_gradients(sequence, turn, of_late, of_chosen)
             for behind, of_late, of_chosen in zip(arrived, late[1:], which[1:])
         ]
-        return Gradients(dq, *at_keys)
+        return BlockGradients(dq, *at_keys)
 
-    def of_earlier(turn: int, there: Keys, found: Gradients) -> Gradients:
-        dq, *at_keys = of_seen(blocks.gradients, queries, there)
+    def of_earlier(turn: int, there: KeyBlock, found: BlockGradients) -> BlockGradients:
+        dq, *at_keys = skip_unseen(blocks.block_gradients, queries, there)
         if turn:
             at_keys = map(jnp.add, sequence.rotate(found[1:]), at_keys)
-        return Gradients(found.dq_BLHK + dq, *at_keys)
+        return BlockGradients(found.dq_BLHK + dq, *at_keys)
 
-    def with_slice(index: jax.Array, found: Gradients) -> Gradients:
-        place = index * course.tokens
-        of_slice = _around(sequence, slices.keys(place), of_earlier, found)
+    def with_slice(index: jax.Array, found: BlockGradients) -> BlockGradients:
+        place = index * layout.tokens
+        of_slice = _fold_ring_steps(sequence, slices.keys(place), of_earlier, found)
         at_keys = slices.put(found[1:], sequence.rotate(of_slice[1:]), place)
-        return Gradients(of_slice.dq_BLHK, *at_keys)
+        return BlockGradients(of_slice.dq_BLHK, *at_keys)
 
-    of_slice = _around(sequence, slices.keys(begin), of_own)
+    of_slice = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     nothing = jnp.zeros_like(k_BSGK), jnp.zeros_like(v_BSGK)
     at_keys = slices.put(nothing, sequence.rotate(of_slice[1:]), begin)
-    found = Gradients(of_slice.dq_BLHK, *at_keys)
+    found = BlockGradients(of_slice.dq_BLHK, *at_keys)
     if slices.several:
-        found = lax.fori_loop(*slices.before(begin, sight), with_slice, found)
+        found = lax.fori_loop(*slices.before(begin, key_range), with_slice, found)
     return *found._replace(dq_BLHK=found.dq_BLHK.astype(q_BLHK.dtype)), None, None
 
 
 ring_attention.defvjp(_forward, _backward)
 
 
-def places_in_slice(sequence: FullSequence, own: int) -> jax.Array:
+def slice_positions(sequence: FullSequence, own: int) -> jax.Array:
     """Positions of a device's `own` tokens in a slice, `[own]`; no constant if they count up."""
     if sequence.ring == 1:
         return sequence.start(own) + jnp.arange(own, dtype=jnp.int32)
     return sequence.positions(own)
 
 
-class _Slices:
+class _SliceKeys:
     """The keys and values of a device in all slices of a sequence."""
 
-    def __init__(self, course: Course, k_BSGK: jax.Array, v_BSGK: jax.Array):
-        self.sequence, self.tokens = course.sequence, course.tokens
+    def __init__(self, layout: RingLayout, k_BSGK: jax.Array, v_BSGK: jax.Array):
+        self.sequence, self.tokens = layout.sequence, layout.tokens
         self.whole = k_BSGK, v_BSGK
-        self.several = k_BSGK.shape[1] > course.tokens
+        self.several = k_BSGK.shape[1] > layout.tokens
 
-    def keys(self, begin: jax.Array) -> Keys:
+    def keys(self, begin: jax.Array) -> KeyBlock:
         """Keys and values of the slice that starts at index `begin`."""
         parts = self.whole
         if self.several:
             parts = (lax.dynamic_slice_in_dim(x, begin, self.tokens, axis=1) for x in parts)
-        place_S = begin * self.sequence.ring + places_in_slice(self.sequence, self.tokens)
+        place_S = begin * self.sequence.ring + slice_positions(self.sequence, self.tokens)
         shape = len(self.whole[0]), self.tokens
-        return Keys(*parts, jnp.broadcast_to(place_S.astype(jnp.int32), shape))
+        return KeyBlock(*parts, jnp.broadcast_to(place_S.astype(jnp.int32), shape))
 
-    def before(self, begin: jax.Array, sight: Sight) -> tuple[Any, Any]:
+    def before(self, begin: jax.Array, key_range: KeyRange) -> tuple[Any, Any]:
         """Range of the earlier slices: the first that any query attends to, and the end.
 
         In a ring the range has all earlier slices, for devices that do not look back as far.
         """
         first = 0
-        if sight.first_BL is not None and self.sequence.ring == 1:
-            first = jnp.maximum(sight.first_BL.min(), 0) // self.tokens
+        if key_range.first_BL is not None and self.sequence.ring == 1:
+            first = jnp.maximum(key_range.first_BL.min(), 0) // self.tokens
         return first, begin // self.tokens
 
     def put(self, at_whole: Any, at_slice: Any, begin: jax.Array) -> list[jax.Array]:
@@ -196,8 +196,8 @@ class _Slices:
         ]
 
 
-def _around(
-    sequence: FullSequence, keys: Keys, with_turn: Callable[[int, Keys, Any], Any],
+def _fold_ring_steps(
+    sequence: FullSequence, keys: KeyBlock, with_turn: Callable[[int, KeyBlock, Any], Any],
     made: Any = None,
 ) -> Any:  # fmt: skip
     """Fold `with_turn` over the ring steps: own keys first, then those of the device before.
@@ -211,32 +211,35 @@ def _around(
     return with_turn(sequence.ring - 1, keys, made)
 
 
-def _late_and_chosen(
-    sequence: FullSequence, turn: int, op: Op, queries: Queries, there: Keys
+def _half_blocks(
+    sequence: FullSequence, turn: int, op: BlockOp, queries: QueryBlock, there: KeyBlock
 ) -> tuple[Any, Any]:
     """The two half blocks of a ring step.
 
     Late queries attend to all early keys. If the keys are from a device before this one, early
     queries attend to its early keys too; if from one behind, late queries attend to its late keys.
     """
-    (early, late), (early_keys, late_keys) = _halves(queries), _halves(there)
-    chosen = _chosen(sequence, turn, early, late), _chosen(sequence, turn, early_keys, late_keys)
-    return of_seen(op, late, early_keys), of_seen(op, *chosen)
+    (early, late), (early_keys, late_keys) = _split_halves(queries), _split_halves(there)
+    chosen = (
+        _choose_half(sequence, turn, early, late),
+        _choose_half(sequence, turn, early_keys, late_keys),
+    )
+    return skip_unseen(op, late, early_keys), skip_unseen(op, *chosen)
 
 
-def _from_before(sequence: FullSequence, turn: int) -> jax.Array:
+def _is_from_earlier_device(sequence: FullSequence, turn: int) -> jax.Array:
     """Whether the current keys are from a device before this one, which has earlier keys."""
     return sequence.index() >= turn
 
 
-def _chosen(sequence: FullSequence, turn: int, early: Any, late: Any) -> Any:
-    before = _from_before(sequence, turn)
+def _choose_half(sequence: FullSequence, turn: int, early: Any, late: Any) -> Any:
+    before = _is_from_earlier_device(sequence, turn)
     return jax.tree.map(lambda *both: jnp.where(before, *both), early, late)
 
 
-def _put_back(sequence: FullSequence, turn: int, halves: tuple[Any, Any], chosen: Any) -> Any:
+def _replace_half(sequence: FullSequence, turn: int, halves: tuple[Any, Any], chosen: Any) -> Any:
     """Concatenate early and late half, one of which is replaced by `chosen`."""
-    before = _from_before(sequence, turn)
+    before = _is_from_earlier_device(sequence, turn)
 
     def whole(early: jax.Array, late: jax.Array, new: jax.Array) -> jax.Array:
         parts = [jnp.where(before, new, early), jnp.where(before, late, new)]
@@ -245,16 +248,16 @@ def _put_back(sequence: FullSequence, turn: int, halves: tuple[Any, Any], chosen
     return jax.tree.map(whole, *halves, chosen)
 
 
-def _at_halves(
+def _key_gradients(
     sequence: FullSequence, turn: int, of_late: jax.Array, of_chosen: jax.Array
 ) -> jax.Array:
     """Key gradients of a ring step: of late queries at early keys, and of the other block."""
-    before, nothing = _from_before(sequence, turn), jnp.zeros_like(of_late)
+    before, nothing = _is_from_earlier_device(sequence, turn), jnp.zeros_like(of_late)
     early = of_late + jnp.where(before, of_chosen, nothing)
     return jnp.concatenate([early, jnp.where(before, nothing, of_chosen)], 1)
 
 
-def _halves(tree: Any) -> tuple[Any, Any]:
+def _split_halves(tree: Any) -> tuple[Any, Any]:
     """The early and the late chunk of all leaves `[B, L, ...]`."""
     early = jax.tree.map(lambda x: x[:, : x.shape[1] // 2], tree)
     return early, jax.tree.map(lambda x: x[:, x.shape[1] // 2 :], tree)

@@ -7,7 +7,7 @@ from jaxpipe.config import Config
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.family import Model
 from jaxpipe.model.fp8 import Fp8
-from jaxpipe.model.moe.products import Grouped, grouped_on
+from jaxpipe.model.moe.products import GroupedProduct, choose_grouped_product
 from jaxpipe.parallel import (
     ContextParallel,
     ExpertParallel,
@@ -18,7 +18,7 @@ from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import FULL_SEQUENCE
 
 
-def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B008
+def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Model:  # noqa: B008
     """Build the model as the devices of a configuration share it.
 
     Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
@@ -43,7 +43,7 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
     return FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
-        end_devices=ends,
+        embed_head_devices=ends,
         sequence=sequence,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,
@@ -53,7 +53,7 @@ def model_of(config: Config, grouped: Grouped = Grouped()) -> Model:  # noqa: B0
     )
 
 
-def grouped_of(config: Config, device: jax.Device) -> Grouped:
+def grouped_of(config: Config, device: jax.Device) -> GroupedProduct:
     """Return the grouped product that devices of this kind use for experts."""
     dtype = jnp.dtype(config.train.compute_dtype)
-    return grouped_on(device, config.model, dtype, config.parallel.tp)
+    return choose_grouped_product(device, config.model, dtype, config.parallel.tp)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model import cudnn
-from jaxpipe.model.fused import stand_ins
+from jaxpipe.model.fused import replace_kernels
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
 from jaxpipe.parallel.flags import is_trained, merge, select
@@ -36,7 +36,7 @@ def trace(config: Config) -> ModelCosts:
     sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.n_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
-    ends = jax.eval_shape(model.init_ends, key)
+    ends = jax.eval_shape(model.init_embed_head, key)
     layers = {
         name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
         for name in dict.fromkeys(order)
@@ -80,7 +80,7 @@ def trace(config: Config) -> ModelCosts:
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=None, check_vma=False
     )
-    with stand_ins():
+    with replace_kernels():
         jax.eval_shape(run, *arguments)
     return costs[0]
 

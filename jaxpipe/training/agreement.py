@@ -11,7 +11,7 @@ import msgspec
 
 import jaxpipe
 from jaxpipe.config import Config
-from jaxpipe.data.sources import Data
+from jaxpipe.data.sources import RunData
 from jaxpipe.planning import RunPlan
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -37,7 +37,7 @@ def programs_of(config: Config) -> dict[str, str]:
     }
 
 
-def results_of(plan: RunPlan, data: Data) -> dict[str, str]:
+def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:
     """A process's data fingerprints, layers per stage, and a digest of its plan with its tables."""
     tables = plan.tables
     described = (

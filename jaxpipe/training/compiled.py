@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxpipe.data.batches import Split
+from jaxpipe.data.batches import DataSplit
 from jaxpipe.runtime import position, processes
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
@@ -56,7 +56,7 @@ class CompiledSteps:
         """Run `Trainer.eval_step`, compiled for the batch's length."""
         return self._program("eval_step", state, batch)(state, batch)
 
-    def look_ahead(self, data: Split, position: int, left: int) -> None:
+    def look_ahead(self, data: DataSplit, position: int, left: int) -> None:
         """Queue compilation for the steps after the one at `position`; `left` steps remain."""
         if not self._varies:
             return

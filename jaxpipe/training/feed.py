@@ -55,7 +55,7 @@ class Feed:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Arguments of `Split.batches`: batch shape, this process's rows, and their length."""
+        """Arguments of `DataSplit.batches`: batch shape, this process's rows, and their length."""
         padding = {"length_of": self.config.length_of} if self.config.pads else {}
         return {**self.config.batch_shape, "rows": self.rows(), **padding}
 

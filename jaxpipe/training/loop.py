@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.data.batches import Contents
-from jaxpipe.data.sources import Data
+from jaxpipe.checkpoint import CheckpointStore
+from jaxpipe.data.batches import DocumentLengths
+from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
@@ -36,7 +36,7 @@ class _Dispatched:
     program: range  # numbers of all steps of its program
     before: DataPosition  # data position before the step
     after: DataPosition
-    contents: Contents | None  # documents and padding of its rows; None: rows have no padding
+    contents: DocumentLengths | None  # documents and padding of its rows; None: no padding
     metrics: dict[str, Any]  # stacked over the steps of its program if there are several
     started: float  # host time before its batch was read [s]
     spent: dict[str, float]  # host time since the previous step by purpose [s]
@@ -56,8 +56,8 @@ class Run:
     """The training loop of a started run; `log` is None except on the first process."""
 
     trainer: Trainer
-    data: Data
-    checkpoints: Checkpoints
+    data: RunData
+    checkpoints: CheckpointStore
     progress: Progress
     log: MetricsLog | None
 
@@ -161,7 +161,7 @@ class Run:
                 )
         return None
 
-    def _see(self, seen: DataPosition) -> tuple[DataPosition, Contents | None]:
+    def _see(self, seen: DataPosition) -> tuple[DataPosition, DocumentLengths | None]:
         """The data position after the next step, and the contents of that step."""
         config, samples = self.trainer.config, self.trainer.samples_per_step
         contents = self.data.train.contents(seen.position, samples) if config.pads else None
@@ -177,7 +177,7 @@ class Run:
     def _end(self, code: int, step: int) -> int:
         """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
         position.enter("save", step)
-        if not self.checkpoints.written(step):
+        if not self.checkpoints.is_written(step):
             self.progress.say(
                 f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
                 f"same command goes on from the newest checkpoint there"

@@ -142,7 +142,9 @@ def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
     of_kind = model.functions.kinds_by_name[kind].param_specs
     every = (model.init_layer(key, jnp.int32(index), kind) for index in range(layers))
     return {
-        "embed_head": parts(model.init_ends(key), model.functions.embed_head_specs, of_layer=False),
+        "embed_head": parts(
+            model.init_embed_head(key), model.functions.embed_head_specs, of_layer=False
+        ),
         "layers": tuple(parts(layer, of_kind, of_layer=True) for layer in every),
     }
 
@@ -336,7 +338,7 @@ class UpdateTimer:
                 for index in range(layers)
             ]
             ends = jax.tree.map(
-                lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_ends(key)
+                lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_embed_head(key)
             )
             return trainer.unplaced({"embed_head": ends, "layers": tuple(held)})
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
-from jaxpipe.data.batches import Contents
+from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.pipeline import Aux, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 
@@ -38,7 +38,7 @@ class Rates:
 
     def __call__(
         self, step: int, tokens_seen: int, seconds: float, skipped: int = 0,
-        contents: Contents | None = None,
+        contents: DocumentLengths | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """The rates of one step by name.
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.sources import Split
+from jaxpipe.data.batches import DataSplit
 from jaxpipe.model.moe.balance import ROUTES
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 
-def record(trainer: Trainer, data: Split, state: State, samples: int, path: Path) -> None:
+def record(trainer: Trainer, data: DataSplit, state: State, samples: int, path: Path) -> None:
     """Write the batch that starts at position `samples` of `data`, with its routes, to `path`."""
     with contextlib.closing(data.batches(samples, **trainer.feed.sizes)) as batches:
         write(path, recorded(trainer, state, next(batches)))

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.decoder import CausalDecoder
-from jaxpipe.model.parts import EndParts, init_from
+from jaxpipe.model.parts import EmbedHeadParts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.pipeline import Stage
 from jaxpipe.pipeline.stage import EmbedHeadFunction
@@ -96,8 +96,8 @@ def _ends(
     model: CausalDecoder, key: jax.Array, *, first: bool, last: bool
 ) -> tuple[FunctionModule | None, FunctionModule | None]:
     """The embedding and the head, where the stage is the first or the last."""
-    shared, tokens = model.init_ends(key), jnp.zeros((1, 1), jnp.int32)
-    graph = nnx.graphdef(model.new_ends(EndParts(ONE_DEVICE), init_from(key)))
+    shared, tokens = model.init_embed_head(key), jnp.zeros((1, 1), jnp.int32)
+    graph = nnx.graphdef(model.new_embed_head(EmbedHeadParts(ONE_DEVICE), init_from(key)))
 
     def embed(params: Tree, tokens: jax.Array) -> jax.Array:
         return model.embed(params, {"inputs": tokens})

@@ -9,13 +9,13 @@ import jax
 import msgspec
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, DamagedError, Exclusion, newest, read_state
+from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
-from jaxpipe.data.opening import prepared_folders
-from jaxpipe.data.sources import Data
+from jaxpipe.data.sources import RunData
+from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
@@ -39,7 +39,7 @@ class DataPosition(NamedTuple):
 
 
 def start(
-    trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
+    trainer: Trainer, data: RunData, checkpoints: CheckpointStore, say: Say
 ) -> tuple[State, DataPosition]:
     """The state and the data position to continue from.
 
@@ -55,7 +55,7 @@ def start(
 
 
 def _started(
-    trainer: Trainer, data: Data, checkpoints: Checkpoints, say: Say
+    trainer: Trainer, data: RunData, checkpoints: CheckpointStore, say: Say
 ) -> tuple[State, DataPosition, dict[str, Any]]:
     """State, data position and the checkpoint's metadata, which is empty for a new state."""
     resume = trainer.config.checkpoint.resume
@@ -69,15 +69,15 @@ def _started(
     if found := checkpoints.restore(shapes.parts(), say, check):
         restored, meta = found
         return *_resumed(trainer, restored, meta, data, say), meta
-    if resume != "none" and checkpoints.damaged:
+    if resume != "none" and checkpoints.damaged_directories:
+        damaged = ", ".join(path.name for path in checkpoints.damaged_directories)
         raise ConfigError(
-            f"{checkpoints.directory} holds no checkpoint but "
-            f"{', '.join(path.name for path in checkpoints.damaged)}: set checkpoint.resume=none "
-            f"to begin anew, or use another run.dir."
+            f"{checkpoints.directory} holds no checkpoint but {damaged}: set checkpoint.resume="
+            "none to begin anew, or use another run.dir."
         )
     if resume in ("auto", "none"):
         return trainer.init(), DataPosition(), {}
-    path, patterns = newest(Path(resume)), trainer.config.checkpoint.exclude
+    path, patterns = find_newest(Path(resume)), trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
@@ -95,13 +95,13 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
     """Add the end-of-document token of the prepared data to the EOS tokens of `serving`."""
     alone = [data.path] if data.source == "file" else []
     paths = [source.path for source in data.sources if source.weight] or alone
-    folders = [folder for path in paths for folder in prepared_folders(path)]
+    folders = [folder for path in paths for folder in find_prepared_folders(path)]
     for folder in folders[:1]:  # all were prepared with the same tokenizer
-        serving = serving.with_end(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
+        serving = serving.with_eos_token(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
     return serving
 
 
-def describe(trainer: Trainer, data: Data, seen: DataPosition, guard: Guard) -> dict[str, Any]:
+def describe(trainer: Trainer, data: RunData, seen: DataPosition, guard: Guard) -> dict[str, Any]:
     """The metadata of a checkpoint: data position, guard, data, layout and configuration."""
     parallel = trainer.config.parallel
     return {
@@ -125,7 +125,7 @@ def _resumed(
     trainer: Trainer,
     parts: dict[str, Any],
     meta: dict[str, Any],
-    data: Data,
+    data: RunData,
     say: Say,
     but: str = "",
 ) -> tuple[State, DataPosition]:
@@ -161,7 +161,12 @@ def _seen(meta: dict[str, Any], config: Config) -> DataPosition:
 
 
 def _read(
-    path: Path, checkpoints: Checkpoints, like: Any, exclusion: Exclusion, say: Say, check: Check
+    path: Path,
+    checkpoints: CheckpointStore,
+    like: Any,
+    exclusion: Exclusion,
+    say: Say,
+    check: Check,
 ) -> tuple[Any, dict[str, Any]]:
     """Read a checkpoint of another run, which is not renamed if it is damaged."""
     try:

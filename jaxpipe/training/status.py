@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jaxpipe.checkpoint.store import steps_in
+from jaxpipe.checkpoint.store import list_steps
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in
@@ -43,7 +43,7 @@ def _step(directory: Path) -> Iterator[str]:
 
 
 def _saved(directory: Path) -> Iterator[str]:
-    steps = steps_in(directory / "checkpoints")
+    steps = list_steps(directory / "checkpoints")
     listed = ", ".join(map(str, steps[-5:]))
     yield f"checkpoints: {listed}" if steps else "no checkpoint"
 

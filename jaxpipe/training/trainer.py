@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
-from jaxpipe.model.moe.products import Grouped
+from jaxpipe.model.moe.products import GroupedProduct
 from jaxpipe.parallel import (
     PP,
     REPLICA_AXES,
@@ -119,7 +119,7 @@ class Trainer:
         return model_of(self.config, self.grouped)
 
     @cached_property
-    def grouped(self) -> Grouped:
+    def grouped(self) -> GroupedProduct:
         """The grouped matrix product of experts on this kind of device."""
         return grouped_of(self.config, self.mesh.devices.flat[0])
 
@@ -319,7 +319,10 @@ class Trainer:
         """The full padded state on one device; only its shapes are used."""
         key = jax.random.key(self.config.train.seed)
         layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
-        params = {"embed_head": self.model.init_ends(key), "layers": self.layout.stack(layers)}
+        params = {
+            "embed_head": self.model.init_embed_head(key),
+            "layers": self.layout.stack(layers),
+        }
         params = self.sharding.cast_frozen(params, self.execution.compute_dtype)
         return self.unplaced(self.sharding.pad(params))
 
@@ -341,7 +344,7 @@ class Trainer:
         return {
             "embed_head": jax.tree.map(
                 lambda leaf, s: s.shard(leaf, {TP, PP, *REPLICA_AXES}),
-                self.model.init_ends(key),
+                self.model.init_embed_head(key),
                 stored["embed_head"],
             ),
             "layers": tuple(

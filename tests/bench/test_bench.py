@@ -15,8 +15,8 @@ from commands import start
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import costs, memory, rounds, step, worker
-from jaxpipe.bench.results import Result
-from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predicted, single_config
+from jaxpipe.bench.results import StepResult
+from jaxpipe.bench.variants import VARIANTS, data_parallel_config, predict_seconds, single_config
 from jaxpipe.planning import (
     Devices,
     LayerSeconds,
@@ -50,7 +50,7 @@ def test_known_costs_give_the_seconds_computed_by_hand():
     """
     config = VARIANTS["1f1b"].config(small("model.n_layers=2"), 2)
     ticks = 1.25 + 1.5 + 2 + 2.125 + 2 + 2.125
-    assert predicted(config, SECONDS) == ticks + 5 * 0.0625
+    assert predict_seconds(config, SECONDS) == ticks + 5 * 0.0625
 
 
 def test_the_unsplit_backward_is_the_measured_one():
@@ -71,7 +71,7 @@ def test_ranks_that_share_the_ends_pay_alike():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_schedule_can_be_built(variant):
     config = VARIANTS[variant].config(small("model.n_layers=8"), 8)
-    assert predicted(config, SECONDS) > 8 * 8 * 3 / 2
+    assert predict_seconds(config, SECONDS) > 8 * 8 * 3 / 2
 
 
 def test_timers_give_every_op_a_positive_time():
@@ -87,7 +87,7 @@ def test_timers_give_every_op_a_positive_time():
 @pytest.mark.parametrize("kind", ["trained", "accumulated"])
 def test_a_worker_trains_as_the_trainer_does(kind):
     """A step of either kind and the data-parallel step give equal losses."""
-    mine = worker.Worker()
+    mine = worker.BenchWorker()
     found = mine.build("one", kind, msgspec.to_builtins(single_config(small(), 4)))["losses"]
     double = msgspec.to_builtins(data_parallel_config(small(), 4))
     np.testing.assert_allclose(mine.build("two", "trained", double)["losses"], found, rtol=1e-6)
@@ -99,7 +99,7 @@ def test_a_worker_trains_as_the_trainer_does(kind):
 
 def test_exported_values_are_the_trainers(tmp_path):
     config = single_config(small(), 4)
-    worker.Worker().export(str(tmp_path / "values.npz"), msgspec.to_builtins(config))
+    worker.BenchWorker().export(str(tmp_path / "values.npz"), msgspec.to_builtins(config))
     values = np.load(tmp_path / "values.npz")
     params = Trainer.resolve(config, tuple(jax.devices()[:1])).init().params
     np.testing.assert_array_equal(values["layers/1/attn/wq"], params["layers"][1]["attn"]["wq"])
@@ -112,12 +112,14 @@ def test_predictions_come_from_the_ops_on_both_sides_of_a_step(tmp_path):
     costs.write_bytes(msgspec.json.encode({"seconds": SECONDS}))
     config = small("model.n_layers=8")
     measured = step._Bench(SimpleNamespace(schedules=["gpipe"], torch=None), config, Path())
-    entries = [step.Entry(f"jaxpipe {name}", "jaxpipe", {}) for name in ("data parallel", "gpipe")]
+    entries = [
+        step.BenchEntry(f"jaxpipe {name}", "jaxpipe", {}) for name in ("data parallel", "gpipe")
+    ]
     measured_ops = msgspec.to_builtins(SECONDS)
     del measured_ops["copies"]  # they are computed
     before, after = ({**measured_ops, "update": each} for each in (1.0, 3.0))
     found = {"ops after jaxpipe data parallel": before, "ops after jaxpipe gpipe": after}
-    alone = predicted(VARIANTS["gpipe"].config(config, 8), SECONDS)
+    alone = predict_seconds(VARIANTS["gpipe"].config(config, 8), SECONDS)
     said = measured._predicted(entries, found, 8, costs)
     assert said == {"gpipe": pytest.approx(alone + 2)}
     del found["ops after jaxpipe gpipe"]
@@ -132,7 +134,7 @@ def test_losses_of_another_model_stop_the_bench():
 
 def test_memory_counts_what_was_used_for_a_moment():
     size = 64 * 2**20
-    found = memory.peak(lambda: bytearray(b"x" * size))
+    found = memory.measure_peak(lambda: bytearray(b"x" * size))
     assert 0.9 * size < found["peak"] - found["before"] < 3 * size
 
 
@@ -161,10 +163,10 @@ def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
 
 
 def test_ops_without_the_devices_that_they_need():
-    part = costs.of_one_rank(small("parallel.tp=2"), 1)
+    part = costs.reduce_to_one_rank(small("parallel.tp=2"), 1)
     assert (part.parallel.tp, part.model.n_heads) == (1, 2)
     with pytest.raises(configs.ConfigError, match="there are 2: time ops on as many, or with"):
-        costs.of_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
+        costs.reduce_to_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
 @pytest.mark.versions
@@ -200,7 +202,7 @@ def test_steps_take_turns_and_are_written(tmp_path):
     command = [sys.executable, "-m", "jaxpipe.bench", "step", *config, *how, "--out", str(out)]
     output, _ = (process := start(command)).communicate()
     assert process.returncode == 0, output
-    (steps,) = msgspec.json.decode(out.read_bytes(), type=Result).steps
+    (steps,) = msgspec.json.decode(out.read_bytes(), type=StepResult).steps
     assert list(steps.losses) == [f"jaxpipe {name}" for name in names]
     assert all(first > second > 0 for first, second in steps.losses.values())
     assert all(steps.tried[f"jaxpipe {name}"] >= 1 for name in names)
@@ -223,7 +225,7 @@ def test_a_step_that_touches_new_memory_is_made_again(monkeypatch):
 
 
 def test_a_device_of_a_tp_group_has_its_part_of_the_model():
-    part = costs.of_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
+    part = costs.reduce_to_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
     assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)
     assert (part.model.d_ff, part.model.vocab_size, part.parallel.tp) == (32, 128, 1)
 

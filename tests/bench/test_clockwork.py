@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import sleeping
-from jaxpipe.bench.clockwork import Result, Steps, table, work_of
+from jaxpipe.bench.clockwork import ClockworkResult, ClockworkSteps, table, variant_work
 from jaxpipe.parallel import make_mesh
 from jaxpipe.schedule import ScheduleVariant, simulate
 
@@ -29,9 +29,9 @@ def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch)
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
-    work, slept = work_of(variant, 2, 4, (F, B, W)), []
+    work, slept = variant_work(variant, 2, 4, (F, B, W)), []
     monkeypatch.setattr(time, "sleep", slept.append)
-    worker = sleeping.Worker()
+    worker = sleeping.SleepWorker()
     worker.build("step", work.as_words())
     part, times = 2 / work.schedule.stages, 4 * work.schedule.stages
     assert Counter(slept) == dict.fromkeys((F * part, B * part, W * part), times)
@@ -45,24 +45,25 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, capsys):
     assert bench.main([*RUN, "--schedules", "zb_h1", "--rounds", "2", "--out", str(out)]) == 0
     said, found = capsys.readouterr().out, json.loads(out.read_text())
     (steps,) = found["steps"]
-    steps = Steps(**steps)
+    steps = ClockworkSteps(**steps)
     assert steps.useful == pytest.approx(4 * (F + B + W))
     assert steps.useful < steps.predicted
     assert steps.useful < steps.measured[0]
     assert f"| 2 | 4 | `zb_h1` | {steps.measured[0] / steps.predicted:.3f} |" in said
-    assert table(msgspec.convert(found, Result)) in said
+    assert table(msgspec.convert(found, ClockworkResult)) in said
     assert found["versions"] == {"jax": jax.__version__}
 
 
 def test_neighbours_go_by_turns_where_that_is_shorter():
     """Sleeps then follow the clock of the scan in which a rank waits for one neighbour."""
     found = {
-        name: work_of(ScheduleVariant(name), 4, 16, (F, B, W)).lockstep for name in ("1f1b", "zbv")
+        name: variant_work(ScheduleVariant(name), 4, 16, (F, B, W)).lockstep
+        for name in ("1f1b", "zbv")
     }
     assert (found["1f1b"].turns, found["1f1b"].synchronizes_all) == (2, False)
     assert (found["zbv"].turns, found["zbv"].synchronizes_all) == (1, True)
     assert replace(
-        work_of(ScheduleVariant("1f1b"), 4, 16, (F, B, W)), steps=2
+        variant_work(ScheduleVariant("1f1b"), 4, 16, (F, B, W)), steps=2
     ).lockstep.synchronizes_all
 
 
@@ -70,15 +71,15 @@ def test_steps_that_overlap_are_run_as_one(monkeypatch):
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
-    one, slept = work_of(ScheduleVariant("zb_h2"), 2, 4, (F, B, W)), []
+    one, slept = variant_work(ScheduleVariant("zb_h2"), 2, 4, (F, B, W)), []
     work = replace(one, steps=3)
     monkeypatch.setattr(time, "sleep", slept.append)
-    sleeping.Worker().build("steps", work.as_words())
+    sleeping.SleepWorker().build("steps", work.as_words())
     assert Counter(slept) == dict.fromkeys((F, B, W), 3 * 4 * 2)
     assert work.seconds == pytest.approx(3 * one.seconds)
     assert simulate(work.schedule).makespan < 3 * simulate(one.schedule).makespan
-    steps = Steps("zb_h2", 2, 4, work.seconds, 0.0, 1.0, [1.0], fused=3)
-    assert "| 2 | 3 x 4 | `zb_h2` | 1.000 |" in table(Result("", "", {}, "", [steps]))
+    steps = ClockworkSteps("zb_h2", 2, 4, work.seconds, 0.0, 1.0, [1.0], fused=3)
+    assert "| 2 | 3 x 4 | `zb_h2` | 1.000 |" in table(ClockworkResult("", "", {}, "", [steps]))
 
 
 @pytest.mark.parametrize(

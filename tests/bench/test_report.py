@@ -15,7 +15,7 @@ from resolving import resolved
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
 from jaxpipe.bench import correct, report
-from jaxpipe.bench.items import MODEL, Item, items
+from jaxpipe.bench.items import MODEL, Item, list_items
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -37,7 +37,7 @@ DRIVER = """
 import sys
 from jaxpipe.bench import __main__, report
 from jaxpipe.bench.items import Item
-report.items = lambda cpu: tuple(Item(n, "to see", (n,), 500) for n in ("writes", "hangs"))
+report.list_items = lambda cpu: tuple(Item(n, "to see", (n,), 500) for n in ("writes", "hangs"))
 sys.exit(__main__.main(["report", "--cpu", "--out", sys.argv[1]]))
 """
 
@@ -58,7 +58,7 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
         Item("one", "to see", ("writes",), 60), Item("two", "to see", ("fails",), 60),
         Item("three", "to see", ("hangs",), 1, writes=False),
     ]  # fmt: skip
-    monkeypatch.setattr(report, "items", lambda cpu: every)
+    monkeypatch.setattr(report, "list_items", lambda cpu: every)
     words = ["report", "--cpu", "--out", str(out)]
     assert command.main(words) == 0
     found = json.loads(out.read_text())
@@ -115,7 +115,7 @@ def test_what_is_cut_off_has_kept_what_it_found(commands, ends):
 
 @pytest.mark.parametrize("cpu", [False, True], ids=["gpu", "cpu"])
 def test_the_commands_of_a_report_can_be_read(cpu):
-    every = items(cpu=cpu)
+    every = list_items(cpu=cpu)
     assert len({item.name for item in every}) == len(every)
     for item in every:
         if item.words[0] == "jaxpipe.bench":
@@ -153,16 +153,16 @@ def test_the_signal_that_ends_a_report_interrupts_it():
 def test_each_kind_of_finding_has_its_words():
     layer = {"F": 1e-3, "B": 2e-3}
     found = {"seconds": {"layer": layer}, "peak": 1e12, "flops": {"F": 5e8, "B": 5e8}}
-    assert report._in_words(found) == "F 1 ms (50% of the peak), B 2 ms (25% of the peak)"
-    assert report._in_words(found | {"peak": None}) == "F 1 ms, B 2 ms"
-    assert report._in_words({"errors": {"fp8": {"F": 0.5}}}) == "fp8 off by F 0.5"
-    assert report._in_words(STEP) == "2 s a step, compiled in 9 s"
-    assert report._in_words({}) == ""
+    assert report._summarise(found) == "F 1 ms (50% of the peak), B 2 ms (25% of the peak)"
+    assert report._summarise(found | {"peak": None}) == "F 1 ms, B 2 ms"
+    assert report._summarise({"errors": {"fp8": {"F": 0.5}}}) == "fp8 off by F 0.5"
+    assert report._summarise(STEP) == "2 s a step, compiled in 9 s"
+    assert report._summarise({}) == ""
 
 
 def test_the_table_of_a_report_stands_beside_its_file(tmp_path):
-    outcome = report.Outcome("python -m x", 3.0, STEP)
-    report.Result("today", "report", "a card", {"jax": "1"}, {"one": outcome}).write(
+    outcome = report.ItemOutcome("python -m x", 3.0, STEP)
+    report.ReportResult("today", "report", "a card", {"jax": "1"}, {"one": outcome}).write(
         tmp_path / "gpu.json"
     )
     assert "| here: one | fp8 | full | 1,234 | 500 |" in (tmp_path / "gpu.md").read_text()

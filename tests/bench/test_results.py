@@ -1,6 +1,6 @@
 """Tables of measured steps: ratios within a round, refused arguments, and tables in files."""
 
-from jaxpipe.bench.results import Peak, Result, Steps, table
+from jaxpipe.bench.results import PeakMemory, StepMeasurements, StepResult, table
 
 
 def result():
@@ -9,17 +9,17 @@ def result():
         {"jaxpipe single": 20.0, "jaxpipe 1f1b": 10.0, "torch single": 3.0},
         {"jaxpipe 1f1b": 1.0, "torch Schedule1F1B": 1.0},
     ]
-    steps = Steps(
+    steps = StepMeasurements(
         microbatches=2, rounds=seconds, predicted=[{"1f1b": 4.0}, {}, {}],
         tried={"jaxpipe single": 3, "jaxpipe 1f1b": 3}, losses={}, compile={"jaxpipe 1f1b": 1.5},
-        memory={"jaxpipe 1f1b": Peak(2**21, 2**20)},
+        memory={"jaxpipe 1f1b": PeakMemory(2**21, 2**20)},
         busy=[
             {"jaxpipe single": 10.0, "jaxpipe 1f1b": 12.0},
             {"jaxpipe single": 20.0, "jaxpipe 1f1b": 15.0, "torch single": 3.0},
             {"jaxpipe 1f1b": 2.0, "torch Schedule1F1B": 1.5},
         ],
     )  # fmt: skip
-    return Result("2026-01-01", "bench", {"jax": "1"}, "a machine", 100, [], [steps])
+    return StepResult("2026-01-01", "bench", {"jax": "1"}, "a machine", 100, [], [steps])
 
 
 def test_ratios_are_within_a_round():
@@ -38,4 +38,4 @@ def test_ratios_are_within_a_round():
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
     result().write(tmp_path / "one.json")
-    assert Result.read(tmp_path / "one.json") == result()
+    assert StepResult.read(tmp_path / "one.json") == result()

@@ -12,11 +12,14 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import FORMAT, CheckpointStore, StateKeying, read_state
+from jaxpipe.checkpoint.integrity import read_meta
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 LAYERS = 7
+DATA = Path(__file__).parent / "data"
 
 
 def layer(index, width=6):
@@ -52,15 +55,17 @@ def make_state(counts, dp=1, width=6):
         is_leaf=is_stage,
     )
     state = {"params": put(params), "optimizer": moments}
-    return state, Keying(layout, sharding)
+    return state, StateKeying(layout, sharding)
 
 
 def keyed_numpy(state, keying):
-    return jax.tree.map(np.asarray, keying.keyed(state))
+    return jax.tree.map(np.asarray, keying.to_keyed(state))
 
 
 def open_at(directory, keying, **options):
-    return Checkpoints(directory, **({"keep": 3, "asynchronous": True} | options), keying=keying)
+    return CheckpointStore(
+        directory, **({"keep": 3, "asynchronous": True} | options), keying=keying
+    )
 
 
 CHAIN = [[2, 2, 2, 1], [4, 3], [7], [3, 2, 2], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1]]
@@ -90,12 +95,31 @@ def test_keys_say_what_a_thing_is_and_plain_orbax_reads_them(tmp_path):
     with open_at(tmp_path, keying) as checkpoints:
         checkpoints.save(1, state, {})
     tree = ocp.StandardCheckpointer().restore(tmp_path / "1" / "state")
-    assert sorted(tree["params"]) == ["ends", "layers"]
+    assert sorted(tree["params"]) == ["embed_head", "layers"]
     assert sorted(tree["params"]["layers"]) == ["0", "1", "2"]
     np.testing.assert_array_equal(
         tree["params"]["layers"]["2"]["attn"]["wq"], layer(2)["attn"]["wq"]
     )
     assert tree["optimizer"][0]["mu"]["layers"]["2"]["attn"]["wq"].shape == (6, 4)
+
+
+def test_a_checkpoint_of_format_1_restores_and_is_saved_as_format_2(tmp_path):
+    """`data/checkpoint_format_1` was written by the code of that format, with this state."""
+    path = DATA / "checkpoint_format_1" / "5"
+    like, keying = make_state([1, 2])
+    restored, meta = read_state(path, keying, jax.tree.map(jnp.zeros_like, like), say=pytest.fail)
+    assert (meta["format"], meta["step"], meta["position"]) == (1, 5, 40)
+    jax.tree.map(np.testing.assert_array_equal, restored, like)
+    stored = StoredCheckpoint(path)
+    names = [("params", "embed_head", "norm"), ("params", "layers", "2", "attn", "wq")]
+    assert {*names} < stored.leaves.keys()
+    for got, want in zip(stored.read(names), (jnp.arange(5.0), layer(2)["attn"]["wq"])):
+        np.testing.assert_array_equal(got, want)
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(6, restored, {})
+    tree = ocp.StandardCheckpointer().restore(tmp_path / "6" / "state")
+    assert sorted(tree["params"]) == ["embed_head", "layers"]
+    assert read_meta(tmp_path / "6")["format"] == FORMAT == 2
 
 
 def damage(directory):
@@ -181,7 +205,9 @@ def test_a_leaf_of_another_kind_is_named(tmp_path):
         checkpoints.save(1, whole, {})
     with (
         open_at(tmp_path, keying) as checkpoints,
-        pytest.raises(ConfigError, match="params/ends/embed has dtype int32 there and float32 in"),
+        pytest.raises(
+            ConfigError, match="params/embed_head/embed has dtype int32 there and float32 in"
+        ),
     ):
         checkpoints.restore(state, say=pytest.fail)
 
@@ -208,5 +234,5 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path):
         checkpoints.wait()
         shutil.rmtree(tmp_path / "saves")
         checkpoints.save(2, state, {})
-        assert checkpoints.written(2)
-        assert not checkpoints.written(1)
+        assert checkpoints.is_written(2)
+        assert not checkpoints.is_written(1)

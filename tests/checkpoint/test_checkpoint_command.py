@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxpipe.checkpoint.__main__ as command
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.store import steps_in
+from jaxpipe.checkpoint.store import list_steps
 from jaxpipe.config import Config, TrainConfig
 
 
@@ -36,7 +36,7 @@ def test_there_and_back(tmp_path, source, run_config, capsys):
     assert (
         f"imported {LLAMA.parameter_count():,} parameters into {out}/0" in capsys.readouterr().out
     )
-    assert steps_in(out) == [0]
+    assert list_steps(out) == [0]
     back = tmp_path / "back"
     assert command.main(["export", str(out / "0"), str(back)]) == 0
     for name, tensor in load_file(back / "model.safetensors").items():
@@ -64,7 +64,7 @@ def test_overrides_may_stand_before_or_after_the_option(tmp_path, source, run_co
 def test_without_out_it_goes_to_the_run(tmp_path, source, run_config):
     words = ["import", str(source), str(run_config), f"run.dir={tmp_path}/run"]
     assert command.main(words) == 0
-    assert steps_in(tmp_path / "run" / "imported") == [0]
+    assert list_steps(tmp_path / "run" / "imported") == [0]
 
 
 def test_inspect_shows_names_shapes_sizes_and_the_configuration(
@@ -80,7 +80,7 @@ def test_inspect_shows_names_shapes_sizes_and_the_configuration(
         assert ["step", "0"] in rows
         assert ["layers", "3"] in rows
         assert ["layers/*/attn/wk", "32", "x", "16", "float32", "3", "6.0", "KiB"] in rows
-        assert ["ends/embed", "64", "x", "32", "float32", "1", "8.0", "KiB"] in rows
+        assert ["embed_head/embed", "64", "x", "32", "float32", "1", "8.0", "KiB"] in rows
         assert "none: parameters only" in shown
         assert str(source) in shown
         assert "seq_len = 77" in shown
@@ -180,7 +180,7 @@ def test_a_killed_import_leaves_nothing_that_looks_complete(tmp_path, source, ru
     )
     assert killed.returncode == -signal.SIGKILL
     assert "/d/" in killed.stdout  # tensors were on disk already
-    assert steps_in(out) == []
+    assert list_steps(out) == []
     assert command.main(words) == 0
     tensor = random_tensors(LLAMA)["model.layers.2.mlp.up_proj.weight"]
     [stored] = command.StoredCheckpoint(out / "0").read([("params", "layers", "2", "mlp", "w_up")])

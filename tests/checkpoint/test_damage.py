@@ -67,7 +67,7 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path, two, state_and_keying):
             with pytest.raises(DamagedError):
                 read_state(step, keying, state)
             with pytest.raises(ConfigError, match="is damaged"):
-                StoredCheckpoint(step).read([("params", "ends", "embed")])
+                StoredCheckpoint(step).read([("params", "embed_head", "embed")])
 
 
 def test_bits_flipped_where_only_orbax_looks_change_nothing(tmp_path, two, state_and_keying):

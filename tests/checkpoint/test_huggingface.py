@@ -25,15 +25,15 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxpipe.checkpoint import Keying, read_state
+from jaxpipe.checkpoint import StateKeying, read_state
 from jaxpipe.checkpoint.huggingface import (
-    huggingface_of,
+    hf_format,
     import_huggingface,
-    parameters,
-    trained_with,
+    list_parameters,
+    training_settings,
 )
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
@@ -88,14 +88,17 @@ def test_a_coefficient_of_the_routers_loss_means_the_same(tmp_path):
     So a coefficient c is c K / S of ours; an import reports it if the run has another one.
     """
     trained = replace(QWEN3_MOE, n_layers=8, router_aux_loss=0.03)  # sparse: 3, 5 and 7
-    written = huggingface_of(trained).written(trained.resolved(), "float32", 64)
+    written = hf_format(trained).written(trained.resolved(), "float32", 64)
     assert written["router_aux_loss_coef"] == pytest.approx(0.03 * 3 / 2, rel=1e-12)
     source = tmp_path / "hf"
     write_model(source, trained, random_tensors(trained), **written)
-    assert trained_with(source, trained) == {}
-    found = trained_with(source, replace(trained, router_aux_loss=0.5))
+    assert training_settings(source, trained) == {}
+    found = training_settings(source, replace(trained, router_aux_loss=0.5))
     assert found == {"router_aux_loss": pytest.approx(0.03, rel=1e-12)}
-    assert trained_with(write_model(tmp_path / "dense", LLAMA, random_tensors(LLAMA)), LLAMA) == {}
+    assert (
+        training_settings(write_model(tmp_path / "dense", LLAMA, random_tensors(LLAMA)), LLAMA)
+        == {}
+    )
 
 
 def test_bfloat16_stays_what_it_is(tmp_path):
@@ -132,11 +135,11 @@ def test_shards_are_no_larger_than_asked_and_listed_in_the_index(tmp_path):
 
 def staged_shapes(model, layout, sharding):
     """Return the shapes of stage-stacked parameters, which a run restores into."""
-    decoder, key = Decoder(model), jax.random.key(0)
+    decoder, key = LlamaDecoder(model), jax.random.key(0)
     layers = jax.eval_shape(
         lambda: layout.stack([decoder.init_layer(key, i) for i in range(model.n_layers)])
     )
-    shapes = {"embed_head": jax.eval_shape(decoder.init_ends, key), "layers": layers}
+    shapes = {"embed_head": jax.eval_shape(decoder.init_embed_head, key), "layers": layers}
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
         shapes,
@@ -153,11 +156,11 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
     )
     layout = StageLayout(counts)
     sharding = Sharding(make_mesh(len(counts), dp, devices=jax.devices()[: len(counts) * dp]))
-    keying = Keying(layout, sharding)
+    keying = StateKeying(layout, sharding)
     like = {"params": staged_shapes(LLAMA, layout, sharding)}
     state, meta = read_state(step, keying, like)
     assert (meta["kind"], meta["step"], meta["position"]) == ("params", 0, 0)
-    params = keying.keyed(state)["params"]
+    params = keying.to_keyed(state)["params"]
     jax.tree.map(
         lambda have, want: np.testing.assert_array_equal(have, want.astype(np.float32)),
         params,
@@ -166,9 +169,9 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
 
 
 def test_a_checkpoint_of_a_run_is_exported_without_its_moments(tmp_path):
-    wanted = parameters(QWEN3)
+    wanted = list_parameters(QWEN3)
     arrays = {own.path: np.full(own.shape, i, np.float32) for i, own in enumerate(wanted)}
-    params = nested(arrays)
+    params = nest_by_path(arrays)
     state = {"params": params, "optimizer": [{"mu": params}], "step": np.int32(7)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:
         manager.save(

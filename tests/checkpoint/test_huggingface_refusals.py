@@ -296,7 +296,7 @@ def test_an_export_overwrites_nothing(tmp_path):
         ({"n_layers": 2}, r"params/layers/2/attn/wk has shape \(32, 16\) there and none"),
         ({"n_layers": 4}, r"params/layers/3/attn/wk has shape none \(absent\) there"),
         ({"d_ff": 50}, r"mlp/w_down has shape \(48, 32\) there and \(50, 32\)"),
-        ({"tie_embeddings": True}, r"params/ends/head has shape \(32, 64\) there and none"),
+        ({"tie_embeddings": True}, r"params/embed_head/head has shape \(32, 64\) there and none"),
     ],
 )
 def test_an_export_as_another_model_is_refused(tmp_path, change, message):

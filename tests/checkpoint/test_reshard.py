@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -81,12 +81,12 @@ def uninterrupted(model):
 
 
 def keyed(trainer, state):
-    return jax.tree.map(np.asarray, Keying(trainer.layout, trainer.sharding).keyed(state))
+    return jax.tree.map(np.asarray, StateKeying(trainer.layout, trainer.sharding).to_keyed(state))
 
 
 def opened(directory, trainer):
-    keying = Keying(trainer.layout, trainer.sharding)
-    return Checkpoints(directory, keep=1, asynchronous=True, keying=keying)
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    return CheckpointStore(directory, keep=1, asynchronous=True, keying=keying)
 
 
 @pytest.fixture(scope="module")

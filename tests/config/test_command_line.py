@@ -13,8 +13,8 @@ from resolving import resolved
 from jaxpipe import plan, profile, train
 from jaxpipe.checkpoint.safetensors_directory import INDEX, TensorFiles
 from jaxpipe.config import ConfigError, load
-from jaxpipe.data.readers import Part, Reader
-from jaxpipe.data.records import Records
+from jaxpipe.data.readers import DocumentReader, FilePart
+from jaxpipe.data.records import RecordConverter
 from jaxpipe.training.summary import _learning_rate
 
 CONFIG = str(SMALL)
@@ -182,10 +182,14 @@ def test_json_that_is_nested_too_deep_is_a_sentence(tmp_path):
     deep = b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
     path = tmp_path / "deep.jsonl"
     path.write_bytes(deep + b'{"text": "good"}\n')
-    part = Part(str(path), 0, path.stat().st_size, path.stat().st_size)
+    part = FilePart(str(path), 0, path.stat().st_size, path.stat().st_size)
     with pytest.raises(ConfigError, match="line 1, is no document"):
-        list(Reader(Records(), skip_bad=False, advance=lambda _: None).documents(part))
-    reader = Reader(Records(), skip_bad=True, advance=lambda _: None)
+        list(
+            DocumentReader(RecordConverter(), skip_bad=False, advance=lambda _: None).documents(
+                part
+            )
+        )
+    reader = DocumentReader(RecordConverter(), skip_bad=True, advance=lambda _: None)
     assert list(reader.documents(part)) == [[("good", True)]]
     assert reader.bad == 1
     (tmp_path / INDEX).write_bytes(b"[" * 200_000)

@@ -28,7 +28,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(preparing, "workers", Here)
+    monkeypatch.setattr(preparing, "run_workers", Here)
 
 
 @pytest.fixture(scope="session")

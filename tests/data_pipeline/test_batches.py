@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.batches import Batch, Split, heldout_order, training_order
-from jaxpipe.data.samples import sample_of
+from jaxpipe.data.batches import Batch, DataSplit, heldout_order, training_order
+from jaxpipe.data.samples import make_sample
 from jaxpipe.model.loss import IGNORE
 
 L, N = 5, 23
 SHAPE = {"microbatches": 3, "batch_size": 4}  # 12 samples a step, so a step spans two epochs
 
 
-def split(order: grain.MapDataset[int]) -> Split:
+def split(order: grain.MapDataset[int]) -> DataSplit:
     """Return N samples; sample i starts with token i * L."""
-    samples = [sample_of(np.arange(i * L, (i + 1) * L + 1)) for i in range(N)]
-    return Split("training", "", samples, order)
+    samples = [make_sample(np.arange(i * L, (i + 1) * L + 1)) for i in range(N)]
+    return DataSplit("training", "", samples, order)
 
 
 def numbers(batch: Batch) -> np.ndarray:
@@ -133,8 +133,8 @@ def test_heldout_samples_of_a_mixture_are_taken_once() -> None:
     assert len(set(taken)) == len(taken) == 25  # then the second, of 5 samples and 0.2, has ended
     counts = np.bincount(which(order, range(25)), minlength=3)
     np.testing.assert_allclose(counts, np.array(WEIGHTS) * 25, atol=1)
-    samples = [sample_of(np.arange(i, i + L + 1)) for i in range(sum(SIZES))]
-    heldout = Split("held-out", "", samples, order)
+    samples = [make_sample(np.arange(i, i + L + 1)) for i in range(sum(SIZES))]
+    heldout = DataSplit("held-out", "", samples, order)
     assert len(heldout) == 25
     (only,) = heldout.batches(0, microbatches=26, batch_size=1)
     assert (only["targets"] == IGNORE).all((1, 2)).tolist() == [False] * 25 + [True]
@@ -187,7 +187,7 @@ def test_a_batch_larger_than_the_data() -> None:
     split(order).batches(0, microbatches=N, batch_size=1).close()
     with pytest.raises(ConfigError, match=r"6 microbatches x 4 samples = 24, but .* has 23: use"):
         split(order).batches(0, microbatches=6, batch_size=4)
-    nothing = Split("held-out", "", [], heldout_order([0], [1]))
+    nothing = DataSplit("held-out", "", [], heldout_order([0], [1]))
     with pytest.raises(ConfigError, match="the held-out data has 0"):
         nothing.batches(0, microbatches=1, batch_size=1)
 
@@ -208,9 +208,9 @@ def test_close_ends_the_threads() -> None:
 
 def test_exit_with_an_open_iterator_is_clean() -> None:
     code = """
-from jaxpipe.data.batches import Split, training_order
+from jaxpipe.data.batches import DataSplit, training_order
 import numpy as np
-batches = Split("", "", [{"inputs": np.ones(5)}] * 9, training_order([9], [1], 0)).batches(
+batches = DataSplit("", "", [{"inputs": np.ones(5)}] * 9, training_order([9], [1], 0)).batches(
     0, microbatches=2, batch_size=2
 )
 next(batches)

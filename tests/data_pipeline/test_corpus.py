@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.corpus import MANIFEST, PARTS, STDLIB, stdlib_corpus
+from jaxpipe.data.corpus import MANIFEST, PARTS, STDLIB, prepare_stdlib_corpus
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def read(path: Path) -> bytes:
 
 
 def test_parts_hold_every_source_once_and_share_no_line(library: Path, tmp_path: Path) -> None:
-    train, heldout = map(read, stdlib_corpus(tmp_path / "data", 0.1, library))
+    train, heldout = map(read, prepare_stdlib_corpus(tmp_path / "data", 0.1, library))
     sources = b"".join(path.read_bytes() for path in library.glob("*.py"))
     kept = [line for line in sources.splitlines() if line != b"skipped = True"] + [b"kept = True"]
     assert sorted((train + heldout).splitlines()) == sorted(kept)
@@ -40,15 +40,17 @@ def test_parts_hold_every_source_once_and_share_no_line(library: Path, tmp_path:
 
 
 def test_same_sources_give_same_parts(library: Path, tmp_path: Path) -> None:
-    first = stdlib_corpus(tmp_path / "a", 0.1, library)
-    second = stdlib_corpus(tmp_path / "b", 0.1, library)
+    first = prepare_stdlib_corpus(tmp_path / "a", 0.1, library)
+    second = prepare_stdlib_corpus(tmp_path / "b", 0.1, library)
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_parts_are_kept_when_the_library_changes(library: Path, tmp_path: Path) -> None:
-    before = [path.read_bytes() for path in stdlib_corpus(tmp_path / "data", 0.1, library)]
+    before = [path.read_bytes() for path in prepare_stdlib_corpus(tmp_path / "data", 0.1, library)]
     (library / "ast.py").write_text("changed = True\n")
-    assert [path.read_bytes() for path in stdlib_corpus(tmp_path / "data", 0.1, library)] == before
+    assert [
+        path.read_bytes() for path in prepare_stdlib_corpus(tmp_path / "data", 0.1, library)
+    ] == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "changed", "no manifest", "manifest"])
@@ -56,7 +58,7 @@ def test_parts_are_kept_when_the_library_changes(library: Path, tmp_path: Path) 
 def test_damaged_parts_are_written_anew(
     library: Path, tmp_path: Path, damage: str, part: str
 ) -> None:
-    whole = [path.read_bytes() for path in stdlib_corpus(tmp_path / "data", 0.1, library)]
+    whole = [path.read_bytes() for path in prepare_stdlib_corpus(tmp_path / "data", 0.1, library)]
     path, manifest = tmp_path / "data" / part, tmp_path / "data" / MANIFEST
     content = path.read_bytes()
     match damage:
@@ -70,13 +72,15 @@ def test_damaged_parts_are_written_anew(
             manifest.unlink()
         case "manifest":
             manifest.write_bytes(manifest.read_bytes()[:-9])
-    assert [path.read_bytes() for path in stdlib_corpus(tmp_path / "data", 0.1, library)] == whole
+    assert [
+        path.read_bytes() for path in prepare_stdlib_corpus(tmp_path / "data", 0.1, library)
+    ] == whole
 
 
 def test_another_fraction_cuts_anew(library: Path, tmp_path: Path) -> None:
-    _, heldout = stdlib_corpus(tmp_path / "data", 0.1, library)
+    _, heldout = prepare_stdlib_corpus(tmp_path / "data", 0.1, library)
     few = len(read(heldout))
-    _, heldout = stdlib_corpus(tmp_path / "data", 0.5, library)
+    _, heldout = prepare_stdlib_corpus(tmp_path / "data", 0.5, library)
     assert len(read(heldout)) > 4 * few
 
 
@@ -93,28 +97,28 @@ def die_at_second(path, target):
     return rename(path, target)
 
 Path.replace = die_at_second
-corpus.stdlib_corpus(Path({str(tmp_path / "data")!r}), 0.1, Path({str(library)!r}))
+corpus.prepare_stdlib_corpus(Path({str(tmp_path / "data")!r}), 0.1, Path({str(library)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert {path.suffix for path in (tmp_path / "data").iterdir()} == {".npy", ".tmp"}
-    parts = stdlib_corpus(tmp_path / "data", 0.1, library)
-    clean = stdlib_corpus(tmp_path / "clean", 0.1, library)
+    parts = prepare_stdlib_corpus(tmp_path / "data", 0.1, library)
+    clean = prepare_stdlib_corpus(tmp_path / "clean", 0.1, library)
     assert [path.read_bytes() for path in parts] == [path.read_bytes() for path in clean]
 
 
 def test_a_failed_write_leaves_nothing(library: Path, tmp_path: Path) -> None:
     (tmp_path / "data" / PARTS[1]).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"cannot be written to .*data: .*; choose a run\.dir"):
-        stdlib_corpus(tmp_path / "data", 0.1, library)
+        prepare_stdlib_corpus(tmp_path / "data", 0.1, library)
     assert {path.name for path in (tmp_path / "data").iterdir()} == set(PARTS)
 
 
 def test_no_sources(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none in .*: install them, or set data\.source"):
-        stdlib_corpus(tmp_path / "data", 0.1, tmp_path)
+        prepare_stdlib_corpus(tmp_path / "data", 0.1, tmp_path)
 
 
 def test_this_python_has_megabytes_of_sources(tmp_path: Path) -> None:
-    train, heldout = map(read, stdlib_corpus(tmp_path, 0.05, STDLIB))
+    train, heldout = map(read, prepare_stdlib_corpus(tmp_path, 0.05, STDLIB))
     assert 4e6 < len(train) + len(heldout) < 16e6
     assert len(heldout) / len(train + heldout) == pytest.approx(0.05, abs=0.02)

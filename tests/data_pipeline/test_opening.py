@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data import opening
+from jaxpipe.data import token_files
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.opening import open_documents
+from jaxpipe.data.token_files import open_documents
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10, 11]], [[12]]]  # one with two sequences
 IDS = list(range(1, 13))
@@ -113,7 +113,7 @@ def test_a_document_is_in_one_split_alone(several: Path, tokens: int) -> None:
 def test_ids_outside_are_found_as_they_are_read(
     several: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "WHOLE", 0)
+    monkeypatch.setattr(token_files, "FULL_DIGEST_BYTES", 0)
     documents = open_documents(str(several), 11)
     assert documents.stream(0, 10).tolist() == IDS[:10]
     with pytest.raises(ConfigError, match=r"b\.npy has 12 at position 5 and model\.vocab_size is"):

@@ -10,10 +10,10 @@ import pytest
 from layout import write
 
 from jaxpipe.config import ConfigError, DataConfig
-from jaxpipe.data.batches import Split, training_order
-from jaxpipe.data.packing import pack
+from jaxpipe.data.batches import DataSplit, training_order
+from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.samples import JoinedSamples, PackedSamples
-from jaxpipe.data.sources import Data, open_data
+from jaxpipe.data.sources import RunData, open_data
 
 L = 16
 
@@ -42,7 +42,7 @@ SIZES = (5, 40, 1, 9, 2, 17, 4, 12, 30, 8)
 
 def samples_of(how: str, most: int = 64, *, shared: bool = True) -> PackedSamples:
     documents = Listed(SIZES)
-    return PackedSamples(documents, pack(documents.lengths, L, how, most=most), shared)
+    return PackedSamples(documents, pack_documents(documents.lengths, L, how, most=most), shared)
 
 
 @pytest.mark.parametrize("how", ["sequential", "best_fit"])
@@ -67,14 +67,16 @@ def test_every_target_stands_after_the_token_before_it_in_its_document(how: str)
 
 
 def batch_of(samples: PackedSamples, position: int = 0, **how: Any) -> dict[str, np.ndarray]:
-    split = Split("training", "", samples, training_order([len(samples)], [1.0], None))
+    split = DataSplit("training", "", samples, training_order([len(samples)], [1.0], None))
     return split.batch(position, microbatches=2, batch_size=2, **how)
 
 
 def test_rows_are_padded_to_the_longest_of_the_whole_step() -> None:
     """Every process finds this length, whatever rows it has."""
     documents, held = Listed((5, 9, 2, 12)), [4, 8, 1, 11]
-    samples = PackedSamples(documents, pack(documents.lengths, L, "sequential", most=1), False)
+    samples = PackedSamples(
+        documents, pack_documents(documents.lengths, L, "sequential", most=1), False
+    )
     asked = []
 
     def length_of(length: int) -> int:
@@ -111,7 +113,7 @@ def test_padding_is_no_document() -> None:
 def test_contents_of_a_step_are_those_of_its_rows() -> None:
     one, other = samples_of("best_fit"), samples_of("sequential")
     joined = JoinedSamples([one, other])
-    split = Split("training", "", joined, training_order([len(one), len(other)], [1, 1], 5))
+    split = DataSplit("training", "", joined, training_order([len(one), len(other)], [1, 1], 5))
     contents = split.contents(3, 6)
     batch = split.batch(3, microbatches=3, batch_size=2, length_of=lambda _: L)
     held = (batch["segments"] >= 0).sum(axis=-1)
@@ -128,7 +130,7 @@ def shard(tmp_path: Path) -> Path:
     return write(tmp_path / "shard.bin", documents, "uint16")
 
 
-def opened(path: Path, tmp_path: Path, seed: int = 7, **how: Any) -> Data:
+def opened(path: Path, tmp_path: Path, seed: int = 7, **how: Any) -> RunData:
     variable = {"variable_length": how.pop("variable_length", False)}
     seq_len = how.pop("seq_len", L)
     config = DataConfig(**{"source": "file", "path": str(path)} | how)

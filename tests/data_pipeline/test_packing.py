@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.data.corpus import STDLIB, _read_sources
-from jaxpipe.data.packing import Packing, in_order, pack
+from jaxpipe.data.packing import Packing, pack_documents, pack_next_fit
 
 HOW = ["sequential", "best_fit"]
 
@@ -34,7 +34,7 @@ def padding(packing: Packing) -> float:
     seed=st.integers(0, 3),
 )
 def test_no_slot_is_lost_or_there_twice(lengths, seq_len, most, how, seed) -> None:
-    packing = pack(np.array(lengths), seq_len, how, most=most, seed=seed)
+    packing = pack_documents(np.array(lengths), seq_len, how, most=most, seed=seed)
     check_all_are_there_once(np.array(lengths), packing, most)
 
 
@@ -56,7 +56,7 @@ def check_all_are_there_once(lengths: np.ndarray, packing: Packing, most: int) -
 def test_no_slot_is_lost_of_many_documents_of_few_lengths(how: str, most: int) -> None:
     """Many rows have equal fillings, and groups of such rows are split again."""
     lengths = np.repeat([12, 6, 5, 3, 2], [60, 40, 15, 90, 70])
-    check_all_are_there_once(lengths, pack(lengths, 16, how, most=most), most)
+    check_all_are_there_once(lengths, pack_documents(lengths, 16, how, most=most), most)
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(2, 20))
@@ -70,7 +70,7 @@ def test_documents_in_order_fill_a_row_until_one_does_not_fit(lengths, most, seq
                 room, held = seq_len, 0
             want[-1].append(document)
             room, held = room - rest, held + 1
-    packing = pack(np.array(lengths, int), seq_len, "sequential", most=most)
+    packing = pack_documents(np.array(lengths, int), seq_len, "sequential", most=most)
     rows = rows_of(packing)
     of_rests = [[piece[0] for piece in row] for row in rows if row[0][2] < seq_len]
     assert of_rests == want
@@ -80,10 +80,10 @@ def test_documents_in_order_fill_a_row_until_one_does_not_fit(lengths, most, seq
 
 def test_blocks_do_not_show(monkeypatch) -> None:
     lengths = np.random.default_rng(0).integers(1, 90, 500)
-    whole = [rows_of(pack(lengths, 32, how, most=4)) for how in HOW]
+    whole = [rows_of(pack_documents(lengths, 32, how, most=4)) for how in HOW]
     monkeypatch.setattr("jaxpipe.data.packing._BLOCK", 256)
-    assert rows_of(pack(lengths, 32, "sequential", most=4)) == whole[0]
-    starts = in_order(lengths, 32, 4).starts
+    assert rows_of(pack_documents(lengths, 32, "sequential", most=4)) == whole[0]
+    starts = pack_next_fit(lengths, 32, 4).starts
     assert len(starts) == sum(row[0][2] < 32 for row in whole[0]) + 1
 
 
@@ -97,7 +97,7 @@ def lengths_of_web_text(documents: int) -> np.ndarray:
 def test_padding_is_less_than_one_percent(seq_len: int) -> None:
     files = np.array([len(text) for text in _read_sources(STDLIB).values() if text])
     for lengths in (lengths_of_web_text(100_000), files):
-        assert padding(pack(lengths, seq_len, "best_fit", most=64)) < 0.01
+        assert padding(pack_documents(lengths, seq_len, "best_fit", most=64)) < 0.01
 
 
 def test_best_fit_needs_no_more_rows_than_one_document_at_a_time() -> None:
@@ -113,13 +113,13 @@ def test_best_fit_needs_no_more_rows_than_one_document_at_a_time() -> None:
                 fits = [len(rows) - 1]
             best = min(fits, key=lambda i: rows[i][0])
             rows[best] = rows[best][0] - slots, rows[best][1] + 1
-        assert len(pack(lengths, 64, "best_fit", most=most)) == len(rows)
+        assert len(pack_documents(lengths, 64, "best_fit", most=most)) == len(rows)
 
 
 def test_rows_depend_on_the_seed_and_lengths_alone() -> None:
     lengths = lengths_of_web_text(2000)
     one, same, other = (
-        rows_of(pack(lengths, 2048, "best_fit", most=64, seed=seed)) for seed in (3, 3, 4)
+        rows_of(pack_documents(lengths, 2048, "best_fit", most=64, seed=seed)) for seed in (3, 3, 4)
     )
     assert one == same != other
     assert [[piece[2] for piece in row] for row in one] == [
@@ -129,7 +129,9 @@ def test_rows_depend_on_the_seed_and_lengths_alone() -> None:
 
 def test_rows_are_those_of_earlier_versions() -> None:
     # A checkpoint holds only a position, so its rows must not change with jaxpipe or numpy.
-    rows = rows_of(pack(np.array([9, 4, 4, 6, 3, 21, 4, 1]), 8, "best_fit", most=4, seed=3))
+    rows = rows_of(
+        pack_documents(np.array([9, 4, 4, 6, 3, 21, 4, 1]), 8, "best_fit", most=4, seed=3)
+    )
     assert [[piece[0] for piece in row] for row in rows] == ROWS
 
 
@@ -138,7 +140,7 @@ ROWS = [[0], [5], [5], [1, 3], [4, 6], [2, 5]]
 
 def test_a_million_documents_are_packed_at_once() -> None:
     started = time.process_time()
-    packing = pack(lengths_of_web_text(1_000_000), 8192, "best_fit", most=64)
+    packing = pack_documents(lengths_of_web_text(1_000_000), 8192, "best_fit", most=64)
     assert time.process_time() - started < 3
     started = time.process_time()
     for row in range(0, len(packing), len(packing) // 100):

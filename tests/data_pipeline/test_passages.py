@@ -13,9 +13,9 @@ from texts import prepared
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.opening import open_documents
-from jaxpipe.data.records import Passages, Records
-from jaxpipe.data.tokenizing import Bytes, FromFile, load_tokenizer
+from jaxpipe.data.records import Passages, RecordConverter
+from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.tokenizing import ByteTokenizer, FileTokenizer, load_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>"]
 TEXTS = ["foo bar foobar  baz\nfoo\n\nbar é ü 日本 🙂", "user\nhi\n", "assistant\nyo\n\nyes"] * 9
@@ -128,7 +128,7 @@ def test_a_token_counts_if_one_of_its_characters_does(file: Path, passages: Pass
     (one,) = tokenizer.encode([passages])
     assert one.ids.tolist() == whole.ids
     assert one.counted.tolist() == [any(counts[begin:end]) for begin, end in whole.offsets]
-    (bytes_of,) = Bytes().encode([passages])
+    (bytes_of,) = ByteTokenizer().encode([passages])
     assert bytes_of.ids.tobytes() == text.encode()
     each = [counted for text, counted in passages for _ in text.encode()]
     assert bytes_of.counted.tolist() == each
@@ -213,9 +213,9 @@ def test_a_template_that_is_not_used_is_told(
 
 
 def test_bytes_have_no_marks_of_their_own() -> None:
-    assert Bytes().mark_of(0) == ""
-    passages = Records().passages({"messages": [{"role": "assistant", "content": "é"}]})
-    (one,) = Bytes().encode([passages])
+    assert ByteTokenizer().mark_of(0) == ""
+    passages = RecordConverter().passages({"messages": [{"role": "assistant", "content": "é"}]})
+    (one,) = ByteTokenizer().encode([passages])
     assert one.counted.sum() == len("é<|im_end|>\n".encode())
     assert np.flatnonzero(~one.counted)[-1] == len("<|im_start|>assistant\n") - 1
 
@@ -224,5 +224,5 @@ def test_what_is_no_special_token_may_end_a_text_twice() -> None:
     made = byte_level(add_prefix_space=False)
     foo = made.token_to_id("foo")
     assert foo is not None
-    assert FromFile(made).mark_of(foo) == ""
-    assert FromFile(made).mark_of(0) == "<|endoftext|>"
+    assert FileTokenizer(made).mark_of(foo) == ""
+    assert FileTokenizer(made).mark_of(0) == "<|endoftext|>"

@@ -18,9 +18,9 @@ from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data import prepare as preparing
 from jaxpipe.data.__main__ import main
 from jaxpipe.data.manifest import JOURNAL, MANIFEST
-from jaxpipe.data.opening import open_documents
 from jaxpipe.data.sources import open_data
-from jaxpipe.data.workers import WorkerDied, workers
+from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.workers import WorkerDiedError, run_workers
 
 
 @pytest.mark.usefixtures("in_process")
@@ -100,7 +100,7 @@ def test_pieces_that_are_done_stay_when_a_line_is_corrected(
 def test_one_process_prepares_a_folder(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     with (
-        preparing._locked(tmp_path / "out"),
+        preparing._lock_folder(tmp_path / "out"),
         pytest.raises(ConfigError, match=r"out is being prepared by another process: wait"),
     ):
         prepared([path], tmp_path / "out")
@@ -142,9 +142,9 @@ def test_killed_again_and_again_it_gives_the_same(tmp_path: Path, kills: int) ->
 
 
 def test_a_worker_that_is_killed_is_noticed() -> None:
-    with workers(2, dying.end_abruptly, iter([1, 2, 3])) as results:
+    with run_workers(2, dying.end_abruptly, iter([1, 2, 3])) as results:
         assert next(results) == (False, "started")
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDiedError):
             list(results)
 
 

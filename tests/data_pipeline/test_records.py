@@ -11,8 +11,8 @@ import pytest
 from texts import decoded, prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.opening import open_documents
-from jaxpipe.data.records import HARMLESS, Passages, Records
+from jaxpipe.data.records import HARMLESS, Passages, RecordConverter
+from jaxpipe.data.token_files import open_documents
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -80,7 +80,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_messages(form: str) -> None:
     record, text, counts = FORMS[form]
-    passages = Records().passages(record)
+    passages = RecordConverter().passages(record)
     assert (whole(passages), counted(passages)) == (text, counts)
 
 
@@ -120,26 +120,26 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_would_be_lost_is_refused_by_name(name: str) -> None:
     record, sentence = LOST[name]
     with pytest.raises(ValueError, match=sentence):
-        Records().passages(record)
+        RecordConverter().passages(record)
 
 
 def test_what_would_be_lost_can_be_ignored_and_what_is_harmless_is() -> None:
     record = {"messages": [USER, says(tool_calls=[CALL])], "tools": [CALL]}
-    ignoring = Records(ignored=frozenset({"tools", "tool_calls"}))
+    ignoring = RecordConverter(ignored=frozenset({"tools", "tool_calls"}))
     assert whole(ignoring.passages(record)) == HI + YO
     known = dict.fromkeys(HARMLESS, "x")
-    assert whole(Records().passages({"messages": [known | USER], **known})) == HI
+    assert whole(RecordConverter().passages({"messages": [known | USER], **known})) == HI
 
 
 def test_a_field_may_be_nested_and_hold_messages() -> None:
-    assert Records("a.b").passages({"a": {"b": "text"}}) == [("text", True)]
-    assert Records("a.b").passages({"a.b": "text"}) == [("text", True)]
-    assert Records("a.b").passages({"a": None}) == []
-    assert whole(Records("chosen").passages({"chosen": [USER, says()]})) == HI + YO
+    assert RecordConverter("a.b").passages({"a": {"b": "text"}}) == [("text", True)]
+    assert RecordConverter("a.b").passages({"a.b": "text"}) == [("text", True)]
+    assert RecordConverter("a.b").passages({"a": None}) == []
+    assert whole(RecordConverter("chosen").passages({"chosen": [USER, says()]})) == HI + YO
     with pytest.raises(ValueError, match=r"'rejected' beside its messages"):
-        Records("chosen").passages({"chosen": [USER], "rejected": [USER]})
+        RecordConverter("chosen").passages({"chosen": [USER], "rejected": [USER]})
     with pytest.raises(ValueError, match=r"no field 'a\.c', but 'a'"):
-        Records("a.c").passages({"a": {"b": "text"}})
+        RecordConverter("a.c").passages({"a": {"b": "text"}})
 
 
 def test_the_end_counts_only_where_the_last_turn_does(tmp_path: Path) -> None:

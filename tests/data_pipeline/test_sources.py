@@ -10,15 +10,15 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
-from jaxpipe.data import opening
-from jaxpipe.data.remarks import remarks
-from jaxpipe.data.sources import Data, open_data
+from jaxpipe.data import token_files
+from jaxpipe.data.sources import RunData, open_data
+from jaxpipe.data.warnings import data_warnings
 
 SIZES = {"seq_len": 16, "vocab_size": 1000, "seed": 7}
 SHAPE = {"microbatches": 2, "batch_size": 4}
 
 
-def tokens_of(data: Data, position: int = 0) -> np.ndarray:
+def tokens_of(data: RunData, position: int = 0) -> np.ndarray:
     return data.train.batch(position, **SHAPE)["inputs"]
 
 
@@ -48,7 +48,7 @@ def test_file_and_dummy_write_nothing(file: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
-def all_ids(data: Data) -> tuple[set[int], set[int]]:
+def all_ids(data: RunData) -> tuple[set[int], set[int]]:
     train, heldout = (
         np.unique([[*split.samples[i].values()] for i in range(len(split))])
         for split in (data.train, data.heldout)
@@ -116,7 +116,7 @@ def test_a_large_file_is_known_by_parts_of_it_and_by_its_older_fingerprint(
 ) -> None:
     config = DataConfig(source="file", path=str(file))
     whole = open_data(config, **SIZES, directory=tmp_path)
-    monkeypatch.setattr(opening, "WHOLE", 1999)
+    monkeypatch.setattr(token_files, "FULL_DIGEST_BYTES", 1999)
     parts = open_data(config, **SIZES, directory=tmp_path)
     assert parts.train.fingerprint != whole.train.fingerprint
     for split, other in ((parts.train, whole.train), (parts.heldout, whole.heldout)):
@@ -219,9 +219,9 @@ def test_a_source_that_is_repeated_often_is_told(file: Path, tmp_path: Path) -> 
     np.save(tmp_path / "heldout.npy", np.full(99, 7))
     config = sources_of((file, 1), (small, 1), heldout_path=str(tmp_path / "heldout.npy"))
     train = open_data(config, **SIZES, directory=tmp_path).train
-    (sentence,) = remarks(train, 400)  # 200 samples of 62, and of 7
+    (sentence,) = data_warnings(train, 400)  # 200 samples of 62, and of 7
     assert f"takes 29 epochs of the 7 samples of {small}" in sentence
-    assert not [*remarks(train, 56)]
+    assert not [*data_warnings(train, 56)]
 
 
 @pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
@@ -238,10 +238,10 @@ def test_samples_without_targets_are_told(tmp_path: Path, packing: Any) -> None:
     data = open_data(config, **SIZES, directory=tmp_path)
     targets = [data.train.samples[i]["targets"] for i in range(len(data.train))]
     empty = sum((one == -100).all() for one in targets)
-    assert data.train.without_target() == (empty, len(targets))
+    assert data.train.count_without_target() == (empty, len(targets))
     assert 16 <= empty < 32
-    assert f"{empty} of the first 32 samples have no target" in next(remarks(data.train, 32))
-    assert data.heldout.without_target() == (0, 0)
+    assert f"{empty} of the first 32 samples have no target" in next(data_warnings(data.train, 32))
+    assert data.heldout.count_without_target() == (0, 0)
 
 
 def test_stdlib_fingerprint_follows_the_text(tmp_path: Path) -> None:

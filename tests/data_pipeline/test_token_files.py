@@ -11,8 +11,8 @@ import pytest
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.opening import open_documents
-from jaxpipe.data.samples import CutSamples
+from jaxpipe.data.samples import StreamSamples
+from jaxpipe.data.token_files import open_documents
 
 HEADERS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 DOCUMENTS = [[5, 6, 7], [8, 9, 1], [2, 3, 4], [9, 9, 8], [1, 2, 3]]
@@ -50,7 +50,7 @@ def assert_counted(documents: ShardedDocuments, counted: np.ndarray) -> None:
     np.testing.assert_array_equal(documents.counted_in_stream(0, len(documents)), counted)
     for index, expected in enumerate(counted.reshape(len(DOCUMENTS), 3)):
         np.testing.assert_array_equal(documents.counted(index), expected)
-    samples = CutSamples(documents, 7)
+    samples = StreamSamples(documents, 7)
     targets = np.concatenate([samples[index]["targets"] for index in range(len(samples))])
     np.testing.assert_array_equal(targets, np.where(counted, IDS, -100)[1:])
 

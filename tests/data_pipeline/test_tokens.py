@@ -7,15 +7,15 @@ import pytest
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.opening import open_documents
-from jaxpipe.data.samples import CutSamples, DummySamples
+from jaxpipe.data.samples import DummySamples, StreamSamples
+from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.tokens import open_tokens
 
 IDS = np.arange(1000) % 200
 
 
 def all_ids(path: Path) -> np.ndarray:
-    shard = open_tokens(path, 200, whole=True)
+    shard = open_tokens(path, 200, full_digest=True)
     return shard.read(0, shard.size)
 
 
@@ -56,7 +56,7 @@ def test_digest_follows_content_and_type(tmp_path: Path, whole: bool) -> None:
     digests = []
     for ids in (*versions, versions[0]):
         np.save(tmp_path / "a.npy", ids)
-        digests.append(open_tokens(tmp_path / "a.npy", 201, whole=whole).digest)
+        digests.append(open_tokens(tmp_path / "a.npy", 201, full_digest=whole).digest)
     assert len(set(digests)) == len(versions)
     assert digests[0] == digests[-1]
 
@@ -133,12 +133,12 @@ def test_an_id_is_found_beyond_the_first_chunk(tmp_path: Path) -> None:
     ids[[5, -2]] = 9, 10
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(ConfigError, match=f"has 10 at position {len(ids) - 2} "):
-        open_tokens(tmp_path / "a.npy", 10, whole=True)
+        open_tokens(tmp_path / "a.npy", 10, full_digest=True)
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(4, 1), (6, 1), (7, 2), (1000, 333)])
 def test_samples_overlap_by_one_token(tokens: int, samples: int, tmp_path: Path) -> None:
-    cut = CutSamples(documents(np.arange(tokens), tmp_path), 3)
+    cut = StreamSamples(documents(np.arange(tokens), tmp_path), 3)
     assert len(cut) == samples
     for i in range(samples):
         np.testing.assert_array_equal(cut[i]["inputs"], 3 * i + np.arange(3))
@@ -150,7 +150,7 @@ def test_too_few_tokens_for_a_sample(tokens: int, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=rf"seq_len \+ 1 = 4 tokens, but .*a\.npy has {tokens}: use"
     ):
-        CutSamples(documents(np.arange(tokens), tmp_path), 3)
+        StreamSamples(documents(np.arange(tokens), tmp_path), 3)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 4, 97])

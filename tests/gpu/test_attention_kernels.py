@@ -11,8 +11,8 @@ from compiling import HAS_CUDNN, LLAMA, needs_compiler
 PROGRAM = """
 import json, sys
 from jaxpipe import config
-from jaxpipe.gpu.check import check
-found = check(config.load(sys.argv[1], sys.argv[3:]), "h100")
+from jaxpipe.gpu.check import check_step
+found = check_step(config.load(sys.argv[1], sys.argv[3:]), "h100")
 calls, text = found.program.custom_calls, found.program.text
 shares = [one._asdict() for one in found.collectives.shares]
 squares = sum(map(text.count, sys.argv[2].split()))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.gpu.collectives import Collective, Collectives, Share, axes_of
+from jaxpipe.gpu.collectives import Collective, Collectives, CollectiveShare, mesh_axes
 from jaxpipe.gpu.program import Program
 
 MESH = {"pp": 2, "rp": 1, "dp": 2, "tp": 2}
@@ -31,7 +31,9 @@ def test_every_kind_wherever_it_stands():
 
 
 def test_shares_add_up_by_kind_axes_and_place():
-    assert shares()["all-gather", True] == Share("all-gather", ("dp",), True, 2, 2 * PART, PART)
+    assert shares()["all-gather", True] == CollectiveShare(
+        "all-gather", ("dp",), True, 2, 2 * PART, PART
+    )
     assert shares()["all-reduce", False].hidden == 4
     assert [one.looped for one in Collectives(Program(TEXT), MESH).shares] == [True] * 5 + [False]
 
@@ -60,4 +62,4 @@ def test_a_conditional_without_products_hides_nothing():
     ],
 )
 def test_axes(groups, axes):
-    assert axes_of(f"channel_id=1, {groups}", MESH) == axes
+    assert mesh_axes(f"channel_id=1, {groups}", MESH) == axes

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpipe.gpu.products import products
-from jaxpipe.gpu.program import Copy, Permute, Program, bytes_of, graphs
+from jaxpipe.gpu.products import count_products
+from jaxpipe.gpu.program import DeviceCopy, Permute, Program, read_graph_coverage, shape_bytes
 
 ASYNC = '"is_sync":false'
 STARTS = """
@@ -147,7 +147,7 @@ def test_a_ring_copied_anywhere_in_the_loop_is_found(place):
     parts = {"order": STARTS + CONDS + DONES}
     assert Program(module(**parts)).buffer_copies == ()
     parts[place] = parts.get(place, "") + RING
-    assert Program(module(**parts)).buffer_copies == (Copy("f32[3,8]", 96, 1),)
+    assert Program(module(**parts)).buffer_copies == (DeviceCopy("f32[3,8]", 96, 1),)
 
 
 def test_copies_that_cost_nothing_in_the_loop_are_not_counted():
@@ -165,7 +165,7 @@ def test_copies_that_cost_nothing_in_the_loop_are_not_counted():
 def test_message_copies_are_counted_apart():
     copies = "  %c = bf16[1,4]{1,0} copy(%y)\n  %d = bf16[1,4]{1,0} copy(%y)"
     program = Program(module(STARTS + copies + CONDS + DONES))
-    assert program.message_copies == (Copy("bf16[1,4]", 8, 2),)
+    assert program.message_copies == (DeviceCopy("bf16[1,4]", 8, 2),)
     assert program.buffer_copies == ()
 
 
@@ -183,7 +183,7 @@ def test_a_program_without_a_loop_has_nothing_to_hide_behind():
     [("f32[]", 4), ("(f8e4m3fn[4]{0}, s4[4])", 6), ("(bf16[2,0], (u32[], pred[3]))", 7)],
 )
 def test_bytes(shape, size):
-    assert bytes_of(shape) == size
+    assert shape_bytes(shape) == size
 
 
 COND = """000: kConditional [source | sink]
@@ -210,13 +210,13 @@ condition:
 
 def test_a_tick_that_is_one_graph():
     inside = "    000: kCommandBuffer [source | sink]\n        " + COND.format(pad=" " * 8)
-    found = graphs(dump(inside))
+    found = read_graph_coverage(dump(inside))
     assert (found.whole, found.launches, found.stops) == (True, {"kCommandBuffer": 1}, 0)
 
 
 def test_a_conditional_outside_a_graph_stops_the_host():
     inside = "    000: kCommandBuffer [source | sink]\n        " + COND.format(pad=" " * 8)
-    found = graphs(dump(f"{inside}\n    {COND.format(pad=' ' * 4)}"))
+    found = read_graph_coverage(dump(f"{inside}\n    {COND.format(pad=' ' * 4)}"))
     assert (found.whole, found.stops) == (False, 1)
     assert found.launches == {"kCommandBuffer": 1, "kConditional": 1}
 
@@ -225,12 +225,12 @@ def test_a_loop_inside_a_graph_is_one_graph():
     body = dump(f"    {COND.format(pad=' ' * 4)}")
     start = body.index("002:")
     shifted = "\n".join(f"    {line}" for line in body[start:].splitlines())
-    found = graphs(f"000: kCommandBuffer [source | sink]\n{shifted}\n")
+    found = read_graph_coverage(f"000: kCommandBuffer [source | sink]\n{shifted}\n")
     assert (found.whole, found.stops) == (True, 0)
 
 
 def test_no_loop_no_graph():
-    assert graphs("001: kCustomKernel [source | sink] fusion\n") is None
+    assert read_graph_coverage("001: kCustomKernel [source | sink] fusion\n") is None
 
 
 def test_products_are_counted_by_op_library_and_dtype():
@@ -251,7 +251,7 @@ def test_products_are_counted_by_op_library_and_dtype():
         "}",
     ]
     operands, swapped = "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2"
-    assert products(Program("\n".join(lines))) == (
+    assert count_products(Program("\n".join(lines))) == (
         ("", "XLA", swapped, 1),
         ("", "__cublas$gemm", operands, 1),
         ("B", "__cublas$lt$matmul$f8", operands, 2),

@@ -12,12 +12,12 @@ from oracles.fp8 import emulated
 from jaxpipe import config as configs
 from jaxpipe.bench import train
 from jaxpipe.contract import Context
-from jaxpipe.model.attention import Attend, Past
-from jaxpipe.model.blocks import Products, Sight
+from jaxpipe.model.attention import CachedKeys, CausalAttention
+from jaxpipe.model.blocks import KeyRange, PlainBlocks
 from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.fused import FusedBlocks
-from jaxpipe.model.packed import Documents
-from jaxpipe.model.ring import Course, ring_attention
+from jaxpipe.model.packed import RowDocuments
+from jaxpipe.model.ring import RingLayout, ring_attention
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
@@ -102,16 +102,16 @@ def test_the_fused_kernel_keeps_documents_apart(window, tokens):
     pad = lambda rows, with_: np.stack(  # noqa: E731
         [np.pad(row, (0, 1024 - len(row)), constant_values=with_) for row in rows]
     ).astype(np.int32)
-    of = Documents(jnp.array(pad(numbers, -1)[:, tokens]), jnp.array(pad(places, 0)[:, tokens]))
+    of = RowDocuments(jnp.array(pad(numbers, -1)[:, tokens]), jnp.array(pad(places, 0)[:, tokens]))
     keys, shapes = jax.random.split(jax.random.key(0), 3), [(4, 1024, h, 128) for h in (8, 2, 2)]
     q, k, v = (jax.random.normal(*given, "bfloat16") for given in zip(keys, shapes))
     begin, real = jnp.int32(tokens.start or 0), (of.segments >= 0)[..., None, None]
-    past = None if tokens == slice(None) else Past(k, v, begin)
+    past = None if tokens == slice(None) else CachedKeys(k, v, begin)
 
     def loss(given, kernel):
         q, k, v = given
-        of_past = past and Past(k, v, begin)
-        attend = Attend(kernel=kernel, window=window, documents=5)
+        of_past = past and CachedKeys(k, v, begin)
+        attend = CausalAttention(kernel=kernel, window=window, documents=5)
         mixed, _ = attend(q[:, tokens], k[:, tokens], v[:, tokens], of_past, documents=of)
         mixed = jnp.where(real, mixed, 0).astype("float32")
         return jnp.sum(jnp.sin(jnp.arange(mixed.size)).reshape(mixed.shape) * mixed), mixed
@@ -132,16 +132,16 @@ def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, 256, 8, 128), (2, 1024, 2, 128), (2, 1024, 2, 128), (2, 256, 8, 128)]
     *given, weight = (jax.random.normal(*of, "bfloat16") for of in zip(keys, shapes))
-    sight = Sight.of(begin + np.arange(256), 2, 0, None)
+    sight = KeyRange.of(begin + np.arange(256), 2, 0, None)
 
     def found(blocks):
         def attention(q, k, v):
-            course = Course(FULL_SEQUENCE, 256, blocks)
+            course = RingLayout(FULL_SEQUENCE, 256, blocks)
             return ring_attention(course, q, k, v, sight, jnp.int32(begin))
 
         mixed, pull = jax.vjp(attention, *given)
         return mixed, *pull(weight)
 
-    ways = (jax.jit(found, static_argnums=0)(blocks) for blocks in (FusedBlocks(), Products(0)))
+    ways = (jax.jit(found, static_argnums=0)(blocks) for blocks in (FusedBlocks(), PlainBlocks(0)))
     for fused, plain in zip(*ways, strict=True):
         assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4

@@ -10,9 +10,9 @@ from test_hlo import CONDS, DONES, STARTS, module
 
 from jaxpipe.config import ConfigError, load
 from jaxpipe.gpu import cards, several
-from jaxpipe.gpu.program import Copy, Program
-from jaxpipe.gpu.seconds import Seconds, seconds_of
-from jaxpipe.gpu.temporaries import Lines, Temporary, temporaries
+from jaxpipe.gpu.program import DeviceCopy, Program
+from jaxpipe.gpu.seconds import StepSeconds, estimate_seconds
+from jaxpipe.gpu.temporaries import SourceLines, Temporary, read_temporaries
 from jaxpipe.planning import arrange
 from jaxpipe.runtime.devices import Device
 
@@ -27,7 +27,7 @@ def one(operands, result, rest, *, action="F_chunk0"):
     metadata = f'metadata={{op_name="jit(step)/while/body/{action}/cond/dot"}}'
     lines.append(f"  %made = {result} {rest.replace('OPERANDS', named)}, {metadata}")
     program = Program(module(STARTS + CONDS + DONES, run="\n".join(lines)))
-    return seconds_of(program, SHEET, BANDWIDTH)
+    return estimate_seconds(program, SHEET, BANDWIDTH)
 
 
 DOT = "dot(OPERANDS), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -79,18 +79,18 @@ def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
     order = STARTS + CONDS + DONES
     fused = Program(module(order, run=calls, fused=inner, entry=entry))
     plain = Program(module(order, run=calls, entry=entry))
-    assert seconds_of(fused, SHEET, BANDWIDTH) == seconds_of(plain, SHEET, BANDWIDTH)
-    assert seconds_of(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
+    assert estimate_seconds(fused, SHEET, BANDWIDTH) == estimate_seconds(plain, SHEET, BANDWIDTH)
+    assert estimate_seconds(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
 
 
 def test_a_step_by_the_plans_own_seconds_is_the_plans():
     config = load(SMALL)
     plan = arrange(config)
     ops = plan.seconds
-    mine = Seconds({"F": ops.layer.F, "BW": ops.layer.whole_backward}, ops.head, 0.5)
+    mine = StepSeconds({"F": ops.layer.F, "BW": ops.layer.whole_backward}, ops.head, 0.5)
     step, planned = mine.step(plan, 1)
     assert step == pytest.approx(planned + 0.5)
-    assert Seconds({"F": 1.0}, 0, 0).step(plan, 1) == (None, planned)
+    assert StepSeconds({"F": 1.0}, 0, 0).step(plan, 1) == (None, planned)
 
 
 HEAD = """HloModule jit_step
@@ -146,7 +146,7 @@ def test_the_largest_arrays_at_the_peak_and_who_made_them(tmp_path):
         Temporary(96, "bf16[48]", "wide", "jaxpipe/model/rope.py:8"),
         Temporary(64, "f32[16]", "zeros", "jaxpipe/pipeline/buffers.py:22"),  # carried as state.5
     )
-    assert temporaries(tmp_path) == ()
+    assert read_temporaries(tmp_path) == ()
     for name, text in (
         ("-live-range", LIVE),
         ("-buffer-assignment", PLACES),
@@ -154,14 +154,16 @@ def test_the_largest_arrays_at_the_peak_and_who_made_them(tmp_path):
         ("", HEAD),
     ):
         (tmp_path / f"module_1.jit_step.sm_9.0a_gpu_after_optimizations{name}.txt").write_text(text)
-    assert temporaries(tmp_path) == found
+    assert read_temporaries(tmp_path) == found
     other = SimpleNamespace(rest="metadata={stack_frame_id=9}")
-    assert Lines(HEAD).of(other) == Lines("").of(other) == ""
+    assert SourceLines(HEAD).of(other) == SourceLines("").of(other) == ""
 
 
 def test_several_are_asked_for_at_once():
-    asked = several.requests(SMALL, ["parallel.pp=2"], ["h100", "a100"], [4, 8], ["1f1b", "zb_h1"])
-    found = [(o.card, o.plan.config.parallel.dp, o.plan.config.parallel.schedule) for o in asked]
+    requests = several.load_requests(
+        SMALL, ["parallel.pp=2"], ["h100", "a100"], [4, 8], ["1f1b", "zb_h1"]
+    )
+    found = [(o.card, o.plan.config.parallel.dp, o.plan.config.parallel.schedule) for o in requests]
     assert sorted(found) == sorted(
         (card, dp, name)
         for card in ("h100", "a100") for dp in (2, 4) for name in ("1f1b", "zb_h1")
@@ -172,18 +174,18 @@ def test_several_are_asked_for_at_once():
         several.requests(SMALL, [], ["h100"], [8, 10], [])
     report = SimpleNamespace(
         card="h100", devices=8, bytes=SimpleNamespace(peak=2**30), fits=True, step=(None, 0.25),
-        program=SimpleNamespace(hidden=False, buffer_copies=(Copy("f32[2]", 8, 3),)), graphs=None,
-        seconds=12.0, turns=1,
+        program=SimpleNamespace(hidden=False, buffer_copies=(DeviceCopy("f32[2]", 8, 3),)),
+        graphs=None, seconds=12.0, turns=1,
     )  # fmt: skip
     console = Console(width=140)
     with console.capture() as said:
-        console.print(several.table_of(asked[:1], [report]))
+        console.print(several.build_table(requests[:1], [report]))
     _, line = said.get().splitlines()
     assert line.split()[:2] == ["h100", "8"]
     assert line.split()[-8:] == ["GiB", "yes", "NOT", "HIDDEN", "3", "parts", "0.25", "12"]
 
 
 def test_cards_are_named_with_commas():
-    assert cards.named("h100,b200") == ["h100", "b200"]
+    assert cards.parse_cards("h100,b200") == ["h100", "b200"]
     with pytest.raises(argparse.ArgumentTypeError, match="'gtx' is none of h100, h200, b200, a100"):
-        cards.named("h100,gtx")
+        cards.parse_cards("h100,gtx")

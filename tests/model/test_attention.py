@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.model.attention import Attend, causal_attention, grouped_attention
-from jaxpipe.model.blocks import Keys, Queries
+from jaxpipe.model.attention import CausalAttention, causal_attention, grouped_attention
+from jaxpipe.model.blocks import KeyBlock, QueryBlock
 from jaxpipe.model.fused import FusedBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
@@ -96,17 +96,17 @@ def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
     monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
     shape = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
-    attend = Attend(kernel="cudnn", window=window)
+    attend = CausalAttention(kernel="cudnn", window=window)
     text = str(jax.make_jaxpr(attend)(shape, shape, shape))
     assert f"sliding_window_length={window or None}\n" in text
     assert "mask_type=MaskType.CAUSAL" in text
 
 
-@pytest.mark.parametrize(("way", "mask"), [("causal", "CAUSAL"), ("attended", "NO_MASK")])
+@pytest.mark.parametrize(("way", "mask"), [("causal", "CAUSAL"), ("attend_block", "NO_MASK")])
 def test_blocks_of_a_ring_become_calls_of_the_fused_kernel(way, mask):
     """Only lowering, which needs no GPU."""
     shape = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")
-    run = lambda q, k, v: getattr(FusedBlocks(), way)(Queries(q, None), Keys(k, v, None))  # noqa: E731
+    run = lambda q, k, v: getattr(FusedBlocks(), way)(QueryBlock(q, None), KeyBlock(k, v, None))  # noqa: E731
     text = jax.jit(run).trace(shape, shape, shape).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__cudnn$fmhaSoftmax(") == 1
     assert f"mask_type\\22: \\22{mask}\\22" in text

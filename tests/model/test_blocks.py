@@ -9,15 +9,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from oracles import fused
 
-from jaxpipe.model.blocks import Keys, Products, Queries, Sight, attention_ref
+from jaxpipe.model.blocks import KeyBlock, KeyRange, PlainBlocks, QueryBlock, attention_ref
 from jaxpipe.model.fused import FusedBlocks
-from jaxpipe.model.ring import Course, ring_attention
+from jaxpipe.model.ring import RingLayout, ring_attention
 from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh, shard_batch
 from jaxpipe.partition.sequence import FULL_SEQUENCE
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])
-HALVES = Products(1)
+HALVES = PlainBlocks(1)
 SIGHTS = {"all": (0, None), "windows and documents": (6, POSITIONS)}
 
 
@@ -26,23 +26,23 @@ def operands(dtype):
     return [jax.random.normal(key, (B, L, h, K), dtype) for key, h in zip(keys, heads)]
 
 
-def made(attention, operands, *sight):
+def made(attention, operands, *key_range):
     """Return the output of attention and the gradients."""
     *qkv, weight = operands
-    mixed, pull = jax.vjp(lambda q, k, v: attention(q, k, v, *sight), *qkv)
+    mixed, pull = jax.vjp(lambda q, k, v: attention(q, k, v, *key_range), *qkv)
     return mixed, pull(weight)
 
 
 def reference(q, k, v, window, positions):
-    sight = Sight.of(np.arange(L), B, window, positions)
-    return attention_ref(Queries(q, sight), Keys(k, v, sight.own_BL))
+    key_range = KeyRange.of(np.arange(L), B, window, positions)
+    return attention_ref(QueryBlock(q, key_range), KeyBlock(k, v, key_range.own_BL))
 
 
 def alone(depth):
     def attention(q, k, v, window, positions):
-        sight = Sight.of(np.arange(L), B, window, positions)
-        course = Course(FULL_SEQUENCE, L, Products(depth))
-        return ring_attention(course, q, k, v, sight, jnp.int32(0))
+        key_range = KeyRange.of(np.arange(L), B, window, positions)
+        layout = RingLayout(FULL_SEQUENCE, L, PlainBlocks(depth))
+        return ring_attention(layout, q, k, v, key_range, jnp.int32(0))
 
     return attention
 
@@ -52,7 +52,7 @@ def around(size, blocks, ep=1, slices=1):
     sequence, axes = ContextParallel(size, heads=1), PartitionSpec(("rp", "dp", "ep"))
     mesh = make_mesh(1, size, devices=jax.devices()[:size], factors=ReplicaFactors(ep=ep))
     own = L // (size * slices)
-    course = Course(sequence, own, blocks)
+    layout = RingLayout(sequence, own, blocks)
 
     def shard(x):
         """Shard by slice and device: `[slices, size * B, own, ...]`."""
@@ -65,10 +65,10 @@ def around(size, blocks, ep=1, slices=1):
             def of_slice(given):
                 i, q, *position = given
                 places = i * (L // slices) + sequence.positions(own)
-                sight = Sight.of(places, B, window, *position or [None])
+                key_range = KeyRange.of(places, B, window, *position or [None])
                 later = jnp.arange(L // size)[None, :, None, None] >= (i + 1) * own
                 so_far = (jnp.where(later, jnp.nan, x) for x in (whole_k, whole_v))
-                return ring_attention(course, q, *so_far, sight, i * own)
+                return ring_attention(layout, q, *so_far, key_range, i * own)
 
             # A sequential loop, as over ticks: devices that can run two rings in either order
             # deadlock.
@@ -96,13 +96,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("key_range", SIGHTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_blocks_make_what_all_scores_make(way, sight):
+def test_blocks_make_what_all_scores_make(way, key_range):
     with jax.enable_x64(True):
         given = operands(jnp.float64)
-        got = jax.jit(lambda *given: made(WAYS[way], given, *SIGHTS[sight]))(*given)
-        assert_same(got, made(reference, given, *SIGHTS[sight]))
+        got = jax.jit(lambda *given: made(WAYS[way], given, *SIGHTS[key_range]))(*given)
+        assert_same(got, made(reference, given, *SIGHTS[key_range]))
 
 
 @pytest.mark.parametrize(("size", "slices"), [(2, 1), (4, 1), (2, 4)])

@@ -9,7 +9,7 @@ from oracles.fp8 import emulated
 
 from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
 from jaxpipe.contract import Aux, Context
-from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, scale_of
+from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, compute_scale
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.planning import Devices, resolve
@@ -123,10 +123,10 @@ def test_scales_follow_the_largest_of_the_history():
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_no_largest_value_saturates(form):
     largest = jnp.float32([1e-20, 0.99999994, 1.0, 3.0, 448.0, 1e30])
-    reached = largest / scale_of(largest, form)
+    reached = largest / compute_scale(largest, form)
     assert form.largest / 3.5 <= float(reached.min())
     assert float(reached.max()) < form.largest / 1.75 * (1 + 1e-6)
-    assert not jnp.isfinite(scale_of(jnp.float32([jnp.nan, jnp.inf]), form)).any()
+    assert not jnp.isfinite(compute_scale(jnp.float32([jnp.nan, jnp.inf]), form)).any()
 
 
 def settings(parallel=None, train=None, **model):

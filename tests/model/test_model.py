@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.llama.layers import rotary
 from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.partition.devices import ONE_DEVICE
@@ -27,8 +27,8 @@ WINDOWED = replace(SMALL, sliding_window=3)
 
 
 def logits_of(config, tokens, key=0, **more):
-    decoder, key = Decoder(config), jax.random.key(key)
-    ends = decoder.init_ends(key)
+    decoder, key = LlamaDecoder(config), jax.random.key(key)
+    ends = decoder.init_embed_head(key)
     microbatch = {"inputs": tokens} | more
     x = decoder.embed(ends, microbatch)
     for index in range(config.n_layers):
@@ -42,7 +42,7 @@ def tokens_of(batch, length, key=1):
 
 @pytest.mark.parametrize("config", [SMALL, QK_NORM, WINDOWED])
 def test_no_token_sees_the_future_nor_what_is_before_its_window(config):
-    decoder, key = Decoder(config), jax.random.key(0)
+    decoder, key = LlamaDecoder(config), jax.random.key(0)
     layer = decoder.init_layer(key, 0)
     x = jax.random.normal(jax.random.key(2), (1, 7, 32))
 
@@ -59,7 +59,7 @@ def test_no_token_sees_the_future_nor_what_is_before_its_window(config):
 
 def test_attention_equals_a_plain_reference():
     """Softmax attention written out head by head, with its own rotation, in numpy."""
-    decoder = Decoder(SMALL)
+    decoder = LlamaDecoder(SMALL)
     params = jax.tree.map(np.asarray, decoder.init_layer(jax.random.key(0), 0))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 32)), np.float64)
 
@@ -117,13 +117,13 @@ def test_positions_can_be_given():
 
 
 def test_initial_values_depend_on_layer_and_name():
-    decoder, key = Decoder(SMALL), jax.random.key(0)
+    decoder, key = LlamaDecoder(SMALL), jax.random.key(0)
     first, again, other = (decoder.init_layer(key, i) for i in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["attn"]["wk"], other["attn"]["wk"])
     assert not np.array_equal(first["attn"]["wk"], first["attn"]["wv"])
     # A parameter added or removed elsewhere changes nothing here.
-    normed = Decoder(
+    normed = LlamaDecoder(
         LlamaConfig(**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__} | {"qk_norm": True})
     )
     np.testing.assert_array_equal(normed.init_layer(key, 1)["attn"]["wo"], other["attn"]["wo"])
@@ -134,7 +134,7 @@ def test_parameters_counted_by_shape(preset):
     family, key = FAMILIES[PRESETS[preset]["family"]], jax.random.key(0)
     config = family.config(**PRESETS[preset])
     decoder = family.build(config)
-    ends = jax.eval_shape(decoder.init_ends, key)
+    ends = jax.eval_shape(decoder.init_embed_head, key)
     kind = config.layer_kinds[0]
     layer = jax.eval_shape(partial(decoder.init_layer, index=0, kind=kind), key)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
@@ -190,8 +190,8 @@ def test_cross_entropy_equals_the_sum_over_valid_tokens():
 
 
 def test_half_precision_keeps_norms_and_loss_wide():
-    decoder, key = Decoder(SMALL), jax.random.key(0)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_ends(key))
+    decoder, key = LlamaDecoder(SMALL), jax.random.key(0)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_embed_head(key))
     microbatch = {"inputs": tokens_of(1, 4), "targets": tokens_of(1, 4, key=3)}
     x = decoder.embed(half, microbatch)
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder.init_layer(key, 0))

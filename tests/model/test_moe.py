@@ -15,10 +15,15 @@ from msgspec import structs
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
 from jaxpipe.contract import Aux, Context
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.moe.balance import Balance
-from jaxpipe.model.moe.dispatch import equal_places, from_slots, into_slots, sorted_places
-from jaxpipe.model.moe.products import by_kernel
+from jaxpipe.model.moe.dispatch import (
+    assign_equally,
+    assign_sorted,
+    gather_into_slots,
+    sum_from_slots,
+)
+from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.model.moe.router import Routes, choose
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.experts import ALL_EXPERTS
@@ -85,10 +90,10 @@ def test_the_choice_is_that_of_plain_loops():
 def test_rows_go_into_slots_and_back(places):
     """A gather into slots and a sum back, each the gradient of the other."""
     group = jnp.array([2, 0, 1, 1, 1, 0, 2, 1])
-    made = sorted_places(group) if places == "sorted" else equal_places(group, 3, 3)
+    made = assign_sorted(group) if places == "sorted" else assign_equally(group, 3, 3)
     with jax.enable_x64(True):
         x = jax.random.normal(jax.random.key(0), (4, 5), jnp.float64)
-        slots = into_slots(x, made, 2)
+        slots = gather_into_slots(x, made, 2)
         want = np.zeros((made.source_S.size, 5))
         for row, slot in enumerate(np.asarray(made.target_R)):
             if slot < len(want):
@@ -96,12 +101,12 @@ def test_rows_go_into_slots_and_back(places):
         np.testing.assert_array_equal(slots, want)
         assert np.asarray(made.target_R).max() == (9 if places == "equal" else 7)
         dy = jax.random.normal(jax.random.key(1), slots.shape, jnp.float64)
-        (dx,) = jax.vjp(lambda x: into_slots(x, made, 2), x)[1](dy)
-        np.testing.assert_array_equal(dx, from_slots(dy, made, 2))
-        back = from_slots(slots, made, 2)
+        (dx,) = jax.vjp(lambda x: gather_into_slots(x, made, 2), x)[1](dy)
+        np.testing.assert_array_equal(dx, sum_from_slots(dy, made, 2))
+        back = sum_from_slots(slots, made, 2)
         np.testing.assert_allclose((x * dx).sum(), (slots * dy).sum(), rtol=1e-14)
-        (dslots,) = jax.vjp(lambda s: from_slots(s, made, 2), slots)[1](back)
-        np.testing.assert_array_equal(dslots, into_slots(back, made, 2))
+        (dslots,) = jax.vjp(lambda s: sum_from_slots(s, made, 2), slots)[1](back)
+        np.testing.assert_array_equal(dslots, gather_into_slots(back, made, 2))
 
 
 def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
@@ -123,7 +128,7 @@ def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
 
 @pytest.mark.parametrize("step", ["sign", "error"])
 def test_a_bias_rises_where_few_tokens_chose(step):
-    functions = Decoder(structs.replace(MODELS["one"], router_bias_step=step)).functions
+    functions = LlamaDecoder(structs.replace(MODELS["one"], router_bias_step=step)).functions
     counts = np.tile([0, 1, 2, 0, 4, 5, 6, 14], (4, 1))  # 4 is the mean
     counts[1] *= 2
     side = Aux(sums={"expert_counts": jnp.asarray(counts, jnp.int32)})
@@ -136,7 +141,7 @@ def test_a_bias_rises_where_few_tokens_chose(step):
 
 
 def test_a_bias_tells_counts_apart_that_float32_does_not():
-    functions = Decoder(MODELS["one"]).functions
+    functions = LlamaDecoder(MODELS["one"]).functions
     counts = np.full((4, 8), 2**28, np.int32)
     counts[:, 0] += 1
     counts[:, 1] -= 1
@@ -151,7 +156,7 @@ def test_a_bias_tells_counts_apart_that_float32_does_not():
 def test_what_is_logged_of_a_step_however_large(tokens):
     """48 layers, 8 of 128 experts a token: the rows of a layer or of all layers may exceed 2^31."""
     sizes = SIZES | {"n_layers": 48, "n_experts": 128, "experts_per_token": 8}
-    functions = Decoder(LlamaConfig(**sizes)).functions
+    functions = LlamaDecoder(LlamaConfig(**sizes)).functions
     mean = tokens * 8 // 128
     counts = np.full((48, 128), mean, np.int32)
     counts[:, 0] += mean // 2
@@ -197,7 +202,7 @@ def split_of(model, remat, product=lax.ragged_dot):
     return split, params, x, context
 
 
-@pytest.mark.parametrize("product", [lax.ragged_dot, by_kernel])
+@pytest.mark.parametrize("product", [lax.ragged_dot, multiply_by_kernel])
 @pytest.mark.parametrize("remat", POLICIES)
 def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatch):
     """W has one of three products of each matrix; B has another and, with remat, F's again."""
@@ -252,7 +257,7 @@ def test_a_plan_counts_the_products_of_active_experts(model):
 
 
 def test_modules_have_the_leaves_that_replicas_and_devices_cut():
-    leaves = Decoder(MODELS["qwen"]).functions.kinds_by_name["sparse"].param_specs["moe"]
+    leaves = LlamaDecoder(MODELS["qwen"]).functions.kinds_by_name["sparse"].param_specs["moe"]
     assert leaves["experts"]["w_up"].sharded == (("ep", 0), ("tp", 2))
     assert leaves["experts"]["w_down"].sharded == (("ep", 0), ("tp", 1))
     assert leaves["experts"]["w_down"].matrix == (1, 2)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from oracles import ragged
 
-from jaxpipe.model.attention import Attend, Past, causal_attention
+from jaxpipe.model.attention import CachedKeys, CausalAttention, causal_attention
 from jaxpipe.model.dropout import Dropout, Masks
-from jaxpipe.model.packed import Documents, documents_of
+from jaxpipe.model.packed import RowDocuments, shard_documents
 from jaxpipe.partition.devices import ONE_DEVICE
 
 ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # document lengths in rows of 12; the rest is padding
@@ -24,7 +24,7 @@ def documents(rows=ROWS, length=12):
         segments[row, : sum(lengths)] = numbers
         for number in range(len(lengths)):
             positions[row, segments[row] == number] = np.arange(lengths[number])
-    return Documents(jnp.array(segments), jnp.array(positions))
+    return RowDocuments(jnp.array(segments), jnp.array(positions))
 
 
 def arguments(rows=ROWS, length=12):
@@ -72,7 +72,7 @@ def equal(found, wanted):
 def test_the_plain_kernel_is_each_document_alone(window):
     with jax.enable_x64(True):
         given, of = arguments(), documents()
-        plain = lambda q, k, v: Attend(window=window)(q, k, v, documents=of)[0]  # noqa: E731
+        plain = lambda q, k, v: CausalAttention(window=window)(q, k, v, documents=of)[0]  # noqa: E731
         wanted = values_and_gradients(partial(reference, window=window), given, of)
         equal(values_and_gradients(plain, given, of), wanted)
 
@@ -102,12 +102,12 @@ def test_another_documents_values_have_no_gradient_at_all():
 
 def fused(q, k, v, of, window=0, parts=1):
     """Run the fused kernel on the full row, or slice by slice in order."""
-    attend, own = Attend(kernel="cudnn", window=window, documents=4), q.shape[1] // parts
-    past = Past(jnp.full_like(k, 7), jnp.full_like(v, 7), 0) if parts > 1 else None
+    attend, own = CausalAttention(kernel="cudnn", window=window, documents=4), q.shape[1] // parts
+    past = CachedKeys(jnp.full_like(k, 7), jnp.full_like(v, 7), 0) if parts > 1 else None
     mixed = []
     for begin in range(0, q.shape[1], own):
         part = slice(begin, begin + own)
-        documents = Documents(*(leaf[:, part] for leaf in of))
+        documents = RowDocuments(*(leaf[:, part] for leaf in of))
         past = past and past._replace(begin=jnp.int32(begin))
         y, past = attend(*(a[:, part] for a in (q, k, v)), past, documents=documents)
         mixed.append(y)
@@ -141,7 +141,7 @@ def test_shares_are_dropped_within_documents():
         score = jnp.einsum("blhk,bshk->bhls", q, k) * 8**-0.5
         share = masks.shares(jax.nn.softmax(score, axis=-1, where=seen[:, None]))
         wanted = jnp.einsum("bhls,bshk->blhk", share, v)
-        found, _ = Attend()(q, k, v, masks=masks, documents=of)
+        found, _ = CausalAttention()(q, k, v, masks=masks, documents=of)
         real = of.segments >= 0
         equal([found[real]], [wanted[real]])
 
@@ -149,8 +149,8 @@ def test_shares_are_dropped_within_documents():
 def test_documents_of_a_part():
     """A document that starts before the shard, full ones, one that ends after it, and padding."""
     of = documents(((3, 4, 5), (2, 2, 3), (12,), (4,)))
-    part = Documents(*(leaf[:, 4:8] for leaf in of))
-    first, length = documents_of(part, 4, most=2)
+    part = RowDocuments(*(leaf[:, 4:8] for leaf in of))
+    first, length = shard_documents(part, 4, most=2)
     assert first.tolist() == [[3, 7], [4, 8], [0, 8], [4, 8]]
     assert length.tolist() == [[4, 1], [4, 0], [8, 0], [4, 0]]
 
@@ -160,8 +160,8 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
     """Lowered only. cuDNN gets the first element and length of each document, and the window."""
     shapes = [(2, 256, h, 64) for h in (4, 2, 2)]
     given = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
-    of = Documents(*[jax.ShapeDtypeStruct((2, 256), "int32")] * 2)
-    attend = Attend(kernel="cudnn", window=100, documents=most)
+    of = RowDocuments(*[jax.ShapeDtypeStruct((2, 256), "int32")] * 2)
+    attend = CausalAttention(kernel="cudnn", window=100, documents=most)
 
     def loss(given, of):
         return attend(*given, documents=of)[0].astype("float32").sum()
@@ -179,21 +179,21 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 64), ("bfloat16", 12)])
 def test_what_cudnn_has_no_kernel_for(dtype, width):
     given = [jax.ShapeDtypeStruct((1, 16, 2, width), dtype)] * 3
-    of = Documents(*[jax.ShapeDtypeStruct((1, 16), "int32")] * 2)
+    of = RowDocuments(*[jax.ShapeDtypeStruct((1, 16), "int32")] * 2)
     with pytest.raises(ValueError, match=f"but these are {dtype} of width {width}: change"):
         lowered(given, of)
 
 
 def lowered(given, of):
-    attend = Attend(kernel="cudnn", documents=2)
+    attend = CausalAttention(kernel="cudnn", documents=2)
     traced = jax.jit(lambda given, of: attend(*given, documents=of)[0]).trace(given, of)
     return traced.lower(lowering_platforms=("cuda",))
 
 
 def test_what_cudnns_offsets_cannot_count():
     given = [jax.ShapeDtypeStruct((32, 2**15, 16, 128), "bfloat16")] * 3
-    of = Documents(*[jax.ShapeDtypeStruct((32, 2**15), "int32")] * 2)
+    of = RowDocuments(*[jax.ShapeDtypeStruct((32, 2**15), "int32")] * 2)
     with pytest.raises(ValueError, match="32 rows of 32768 tokens with 16 heads of 128 are 2.31"):
         lowered(given, of)
     lowered([jax.ShapeDtypeStruct((31, *leaf.shape[1:]), leaf.dtype) for leaf in given],
-            Documents(*[jax.ShapeDtypeStruct((31, 2**15), "int32")] * 2))  # fmt: skip
+            RowDocuments(*[jax.ShapeDtypeStruct((31, 2**15), "int32")] * 2))  # fmt: skip

@@ -12,10 +12,10 @@ from jax import lax
 from kernels import TOKAMAX
 from mixtures import MODELS
 
-from jaxpipe.model.fused import stand_ins
+from jaxpipe.model.fused import replace_kernels
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe import products
-from jaxpipe.model.moe.products import by_kernel, grouped_on
+from jaxpipe.model.moe.products import choose_grouped_product, multiply_by_kernel
 
 SIZES = {"d_model": 256, "vocab_size": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8,
          "n_layers": 1}  # fmt: skip
@@ -39,14 +39,14 @@ def test_the_kernel_makes_what_ragged_dot_makes(sizes, monkeypatch):
             y, pull = jax.vjp(lambda *given: product(*given, sizes), rows, matrices)
             return y, *pull(dy)
 
-        jax.tree.map(np.testing.assert_array_equal, made(by_kernel), made(lax.ragged_dot))
+        jax.tree.map(np.testing.assert_array_equal, made(multiply_by_kernel), made(lax.ragged_dot))
 
 
 def test_a_plan_needs_no_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)  # makes its import fail
     rows, sizes = jnp.ones((2, 4)), jnp.array([2])
-    with stand_ins():
-        np.testing.assert_array_equal(by_kernel(rows, jnp.ones((1, 4, 3)), sizes), 4)
+    with replace_kernels():
+        np.testing.assert_array_equal(multiply_by_kernel(rows, jnp.ones((1, 4, 3)), sizes), 4)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_plan_needs_no_kernel(monkeypatch):
 def test_who_has_the_kernel(device, model, dtype, found, note, monkeypatch):
     """Without the kernel, the note tells its cost and the remedy."""
     monkeypatch.setattr(products, "find_spec", lambda name: found)
-    got = grouped_on(device, model, jnp.dtype(dtype), tp=2)
-    assert (got.product is by_kernel) == note.startswith("by tokamax")
+    got = choose_grouped_product(device, model, jnp.dtype(dtype), tp=2)
+    assert (got.product is multiply_by_kernel) == note.startswith("by tokamax")
     if not note:
         assert not got.note
     else:

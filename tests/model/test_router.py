@@ -8,7 +8,7 @@ from mixtures import SIZES
 
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.router import Router
-from jaxpipe.model.parts import Parts, init_from
+from jaxpipe.model.parts import LayerParts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE
 
 EXPERTS = 8
@@ -28,7 +28,7 @@ BIAS = np.array([2.0, 2.0] + [0.0] * 6)  # experts 0 and 1 are chosen
 def router_of(score, **sizes):
     sizes = SIZES | {"d_model": EXPERTS, "n_experts": EXPERTS, "experts_per_token": 2} | sizes
     config = LlamaConfig(**sizes, router_score=score, router_scale=2.5, router_bias_rate=0.001)
-    router = Router(config, Parts(ONE_DEVICE, None), init_from(jax.random.key(0)))
+    router = Router(config, LayerParts(ONE_DEVICE, None), init_from(jax.random.key(0)))
     router.gate[...] = jnp.eye(EXPERTS)  # so that logits equal the router's input
     return router
 

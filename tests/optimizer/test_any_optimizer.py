@@ -12,7 +12,7 @@ import pytest
 from commands import SMALL
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.optimizer import learning_rate
 from jaxpipe.pipeline.reference import step_ref
 from jaxpipe.training.trainer import Trainer
@@ -72,7 +72,7 @@ def plain(trainer):
     """Return the model's own parameters, in float64."""
     key = jax.random.key(trainer.config.train.seed)
     layers = [trainer.model.init_layer(key, i, kind) for i, kind in enumerate(trainer.layout.kinds)]
-    params = {"embed_head": trainer.model.init_ends(key), "layers": layers}
+    params = {"embed_head": trainer.model.init_embed_head(key), "layers": layers}
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
 
 
@@ -85,7 +85,7 @@ def fresh(trainer):
 
 def keyed(trainer, tree):
     """Return parameters or an optimizer's state by layer, as on disk."""
-    return jax.tree.map(np.asarray, Keying(trainer.layout, trainer.sharding).keyed(tree))
+    return jax.tree.map(np.asarray, StateKeying(trainer.layout, trainer.sharding).keyed(tree))
 
 
 @cache
@@ -161,9 +161,13 @@ def test_a_state_restores_on_any_other_mesh(name, tmp_path):
     after = trainer_of(name, {"pp": 3, "dp": 2, "zero_stage": 1})
     state, _ = trained(before, before.init(), range(2))
     how = {"keep": 1, "asynchronous": False}
-    with Checkpoints(tmp_path, **how, keying=Keying(before.layout, before.sharding)) as checkpoints:
+    with CheckpointStore(
+        tmp_path, **how, keying=StateKeying(before.layout, before.sharding)
+    ) as checkpoints:
         checkpoints.save(2, state.parts(), {})
-    with Checkpoints(tmp_path, **how, keying=Keying(after.layout, after.sharding)) as checkpoints:
+    with CheckpointStore(
+        tmp_path, **how, keying=StateKeying(after.layout, after.sharding)
+    ) as checkpoints:
         parts, _ = checkpoints.restore(after.state_shapes.parts(), say=pytest.fail)
     moved = after.state_of(parts)
     for one, other in zip(state[:2], moved[:2]):

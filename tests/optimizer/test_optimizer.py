@@ -8,7 +8,7 @@ import pytest
 from commands import SMALL
 from flax.traverse_util import flatten_dict
 
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
 from jaxpipe.optimizer import (
@@ -217,10 +217,10 @@ def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
     )
     assert float(trainer.eval_step(state, batch)[0]) == pytest.approx(of_mean, rel=1e-6)
     assert abs(of_mean - trained) > 1e-3
-    keying = Keying(trainer.layout, trainer.sharding)
-    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
         checkpoints.save(3, state.parts(), {})
-    want = flatten_dict(jax.tree.map(np.asarray, keying.keyed(mean)))
+    want = flatten_dict(jax.tree.map(np.asarray, keying.to_keyed(mean)))
     got = StoredCheckpoint(tmp_path / "3").parameters(list(want))
     for leaf, path in zip(got, want, strict=True):
         np.testing.assert_allclose(leaf, want[path], rtol=1e-6, err_msg=path)

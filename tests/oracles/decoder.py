@@ -19,7 +19,7 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
-from jaxpipe.model.blocks import halvings
+from jaxpipe.model.blocks import count_halvings
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.partition.leaf import TP, ParamSpec
 from jaxpipe.partition.sequence import query_blocks
@@ -291,7 +291,7 @@ def _keys_of_blocks(seq_len: int, cp: int, heads: int, slices: int) -> float:
         return of_slice + others
     own = of_slice // (cp // heads) if heads else of_slice
     others += (of_slice - own) / 2
-    return own * (1 + 0.5 ** halvings(own)) / 2 + others
+    return own * (1 + 0.5 ** count_halvings(own)) / 2 + others
 
 
 def _blocks(model: LlamaConfig, seq_len: int, parts: int) -> list[tuple[int, int]]:

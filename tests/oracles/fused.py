@@ -58,7 +58,7 @@ def stands_in(monkeypatch):
     jax's own function is replaced too, for attention over all tokens.
     """
     calls = lambda name, q, causal, window: (Fused(name, causal), {})  # noqa: E731
-    monkeypatch.setattr(fused, "_of_cudnn", calls)
+    monkeypatch.setattr(fused, "_cudnn_primitive", calls)
 
     def library(q, k, v, *, is_causal, local_window_size):
         assert local_window_size is None

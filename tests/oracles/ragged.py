@@ -77,4 +77,6 @@ class Rows:
 
 def stands_in(monkeypatch):
     """Make CPUs run this implementation instead of cuDNN's packed attention, in any dtype."""
-    monkeypatch.setattr(packed, "_of_cudnn", lambda name, q, window: (Ragged(name, window), {}))
+    monkeypatch.setattr(
+        packed, "_cudnn_primitive", lambda name, q, window: (Ragged(name, window), {})
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from jaxpipe.data.records import Records
+from jaxpipe.data.records import RecordConverter
 from jaxpipe.data.tokenizing import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -52,6 +52,8 @@ def test_ids_and_mask_are_those_of_transformers(folder: Path, content: str) -> N
     theirs = library.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    (ours,) = load_tokenizer(str(folder)).encode([Records().passages({"messages": messages})])
+    (ours,) = load_tokenizer(str(folder)).encode(
+        [RecordConverter().passages({"messages": messages})]
+    )
     assert ours.ids.tolist() == theirs["input_ids"]
     assert ours.counted.tolist() == [bool(flag) for flag in theirs["assistant_masks"]]

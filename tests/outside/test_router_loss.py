@@ -11,9 +11,9 @@ import pytest
 from hf_models import stored_params
 from msgspec.structs import replace
 
-from jaxpipe.checkpoint.huggingface import huggingface_of, import_huggingface
+from jaxpipe.checkpoint.huggingface import hf_format, import_huggingface
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.router import Routes
@@ -32,7 +32,7 @@ SIZES = {
 
 def coefficient(model):
     """Return the coefficient that an export of the model writes."""
-    fields = huggingface_of(model).written(model.resolved(), "float32", 64)
+    fields = hf_format(model).written(model.resolved(), "float32", 64)
     return fields["router_aux_loss_coef"]
 
 
@@ -106,7 +106,7 @@ def test_a_masked_prompt_trains_the_router_as_in_transformers(tmp_path, targets)
     params = stored_params(step)
     layers = [params["layers"][str(i)] for i in range(2)]
     batch = {"inputs": jnp.asarray(ids[None, :, :-1]), "targets": jnp.asarray(labels[None, :, 1:])}
-    ours = step_ref(Decoder(model).functions, params["ends"], layers, batch)
+    ours = step_ref(LlamaDecoder(model).functions, params["embed_head"], layers, batch)
     assert float(ours.losses.sum()) == pytest.approx(cross_entropy.item(), rel=1e-5)
     added = config.router_aux_loss_coef * made.aux_loss.item()
     assert float(ours.aux_losses.sum()) == pytest.approx(added, rel=1e-5)

@@ -11,7 +11,7 @@ from kernels import TOKAMAX
 from mixtures import EXAMPLES, LENGTH, MICROBATCHES, held, problem, run
 
 from jaxpipe.contract import Context
-from jaxpipe.model.moe.products import by_kernel
+from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.schedule import Lockstep
 
 PAIRED = Lockstep(transfer_ticks=1, pairs=True)
@@ -78,7 +78,7 @@ def test_experts_take_no_padding(model, name, mesh, how):
 def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
     """A stand-in keeps uninitialized rows of no group, and buffers are half empty."""
     monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
-    how = {"remat": "selective", "product": by_kernel, "poison_bubbles": True}
+    how = {"remat": "selective", "product": multiply_by_kernel, "poison_bubbles": True}
     assert_same(*run("qwen", "zb_h1", 2, 2, 1, 2, **how))
 
 

@@ -25,7 +25,7 @@ from meshes import (
 from oracles.decoder import LayerBytes, hidden_bytes, layer_bytes
 from programs import eqns_of
 
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import (
     ContextParallel,
     Sharding,
@@ -122,7 +122,7 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         batch = batch | {"example": jnp.broadcast_to(ids, batch["inputs"].shape)}
         built = build(schedule, pp=2, microbatches=MICROBATCHES)
         layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
-        shared_by_two = Decoder(MODELS["normed"], TensorParallel(2, sequence))
+        shared_by_two = LlamaDecoder(MODELS["normed"], TensorParallel(2, sequence))
         pipeline = Pipeline(
             recording(shared_by_two), built, make_mesh(2, 2, 2), layout.layers_per_stage,
             Execution(zero_stage=2),
@@ -181,7 +181,7 @@ def traced_step(*, reshard):
     _, shared, layers, batch = problem("grouped", jnp.float32)
     layout = StageLayout((2, 2))
     execution = Execution(zero_stage=3, reshard_after_forward=reshard)
-    decoder = Decoder(MODELS["grouped"])
+    decoder = LlamaDecoder(MODELS["grouped"])
     mesh = make_mesh(2, 2, devices=jax.devices()[:4])
     pipeline = Pipeline(
         decoder.functions, build("1f1b", pp=2, microbatches=MICROBATCHES), mesh,
@@ -249,12 +249,12 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
     """A device stores and sends what the plan counts: half of one device's bytes."""
     sizes_of_mesh, how = SHARING[shared]
     config, mesh = MODELS[model], make_mesh(*sizes_of_mesh, devices=jax.devices()[:2])
-    decoder = Decoder(config, **how)
+    decoder = LlamaDecoder(config, **how)
     length = LENGTH // decoder.sequence.size
     ids = jax.ShapeDtypeStruct((EXAMPLES, length), "int32")
     key, found = jax.random.key(0), []
     layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))
-    ends = jax.eval_shape(lambda: decoder.init_ends(key))
+    ends = jax.eval_shape(lambda: decoder.init_embed_head(key))
     leaves = decoder.leaves
     stored = Sharding(mesh, leaves["embed_head"], lambda slot: leaves["layer"]).param_shardings(
         {

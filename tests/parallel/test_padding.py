@@ -14,7 +14,7 @@ from meshes import pipeline_of, problem, run
 from training_runs import keyed, keying, train_on_random_tokens
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.checkpoint import CheckpointStore
 from jaxpipe.parallel import DP, PP, TP
 from jaxpipe.partition.leaf import ParamSpec, plan_sharding
 from jaxpipe.planning import Hardware, analytic, estimates
@@ -172,7 +172,9 @@ def test_padded_bytes_are_planned(mesh, optimizer):
 def saved(tmp_path_factory):
     trainer, directory = trainer_of("stages"), tmp_path_factory.mktemp("padded")
     state, _ = trained(trainer, trainer.init(), range(2))
-    with Checkpoints(directory, keep=1, asynchronous=True, keying=keying(trainer)) as checkpoints:
+    with CheckpointStore(
+        directory, keep=1, asynchronous=True, keying=keying(trainer)
+    ) as checkpoints:
         checkpoints.save(2, state.parts(), {})
     want = keyed(trainer, state)
     _, losses = trained(trainer, state, [2])
@@ -199,7 +201,7 @@ def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
     directory, want, losses = saved
     trainer = trainer_of(mesh)
     how = {"keep": 1, "asynchronous": True, "keying": keying(trainer)}
-    with Checkpoints(directory, **how) as checkpoints:
+    with CheckpointStore(directory, **how) as checkpoints:
         restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     state = trainer.state_of(restored)
     chex.assert_trees_all_equal(keyed(trainer, state), want)
@@ -212,9 +214,11 @@ def test_a_padded_checkpoint_restores_anywhere(saved, mesh):
 def test_any_checkpoint_restores_padded(tmp_path, mesh):
     before, after = trainer_of(mesh), trainer_of("resharded")
     state, _ = trained(before, before.init(), range(1))
-    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying(before)) as checkpoints:
+    with CheckpointStore(
+        tmp_path, keep=1, asynchronous=False, keying=keying(before)
+    ) as checkpoints:
         checkpoints.save(1, state.parts(), {})
-    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying(after)) as checkpoints:
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying(after)) as checkpoints:
         restored, _ = checkpoints.restore(after.state_shapes.parts(), say=pytest.fail)
     chex.assert_trees_all_equal(keyed(after, after.state_of(restored)), keyed(before, state))
 
@@ -226,10 +230,10 @@ def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
     before, after = trainer_of("five"), trainer_of("other")
     how = {"keep": 1, "asynchronous": asynchronous}
     state = before.init()
-    with Checkpoints(tmp_path, **how, keying=keying(before)) as checkpoints:
+    with CheckpointStore(tmp_path, **how, keying=keying(before)) as checkpoints:
         checkpoints.save(0, state.parts(), {})
     for trainer in (before, after):
-        with Checkpoints(tmp_path, **how, keying=keying(trainer)) as checkpoints:
+        with CheckpointStore(tmp_path, **how, keying=keying(trainer)) as checkpoints:
             restored, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
         chex.assert_trees_all_equal(
             keyed(trainer, trainer.state_of(restored)), keyed(after, after.init())

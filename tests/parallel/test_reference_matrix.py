@@ -20,7 +20,7 @@ from compare import relative
 from layer_outputs import recording
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Keying
+from jaxpipe.checkpoint import StateKeying
 from jaxpipe.pipeline import Aux
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
@@ -128,9 +128,9 @@ def batches_of(trainer):
 def trained(base, name):
     """Return initial values, losses, gradients, updated parameters and layer outputs, by layer."""
     trainer = trainer_of(base, name)
-    keying, recorded = Keying(trainer.layout, trainer.sharding), recording(trainer.model)
+    keying, recorded = StateKeying(trainer.layout, trainer.sharding), recording(trainer.model)
     pipeline = replace(trainer.pipeline, functions=recorded)
-    keyed = lambda tree: jax.tree.map(np.asarray, keying.keyed(tree))  # noqa: E731
+    keyed = lambda tree: jax.tree.map(np.asarray, keying.to_keyed(tree))  # noqa: E731
     state = trainer.init()
     init = keyed(state.params)
 

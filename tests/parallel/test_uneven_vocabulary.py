@@ -13,7 +13,7 @@ from meshes import run
 from training_runs import keyed, keying, train_on_random_tokens
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.checkpoint import CheckpointStore
 from jaxpipe.model.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.planning import Hardware, analytic, estimates
@@ -105,12 +105,16 @@ def trainer_of(mesh, *overrides):
 
 
 def saved(trainer, state, directory):
-    with Checkpoints(directory, keep=1, asynchronous=True, keying=keying(trainer)) as checkpoints:
+    with CheckpointStore(
+        directory, keep=1, asynchronous=True, keying=keying(trainer)
+    ) as checkpoints:
         checkpoints.save(1, state.parts(), {})
 
 
 def restored(trainer, directory):
-    with Checkpoints(directory, keep=1, asynchronous=True, keying=keying(trainer)) as checkpoints:
+    with CheckpointStore(
+        directory, keep=1, asynchronous=True, keying=keying(trainer)
+    ) as checkpoints:
         parts, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     return trainer.state_of(parts)
 

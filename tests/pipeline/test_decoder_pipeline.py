@@ -9,7 +9,7 @@ import pytest
 from compare import assert_same
 
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
@@ -28,12 +28,12 @@ CONFIG = LlamaConfig(
 
 
 def run(name, counts, dp, dtype=jnp.float32, terms=1, **execution):
-    decoder, key = Decoder(CONFIG), jax.random.key(0)
+    decoder, key = LlamaDecoder(CONFIG), jax.random.key(0)
     layout, pp, microbatches = StageLayout(counts), len(counts), len(counts) + 2
     count = lambda microbatch: terms * decoder.count(microbatch)  # noqa: E731
     functions = replace(decoder.functions, count=count)
     cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-    shared = cast(decoder.init_ends(key))
+    shared = cast(decoder.init_embed_head(key))
     layers = [cast(decoder.init_layer(key, i)) for i in range(5)]
     tokens = jax.random.randint(jax.random.key(1), (microbatches, 2 * dp, 13), 0, 40)
     inputs, targets = tokens[..., :-1], tokens[..., 1:]

@@ -9,7 +9,7 @@ import pytest
 from compare import assert_same
 from meshes import MODELS, pipeline_of, problem, run, wanted
 
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import shard_batch
 from jaxpipe.pipeline import (
     Context,
@@ -30,7 +30,7 @@ def check(*args, **how):
 def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):
         _, shared, layers, batch = problem(model, jnp.float64)
-        functions = Decoder(MODELS[model], slices=4).functions
+        functions = LlamaDecoder(MODELS[model], slices=4).functions
         batch = shard_batch(batch, slices=4, cp=1, dp=1)
         losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
         want, want_gradients = wanted(model, jnp.float64)

@@ -22,7 +22,7 @@ from oracles.flops import OpFlops
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.planning.costs import costs_of
 
@@ -243,7 +243,7 @@ def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkey
     monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
     model = model_of(qk_norm=qk_norm, attention="cudnn", head_dim=64)
-    decoder = Decoder(model)
+    decoder = LlamaDecoder(model)
     params = jax.eval_shape(lambda: decoder.init_layer(jax.random.key(0), 0))
     x = jax.ShapeDtypeStruct((BATCH, 128, model.d_model), "bfloat16")
     ids = jax.ShapeDtypeStruct((BATCH, 128), "int32")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import DataConfig, load
-from jaxpipe.data.expected import expected
-from jaxpipe.data.manifest import MANIFEST, Manifest, TokenizerEntry, histogram
-from jaxpipe.data.packing import pack
+from jaxpipe.data.manifest import MANIFEST, FolderManifest, TokenizerEntry, build_histogram
+from jaxpipe.data.packing import pack_documents
+from jaxpipe.data.packing_estimate import estimate_packing
 from jaxpipe.plan import main
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -26,10 +26,10 @@ def folder(tmp_path):
     """Write a folder with only its manifest: a plan reads no tokens."""
     documents = lengths()
     tokens = int(documents.sum())
-    manifest = Manifest(
+    manifest = FolderManifest(
         tokenizer=TokenizerEntry("bytes", "", 256, None), documents=len(documents), tokens=tokens,
         counted=tokens, longest=int(documents.max()), smallest_id=0, largest_id=255,
-        histogram=histogram(documents), empty=0, bad_lines=0, origin="", shards=(),
+        histogram=build_histogram(documents), empty=0, bad_lines=0, origin="", shards=(),
     )  # fmt: skip
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     return tmp_path
@@ -37,9 +37,9 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("how", ["sequential", "best_fit"])
 def test_what_is_expected_is_what_the_documents_make(folder, how):
-    rows = expected(folder, DataConfig(packing=how), 512)
+    rows = estimate_packing(folder, DataConfig(packing=how), 512)
     slots = lengths() - 1
-    packing = pack(lengths(), 512, how, most=64)
+    packing = pack_documents(lengths(), 512, how, most=64)
     efficiency = slots.sum() / (len(packing) * 512)
     assert rows.efficiency == pytest.approx(efficiency, abs=0.005)
     squares = (slots // 512).sum() * 512**2 + ((slots % 512) ** 2).sum()
@@ -55,7 +55,7 @@ def planned(capsys, *options):
 
 def test_a_plan_counts_tokens_that_are_no_padding(folder, capsys):
     whole, packed = planned(capsys), planned(capsys, "--lengths", str(folder))
-    rows = expected(folder, DataConfig(packing="best_fit"), 512)
+    rows = estimate_packing(folder, DataConfig(packing="best_fit"), 512)
     for one, other in zip(whole["schedules"], packed["schedules"]):
         share = other["tokens_per_second"] / one["tokens_per_second"]
         assert share == pytest.approx(rows.efficiency, rel=1e-3)

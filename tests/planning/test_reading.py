@@ -10,7 +10,7 @@ from resolving import resolved
 from jaxpipe import config as configs
 from jaxpipe.contract import Aux, LayerOutput
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import layout_of, rank_bytes
 
@@ -18,12 +18,12 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 VOCABULARY, WIDTH, LENGTH = 64, 32, 32
 
 
-class Reading(Decoder):
+class Reading(LlamaDecoder):
     """A decoder whose every layer makes a loss with the head."""
 
     @cached_property
     def functions(self):
-        functions, ends = super().functions, replace(self, end_devices=None)
+        functions, ends = super().functions, replace(self, embed_head_devices=None)
         (kind,) = functions.kinds.values()
 
         def layer(params, x, context):

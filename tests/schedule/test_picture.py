@@ -219,9 +219,9 @@ def test_matplotlib_waits_until_a_picture_is_drawn(tmp_path):
     code = """
 import sys
 from jaxpipe.schedule import build
-from jaxpipe.schedule.figure import picture
+from jaxpipe.schedule.figure import draw_figure
 assert "matplotlib" not in sys.modules
-picture(build("1f1b", pp=2, microbatches=2), sys.argv[1])
+draw_figure(build("1f1b", pp=2, microbatches=2), sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules
 import matplotlib
 assert matplotlib.rcParams["svg.hashsalt"] is None

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, nested
+from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.llama.config import LlamaConfig
@@ -238,19 +238,19 @@ def reference_logits(model, tensors, tokens_BL):
 
 
 def stored_params(step_directory):
-    """Return the tree `{"layers": ..., "ends": ...}` of a checkpoint."""
+    """Return the tree `{"layers": ..., "embed_head": ...}` of a checkpoint."""
     checkpoint = StoredCheckpoint(step_directory)
     paths = [path for path in checkpoint.leaves if path[0] == "params"]
-    return nested(dict(zip(paths, checkpoint.read(paths))))["params"]
+    return nest_by_path(dict(zip(paths, checkpoint.read(paths))))["params"]
 
 
 def our_logits(model, params, tokens_BL):
     """Return `[B, L, V]` by jaxpipe's decoder."""
     decoder = FAMILIES[model.family].build(model)
     microbatch = {"inputs": jnp.asarray(tokens_BL)}
-    x = decoder.embed(params["ends"], microbatch)
+    x = decoder.embed(params["embed_head"], microbatch)
     for i in range(model.n_layers):
         context, kind = Context(microbatch, jnp.int32(i)), model.layer_kinds[i]
         x = decoder.layer(params["layers"][str(i)], x, context, kind).y
-    x, head = nnx.merge(decoder._ends, params["ends"]).leave(x)
+    x, head = nnx.merge(decoder._embed_head_graph, params["embed_head"]).leave(x)
     return np.asarray(x @ head)

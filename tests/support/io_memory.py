@@ -24,15 +24,15 @@ def main(mode, directory, pp):
     processes.join()
     import jax
 
-    from jaxpipe.checkpoint import Checkpoints, Keying
+    from jaxpipe.checkpoint import CheckpointStore, StateKeying
     from jaxpipe.training.trainer import Trainer
 
     overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
     overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
     small = Path(__file__).parent / "data" / "small.toml"
     trainer = Trainer.resolve(configs.load(small, overrides))
-    keying = Keying(trainer.layout, trainer.sharding)
-    with Checkpoints(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
         state = jax.block_until_ready(trainer.init()) if mode == "save" else None
         gc.collect()
         held = [state]
@@ -44,7 +44,7 @@ def main(mode, directory, pp):
             held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
             jax.block_until_ready(held[0])
 
-        found = memory.peak(save if mode == "save" else restore)
+        found = memory.measure_peak(save if mode == "save" else restore)
         share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
                     leaf.addressable_shards)  # fmt: skip
         sys.stdout.write(

@@ -63,7 +63,7 @@ def problem(model, dtype, examples=EXAMPLES):
         off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if leaf.ndim == 1 else 0
         return (leaf + off).astype(dtype)
 
-    shared = jax.tree.map(uneven, decoder.init_ends(key))
+    shared = jax.tree.map(uneven, decoder.init_embed_head(key))
     layers = [jax.tree.map(uneven, decoder.init_layer(key, i)) for i in range(config.n_layers)]
     tokens = jax.random.randint(
         jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, config.vocab_size
@@ -146,7 +146,7 @@ def pipeline_of(
     shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
-        config, devices=devices, end_devices=of_ends, sequence=shards, slices=slices,
+        config, devices=devices, embed_head_devices=of_ends, sequence=shards, slices=slices,
         loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
     )  # fmt: skip
     batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpipe.contract import Aux
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
@@ -72,7 +72,7 @@ def problem(model, crowded=False, routed=False):
 
     `crowded`: a bias sends every token to the first experts. `routed`: the batch contains routes.
     """
-    decoder, key = Decoder(MODELS[model]), jax.random.key(0)
+    decoder, key = LlamaDecoder(MODELS[model]), jax.random.key(0)
 
     def strong(path, leaf):
         factor = 30 if path[-1].key == "gate" else 5 if leaf.ndim == 3 else 1
@@ -94,7 +94,7 @@ def problem(model, crowded=False, routed=False):
             first = jnp.arange(bias.shape[1]) < decoder.config.experts_per_token
             bias = jnp.broadcast_to(100.0 * first[None], bias.shape)
         variables = {"router_bias": bias}
-    return decoder, cast(decoder.init_ends(key)), layers, batch, variables
+    return decoder, cast(decoder.init_embed_head(key)), layers, batch, variables
 
 
 def one_hot(config, replicas, product):
@@ -108,7 +108,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
     """Return the step of the one-hot reference on one device."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = shard_batch(batch, slices=slices, cp=1, dp=1)
-    with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
+    with patch("jaxpipe.model.moe.layer.choose_dispatch", one_hot):
         return step_ref(
             replace(decoder, slices=slices).functions,
             shared,
@@ -151,7 +151,7 @@ def unpadded(model):
     heads, routers, terms, tokens = [], [], [], []
     for length in sorted({*HELD} - {0}):
         own = {name: leaf[held() == length][None, :, :length] for name, leaf in batch.items()}
-        with patch("jaxpipe.model.moe.layer.dispatch_of", one_hot):
+        with patch("jaxpipe.model.moe.layer.choose_dispatch", one_hot):
             made, without = (
                 step_ref(each.functions, shared, layers, own, variables=variables)
                 for each in (decoder, plain)
@@ -180,7 +180,7 @@ def pipeline_of(
     schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
     counts = (config.n_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
-    decoder = Decoder(
+    decoder = LlamaDecoder(
         config,
         TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
         sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,

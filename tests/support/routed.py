@@ -14,7 +14,7 @@ from kinds import CHOICES, layer_params, mixed
 from toy import LENGTH, toy_batch, toy_params
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import LogConfig, RunConfig
 from jaxpipe.parallel import ReplicaFactors, make_mesh
 from jaxpipe.pipeline import StageFunctions
@@ -49,7 +49,7 @@ class Routed:
 
     functions: StageFunctions
 
-    def init_ends(self, key):
+    def init_embed_head(self, key):
         return toy_params(key, 0, jnp.result_type(float))[0]
 
     def init_layer(self, key, index, kind):
@@ -103,10 +103,10 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
     """Train or resume as the command does; return the exit code."""
     train = SimpleNamespace(batches=data, fingerprint="toy", has="toy".__eq__)
     data = SimpleNamespace(train=train)
-    keying = Keying(trainer.layout, trainer.sharding)
+    keying = StateKeying(trainer.layout, trainer.sharding)
     saves = directory / "checkpoints"
     config = msgspec.structs.replace(trainer.config, run=RunConfig(dir=str(directory)))
-    with Checkpoints(saves, keep=10, asynchronous=True, keying=keying, say=say) as checkpoints:
+    with CheckpointStore(saves, keep=10, asynchronous=True, keying=keying, say=say) as checkpoints:
         state, seen = start(trainer, data, checkpoints, say)
         last, shown = int(state.step), LogConfig(progress=False, every=1)
         with (
@@ -118,8 +118,8 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
 
 def restored(trainer, directory):
     """Return `(state keyed by layer as numpy, meta)` of the newest checkpoint."""
-    keying = Keying(trainer.layout, trainer.sharding)
+    keying = StateKeying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
-    with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
+    with CheckpointStore(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
         state, meta = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
-    return jax.tree.map(np.asarray, keying.keyed(state)), meta
+    return jax.tree.map(np.asarray, keying.to_keyed(state)), meta

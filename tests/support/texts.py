@@ -10,17 +10,17 @@ import pyarrow.parquet
 import zstandard
 from rich.console import Console
 
-from jaxpipe.data.manifest import Manifest
-from jaxpipe.data.opening import open_documents
-from jaxpipe.data.prepare import Options, prepare
+from jaxpipe.data.manifest import FolderManifest
+from jaxpipe.data.prepare import PrepareOptions, prepare
+from jaxpipe.data.token_files import open_documents
 
 TEXTS = ["one", "zwei drei\n", "", "четыре", "five " * 40]
 
 
-def prepared(inputs: list[Path], folder: Path, **options: Any) -> Manifest:
+def prepared(inputs: list[Path], folder: Path, **options: Any) -> FolderManifest:
     options = {"tokenizer": "bytes"} | options
     quiet = Console(quiet=True)
-    return prepare(inputs, folder, Options(**options), processes=2, console=quiet)
+    return prepare(inputs, folder, PrepareOptions(**options), processes=2, console=quiet)
 
 
 def decoded(folder: Path) -> list[str]:

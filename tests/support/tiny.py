@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
-from jaxpipe.model.family import Family, ModelConfig, Positive
+from jaxpipe.model.family import ModelConfig, ModelFamily, Positive
 from jaxpipe.model.loss import count_valid, cross_entropy_sum
 
 
@@ -35,7 +35,7 @@ class TinyConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Tiny:
     config: TinyConfig
     devices: object = None
-    end_devices: object = None
+    embed_head_devices: object = None
     sequence: object = None
     slices: int = 1
     loss_chunks: int = 1
@@ -60,7 +60,7 @@ class Tiny:
             order=order,
         )
 
-    def init_ends(self, key):
+    def init_embed_head(self, key):
         d, v = self.config.d_model, self.config.vocab_size
         embed = 0.1 * jax.random.normal(key, (v, d))
         return {"embed": embed, "head": embed.T}
@@ -72,4 +72,4 @@ class Tiny:
         return {"up": own, "down": own.T}
 
 
-TINY = Family("tiny", TinyConfig, {"tiny_2": {"n_layers": 2, "d_model": 8}}, model="tiny:Tiny")
+TINY = ModelFamily("tiny", TinyConfig, {"tiny_2": {"n_layers": 2, "d_model": 8}}, model="tiny:Tiny")

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxpipe.checkpoint import Keying
+from jaxpipe.checkpoint import StateKeying
 
 
 def train_on_random_tokens(trainer, state, steps, *, vocab_size, shape):
@@ -18,9 +18,9 @@ def train_on_random_tokens(trainer, state, steps, *, vocab_size, shape):
 
 
 def keying(trainer):
-    return Keying(trainer.layout, trainer.sharding)
+    return StateKeying(trainer.layout, trainer.sharding)
 
 
 def keyed(trainer, state):
     """The state as arrays by layer, whatever the mesh."""
-    return jax.tree.map(np.asarray, keying(trainer).keyed(state.parts()))
+    return jax.tree.map(np.asarray, keying(trainer).to_keyed(state.parts()))

@@ -11,8 +11,8 @@ import numpy as np
 from updates import SETTINGS
 
 from jaxpipe.checkpoint.huggingface import model_settings
-from jaxpipe.checkpoint.naming import parameters
-from jaxpipe.checkpoint.streaming import nested
+from jaxpipe.checkpoint.naming import list_parameters
+from jaxpipe.checkpoint.streaming import nest_by_path
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.planning.checks import check_settings
@@ -49,7 +49,9 @@ class Record:
     def by_our_names(self, kind, model):
         """Return these arrays by path, as `("layers", "3", "attn", "wq")`, in jaxpipe's layouts."""
         theirs = self.by_their_names(kind)
-        return {own.path: np.asarray(own.ours(theirs.__getitem__)) for own in parameters(model)}
+        return {
+            own.path: np.asarray(own.from_hf(theirs.__getitem__)) for own in list_parameters(model)
+        }
 
     def batch(self, step):
         """Return inputs and targets `[M, B, L]` of a step."""
@@ -87,9 +89,9 @@ def trainer_of(record, layout, optimizer="adamw", **execution):
 
 def staged(trainer, by_path):
     """Return parameters by path as the trainer stores them, in float64."""
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nested(by_path))
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nest_by_path(by_path))
     layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
-    whole = {"embed_head": tree["ends"], "layers": trainer.layout.stack(layers)}
+    whole = {"embed_head": tree["embed_head"], "layers": trainer.layout.stack(layers)}
     return jax.device_put(trainer.sharding.pad(whole), trainer.sharding.named_shardings(whole))
 
 
@@ -101,7 +103,10 @@ def by_path(trainer, params):
         hows, params,
     )  # fmt: skip
     layers = trainer.layout.unstack(params["layers"])
-    tree = {"ends": params["embed_head"], "layers": {str(i): one for i, one in enumerate(layers)}}
+    tree = {
+        "embed_head": params["embed_head"],
+        "layers": {str(i): one for i, one in enumerate(layers)},
+    }
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {tuple(part.key for part in path): np.asarray(leaf) for path, leaf in leaves}
 

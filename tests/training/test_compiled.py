@@ -11,9 +11,9 @@ import pytest
 from commands import SMALL, metrics
 from layout import write
 
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
-from jaxpipe.data.batches import Contents
+from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.data.sources import open_data
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training import compiled
@@ -52,8 +52,8 @@ def run(directory, shard):
         config.data, seq_len=80, vocab_size=256, seed=0, directory=directory, variable_length=True
     )
     trainer, said = Trainer.resolve(config, jax.devices()[:1]), []
-    keying = Keying(trainer.layout, trainer.sharding)
-    saves = Checkpoints(directory / "checkpoints", keep=10, asynchronous=False, keying=keying)
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    saves = CheckpointStore(directory / "checkpoints", keep=10, asynchronous=False, keying=keying)
     with saves as checkpoints, Progress(12, config.log, silent=True) as progress:
         state, seen = start(trainer, data, checkpoints, said.append)
         progress.say = said.append
@@ -152,7 +152,9 @@ def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypat
     monkeypatch.setattr(compiled, "_KEPT", 3)
     trainer, said = Steps(), []
     longest = [5, 20, 20, 33, 5, 70, 90]
-    data = SimpleNamespace(contents=lambda at, step: Contents(step, longest[at // step], None))
+    data = SimpleNamespace(
+        contents=lambda at, step: DocumentLengths(step, longest[at // step], None)
+    )
     with CompiledSteps(trainer, said.append) as steps:
         assert steps.train_step(None, batch_of(16)) == 16
         steps.look_ahead(data, 0, left=4)

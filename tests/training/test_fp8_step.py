@@ -16,7 +16,7 @@ from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.decoder import GPT2
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import Decoder
+from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import build
@@ -24,12 +24,12 @@ from jaxpipe.training.trainer import Trainer
 
 LAYERS, MICROBATCHES, LENGTH = 4, 4, 16
 SIZES = {"n_layers": LAYERS, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 48}
-LLAMA = Decoder, LlamaConfig(**SIZES, n_kv_heads=2, head_dim=16, qk_norm=True)
-MIXTURE = Decoder, LlamaConfig(
+LLAMA = LlamaDecoder, LlamaConfig(**SIZES, n_kv_heads=2, head_dim=16, qk_norm=True)
+MIXTURE = LlamaDecoder, LlamaConfig(
     **SIZES, n_kv_heads=2, head_dim=16, n_experts=4, experts_per_token=2, d_expert=16,
     shared_experts=1, first_dense_layers=1, router_bias_rate=0.001,
 )  # fmt: skip
-SLOTS = Decoder, msgspec.structs.replace(MIXTURE[1], capacity_factor=1.25)
+SLOTS = LlamaDecoder, msgspec.structs.replace(MIXTURE[1], capacity_factor=1.25)
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
 MODELS = {"llama": LLAMA, "mixture": MIXTURE, "slots": SLOTS, "gpt2": GPT}
 
@@ -46,7 +46,7 @@ def wanted(model, history, microbatches):
     make, config = MODELS[model]
     one, key = make(config, precision=Fp8(history)), jax.random.key(0)
     wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tree)  # noqa: E731
-    shared = wide(one.init_ends(key))
+    shared = wide(one.init_embed_head(key))
     layers = [
         wide(one.init_layer(key, i, kind)) for i, kind in enumerate(config.layer_kinds)
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_slices_are_seen_too():
     """A sequence in two slices gives the step of the full one, up to the statistics for scales."""
     with jax.enable_x64(True):
         shared, layers, variables, want = wanted("llama", 4, MICROBATCHES)
-        functions = Decoder(LLAMA[1], precision=Fp8(4), slices=2).functions
+        functions = LlamaDecoder(LLAMA[1], precision=Fp8(4), slices=2).functions
         schedule = build("1f1b", pp=2, microbatches=MICROBATCHES, slices=2)
         mesh = make_mesh(2, 1, devices=jax.devices()[:2])
         pipeline = Pipeline(functions, schedule, mesh, (2, 2), Execution())

@@ -10,7 +10,7 @@ import pytest
 from tiny import TINY, Tiny
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.model import FAMILIES
 from jaxpipe.parallel import PP
 from jaxpipe.parallel.flags import is_trained, select
@@ -140,8 +140,8 @@ def test_a_checkpoint_has_them(trainer_of, tmp_path, other):
     first, second = trainer_of(), trainer_of(*other, "train.grad_accum_steps=2")
 
     def opened(trainer):
-        keying = Keying(trainer.layout, trainer.sharding)
-        return keying, Checkpoints(tmp_path / "run", keep=1, asynchronous=False, keying=keying)
+        keying = StateKeying(trainer.layout, trainer.sharding)
+        return keying, CheckpointStore(tmp_path / "run", keep=1, asynchronous=False, keying=keying)
 
     state, _ = first.train_step(first.init(), first.put(BATCH))
     keying, checkpoints = opened(first)

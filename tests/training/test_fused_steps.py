@@ -38,7 +38,7 @@ class Toy:
 
     functions: StageFunctions
 
-    def init_ends(self, key):
+    def init_embed_head(self, key):
         return toy_params(key, 0)[0]
 
     def init_layer(self, key, index, kind):

@@ -80,7 +80,7 @@ class Recorder:
         self.events.append(("save", step))
         self.position = meta["position"]
 
-    def written(self, step):
+    def is_written(self, step):
         return ("save", step) in self.events
 
     def say(self, message):
@@ -186,7 +186,9 @@ def test_a_second_ctrl_c_interrupts(tmp_path, monkeypatch):
 
 def test_a_signal_while_the_last_step_is_saved_loses_nothing(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path, "train.steps=2")
-    monkeypatch.setattr(recorder, "written", lambda _: os.kill(os.getpid(), signal.SIGTERM) is None)
+    monkeypatch.setattr(
+        recorder, "is_written", lambda _: os.kill(os.getpid(), signal.SIGTERM) is None
+    )
     assert recorder.run() == 0
 
 

@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import LogConfig, load
-from jaxpipe.data.batches import Contents
+from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
@@ -74,7 +74,7 @@ def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
 def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
     """8 rows of 32 tokens, 200 of them not padding; half of these in documents of 25."""
     config = load(SMALL, ["data.packing=best_fit"])
-    contents = Contents(8, 30, np.array([25] * 4 + [10] * 10))
+    contents = DocumentLengths(8, 30, np.array([25] * 4 + [10] * 10))
     rates = Trainer.resolve(config).rates(3, 700, seconds=0.5, contents=contents)
     of_model = config.model.flops_per_token
     flops = 100 * of_model(25) + 100 * of_model(10)

@@ -15,7 +15,7 @@ from routed import EXAMPLES, KINDS, LAYERS, batch_at, functions, restored, run, 
 from tensorboardX.proto.event_pb2 import Event
 from toy import LENGTH
 
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
 from jaxpipe.pipeline import Aux, step_ref
 from jaxpipe.training.trainer import Trainer
@@ -32,8 +32,8 @@ TOKENS = MICROBATCHES * EXAMPLES * LENGTH
 
 def keyed(trainer, state):
     """Return a state in its form on disk, as numpy."""
-    keying = Keying(trainer.layout, trainer.sharding)
-    return jax.tree.map(np.asarray, keying.keyed(state.parts()))
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    return jax.tree.map(np.asarray, keying.to_keyed(state.parts()))
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_one_device(mesh):
         key = jax.random.key(alone.config.train.seed)
         layers = [alone.model.init_layer(key, i, kind) for i, kind in enumerate(KINDS)]
         want = step_ref(
-            functions(), alone.model.init_ends(key), layers, batch, variables=state.variables
+            functions(), alone.model.init_embed_head(key), layers, batch, variables=state.variables
         )
         gradients = want.gradients | {"layers": alone.layout.stack(want.gradients["layers"])}
         after, wanted = alone.update(state, want.losses.sum(), gradients, want.aux)
@@ -141,8 +141,8 @@ def test_a_checkpoint_has_variables_only_where_a_model_has_them(tmp_path):
     state = routed.init()
     assert state.parts().keys() == before | {"variables"}
     older = {name: part for name, part in state.parts().items() if name in before}
-    keying = Keying(routed.layout, routed.sharding)
-    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying = StateKeying(routed.layout, routed.sharding)
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
         checkpoints.save(1, older, {})
         parts, _ = checkpoints.restore(older, say=pytest.fail)
         fresh = jax.tree.leaves(state.variables)

@@ -55,7 +55,7 @@ def test_a_stage_has_its_layers_and_the_values_of_the_whole():
     got = nnx.to_pure_dict(nnx.state(made[1].layers["2"], nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, got, model.init_layer(KEY, 2, "layer"))
     ends = nnx.to_pure_dict(nnx.state((made[0].embed, made[2].head), nnx.Param))
-    jax.tree.map(np.testing.assert_array_equal, ends[0] | ends[1], model.init_ends(KEY))
+    jax.tree.map(np.testing.assert_array_equal, ends[0] | ends[1], model.init_embed_head(KEY))
 
 
 def test_stages_in_a_pipeline_give_the_loss_of_the_model():
@@ -72,7 +72,7 @@ def test_stages_in_a_pipeline_give_the_loss_of_the_model():
     assert len(pipeline.pipeline.functions.kinds_by_name) == 1
     model = FAMILIES["llama"].build(CONFIG)
     layers = [model.init_layer(KEY, i, "layer") for i in range(4)]
-    want = step_ref(model.functions, model.init_ends(KEY), layers, batch).losses.sum()
+    want = step_ref(model.functions, model.init_embed_head(KEY), layers, batch).losses.sum()
     np.testing.assert_allclose(pipeline.loss(batch), want, rtol=1e-6)
 
 

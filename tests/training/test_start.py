@@ -12,9 +12,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxpipe import train
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.checkpoint.integrity import sealed
+from jaxpipe.checkpoint.integrity import add_checksum
 from jaxpipe.config import load
 from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
@@ -96,36 +96,38 @@ def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
 )  # fmt: skip
 def test_leaves_that_are_excluded_are_new(tmp_path, run, mesh):
     """Another vocabulary, so other embeddings; and one layer's products, which would have fit."""
-    patterns = ["ends/embed", "ends/head", "layers/2/mlp/*"]
+    patterns = ["embed_head/embed", "embed_head/head", "layers/2/mlp/*"]
     how = [f"checkpoint.resume={run}", "checkpoint.parameters_only=true",
            f"checkpoint.exclude={json.dumps(patterns)}"]  # fmt: skip
     config = load(SMALL, [*mesh, *how, "train.seed=7", "model.vocab_size=320"])
     size = config.parallel.pp * config.parallel.dp * config.parallel.tp
     trainer, said = Trainer.resolve(config, tuple(jax.devices()[:size])), []
-    keying = Keying(trainer.layout, trainer.sharding)
-    with Checkpoints(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
         state, _ = start(trainer, None, checkpoints, said.append)
-    assert said[0].endswith("(step 12), but ends/embed, ends/head, layers/2/mlp/* new")
-    got, new = (flat(keying.keyed(params)) for params in (state.params, trainer.init_parameters()))
+    assert said[0].endswith("(step 12), but embed_head/embed, embed_head/head, layers/2/mlp/* new")
+    got, new = (
+        flat(keying.to_keyed(params)) for params in (state.params, trainer.init_parameters())
+    )
     old = flat(stored(run, 12)["params"])
     for name, leaf in got.items():
         fresh = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         np.testing.assert_array_equal(leaf, new[name] if fresh else old[name], name)
-    assert got["ends/head"].shape == (32, 320)
+    assert got["embed_head/head"].shape == (32, 320)
 
 
 @pytest.mark.parametrize("mesh", [[], ["parallel.pp=2", "parallel.tp=2", "parallel.zero_stage=3"]])
 def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_path, run, mesh):
-    excluded = ["ends/head", "layers/2/mlp/*"]
+    excluded = ["embed_head/head", "layers/2/mlp/*"]
     how = [f"checkpoint.resume={run}", f"checkpoint.exclude={json.dumps(excluded)}"]
     config = load(SMALL, [*mesh, *how])
     trainer, said = Trainer.resolve(config), []
-    keying, data = Keying(trainer.layout, trainer.sharding), train._data(config, tmp_path)
-    with Checkpoints(tmp_path / "c", keep=1, asynchronous=False, keying=keying) as checkpoints:
+    keying, data = StateKeying(trainer.layout, trainer.sharding), train._data(config, tmp_path)
+    with CheckpointStore(tmp_path / "c", keep=1, asynchronous=False, keying=keying) as checkpoints:
         state, seen = start(trainer, data, checkpoints, said.append)
-    assert said[0].endswith("but ends/head, layers/2/mlp/* new")
+    assert said[0].endswith("but embed_head/head, layers/2/mlp/* new")
     assert (int(state.step), seen.samples) == (12, 12 * 8)
-    of = [keying.keyed(each.parts()) for each in (state, trainer.init())]
+    of = [keying.to_keyed(each.parts()) for each in (state, trainer.init())]
     got, new, old = map(leaves_by_name, (*of, stored(run, 12)))
     fresh = {name for name in got for end in excluded if fnmatch.fnmatch(name, f"*/{end}")}
     assert len(fresh) == 3 * 4  # values and two moments of the head and three products
@@ -137,14 +139,26 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
 @pytest.mark.parametrize(
     ("exclude", "more", "sentence"),
     [
-        ('["ends/haed"]', [], "has 'ends/haed', but no parameter is named so: names are ends/"),
-        ('["ends/head"]', ["model.vocab_size=320"], "params/ends/embed has shape (256, 32) there"),
         (
-            '["ends/head"]',
+            '["embed_head/haed"]',
+            [],
+            "has 'embed_head/haed', but no parameter is named so: names are embed_head/",
+        ),
+        (
+            '["embed_head/head"]',
+            ["model.vocab_size=320"],
+            "params/embed_head/embed has shape (256, 32) there",
+        ),
+        (
+            '["embed_head/head"]',
             ["checkpoint.resume=auto"],
             "but that is 'auto': give its path",
         ),
-        ("ends/head", [], "unknown checkpoint.exclude='ends/head': use one of a list of strings"),
+        (
+            "embed_head/head",
+            [],
+            "unknown checkpoint.exclude='embed_head/head': use one of a list of strings",
+        ),
     ],
 )
 def test_what_cannot_be_excluded_is_one_sentence(tmp_path, run, exclude, more, sentence, capsys):
@@ -172,7 +186,7 @@ def test_bad_places_are_one_sentence(tmp_path, run, resume, sentence, capsys):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     meta = tmp_path / "newer" / "meta" / "metadata"
-    meta.write_text(json.dumps(sealed(json.loads(meta.read_text()) | {"format": 99})))
+    meta.write_text(json.dumps(add_checksum(json.loads(meta.read_text()) | {"format": 99})))
     where = resume.format(run=run, tmp=tmp_path)
     new = tmp_path / "new"
     assert train.main([SMALL, f"run.dir={new}", f"checkpoint.resume={where}"]) == 2

@@ -15,7 +15,7 @@ from routed import batches, restored, run, trainer_of
 
 from jaxpipe import config as configs
 from jaxpipe.contract import Context
-from jaxpipe.data.batches import Split, heldout_order
+from jaxpipe.data.batches import DataSplit, heldout_order
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.training import guard
 from jaxpipe.training.compiled import CompiledSteps
@@ -49,7 +49,7 @@ def trainer_for(*overrides):
 
 def heldout_loss(trainer, count=ROWS):
     """Return the loop's held-out loss of the first `count` rows at step 0, and its log."""
-    split = Split("held-out", "", list(samples())[:count], heldout_order([count], [1]))
+    split = DataSplit("held-out", "", list(samples())[:count], heldout_order([count], [1]))
     said = []
     data, progress = SimpleNamespace(heldout=split), SimpleNamespace(say=said.append)
     run = Run(trainer, data, None, progress, None)

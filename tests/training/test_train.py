@@ -12,7 +12,7 @@ import pytest
 from commands import SMALL, complete, metrics, start, train_command
 
 from jaxpipe import train
-from jaxpipe.checkpoint import Checkpoints, Keying
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
 from jaxpipe.pipeline import Aux
 from jaxpipe.training.trainer import Trainer
@@ -96,11 +96,11 @@ def trainer_of(*overrides):
 def restored(directory, *overrides):
     """Return `(state keyed by layer as numpy, meta)` of the newest checkpoint, on some layout."""
     trainer = trainer_of(*overrides)
-    keying = Keying(trainer.layout, trainer.sharding)
+    keying = StateKeying(trainer.layout, trainer.sharding)
     where = directory / "checkpoints"
-    with Checkpoints(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
+    with CheckpointStore(where, keep=10, asynchronous=False, keying=keying) as checkpoints:
         state, meta = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
-    return jax.tree.map(np.asarray, keying.keyed(state)), meta
+    return jax.tree.map(np.asarray, keying.to_keyed(state)), meta
 
 
 @pytest.mark.slow(unless=["slices"])
@@ -115,7 +115,7 @@ def test_restored_state_is_bitwise_the_same(uninterrupted, layout):
 @cache
 def initial(*overrides):
     trainer = trainer_of(*overrides)
-    keyed = Keying(trainer.layout, trainer.sharding).keyed(trainer.init().params)
+    keyed = StateKeying(trainer.layout, trainer.sharding).to_keyed(trainer.init().params)
     return jax.tree.map(np.asarray, keyed)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from torch_pipeline import serve, stages_of
 
 
-class Slept(torch.autograd.Function):
+class SleepingIdentity(torch.autograd.Function):
     """The identity, whose backward pass sleeps for `seconds`."""
 
     @staticmethod
@@ -28,7 +28,7 @@ class Slept(torch.autograd.Function):
         return dy, None
 
 
-class Stage(nn.Module):
+class SleepingStage(nn.Module):
     """A product whose forward, input gradient and weight gradient sleep for given seconds."""
 
     def __init__(self, f, b, w):
@@ -39,10 +39,10 @@ class Stage(nn.Module):
     def forward(self, x):
         """`[1, 1] -> [1, 1]`."""
         time.sleep(self.f)
-        return Slept.apply(x, self.b) * Slept.apply(self.weight, self.w)
+        return SleepingIdentity.apply(x, self.b) * SleepingIdentity.apply(self.weight, self.w)
 
 
-class Worker:
+class TorchSleepWorker:
     """One rank's prepared steps, by name."""
 
     def __init__(self, how):
@@ -55,7 +55,10 @@ class Worker:
         part = self.size / stages
         pieces = [
             pipelining.PipelineStage(
-                Stage(*(work[op] * part for op in "FBW")), stage, stages, torch.device("cpu")
+                SleepingStage(*(work[op] * part for op in "FBW")),
+                stage,
+                stages,
+                torch.device("cpu"),
             )
             for stage in own
         ]
@@ -81,4 +84,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    serve(Worker)
+    serve(TorchSleepWorker)

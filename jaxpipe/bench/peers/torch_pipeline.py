@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import memory
 
 
-class Layer(nn.Module):
+class TorchLayer(nn.Module):
     """A Llama layer: grouped-query attention with rotary positions, SwiGLU, RMSNorm before each."""
 
     def __init__(self, m):
@@ -64,7 +64,7 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
 
-class Stage(nn.Module):
+class TorchStage(nn.Module):
     """A stage's layers; the first stage also has the embedding, the last final norm and head."""
 
     def __init__(self, m, stage, stages, values):
@@ -72,7 +72,7 @@ class Stage(nn.Module):
         self.first, self.last = stage == 0, stage == stages - 1
         each = m["n_layers"] // stages
         self.embed = nn.Embedding(m["vocab_size"], m["d_model"]) if self.first else nn.Identity()
-        self.layers = nn.Sequential(*[Layer(m) for _ in range(each)])
+        self.layers = nn.Sequential(*[TorchLayer(m) for _ in range(each)])
         ends = (
             nn.RMSNorm(m["d_model"], m["norm_eps"]),
             nn.Linear(m["d_model"], m["vocab_size"], bias=False),
@@ -106,7 +106,7 @@ class Stage(nn.Module):
         return self.head(self.layers(self.embed(x)))
 
 
-class Worker:
+class TorchWorker:
     """One rank's prepared steps, by name."""
 
     def __init__(self, how):
@@ -168,7 +168,7 @@ class Worker:
 
     def single(self, inputs, targets, microbatches, _):
         """Return a step that runs one microbatch after another in one process."""
-        model, loss_of = Stage(self.model, 0, 1, self.values), self.loss_of(targets.numel())
+        model, loss_of = TorchStage(self.model, 0, 1, self.values), self.loss_of(targets.numel())
         optimizer = self.adamw([model])
         pairs = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches)))
 
@@ -187,8 +187,8 @@ class Worker:
     def pipelined(self, inputs, targets, microbatches, schedule):
         """Return a step of this rank's one or two stages under a schedule of PyTorch."""
         kind = getattr(pipelining, schedule)
-        stages, own = stages_of(schedule, self.rank, self.size)
-        modules = [Stage(self.model, stage, stages, self.values) for stage in own]
+        stages, own = list_stages(schedule, self.rank, self.size)
+        modules = [TorchStage(self.model, stage, stages, self.values) for stage in own]
         pieces = [
             pipelining.PipelineStage(module, stage, stages, torch.device("cpu"))
             for module, stage in zip(modules, own)
@@ -209,7 +209,7 @@ class Worker:
         return step
 
 
-def stages_of(schedule, rank, size):
+def list_stages(schedule, rank, size):
     """Return a schedule's number of stages on `size` ranks, and the stages of `rank`."""
     if schedule in ("ScheduleGPipe", "Schedule1F1B"):
         return size, [rank]
@@ -236,4 +236,4 @@ def serve(kind):
 
 
 if __name__ == "__main__":
-    serve(Worker)
+    serve(TorchWorker)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.published import Theirs, architecture, check_only, sizes
+from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
 
 GPT2 = "GPT2LMHeadModel"
 ARCHITECTURES = (GPT2,)
@@ -16,31 +16,31 @@ MODELS = "a GPT-2"
 
 BASE, PREFIX = "transformer.", "transformer.h.{}."
 LAYER = {
-    "attn_norm/scale": Theirs("ln_1.weight"),
-    "attn_norm/bias": Theirs("ln_1.bias"),
-    "attn/wq": Theirs("attn.c_attn.weight", part=0, parts=3),
-    "attn/wk": Theirs("attn.c_attn.weight", part=1, parts=3),
-    "attn/wv": Theirs("attn.c_attn.weight", part=2, parts=3),
-    "attn/bq": Theirs("attn.c_attn.bias", part=0, parts=3),
-    "attn/bk": Theirs("attn.c_attn.bias", part=1, parts=3),
-    "attn/bv": Theirs("attn.c_attn.bias", part=2, parts=3),
-    "attn/wo": Theirs("attn.c_proj.weight"),
-    "attn/bo": Theirs("attn.c_proj.bias"),
-    "mlp_norm/scale": Theirs("ln_2.weight"),
-    "mlp_norm/bias": Theirs("ln_2.bias"),
-    "mlp/w_up": Theirs("mlp.c_fc.weight"),
-    "mlp/b_up": Theirs("mlp.c_fc.bias"),
-    "mlp/w_down": Theirs("mlp.c_proj.weight"),
-    "mlp/b_down": Theirs("mlp.c_proj.bias"),
+    "attn_norm/scale": HuggingFaceTensor("ln_1.weight"),
+    "attn_norm/bias": HuggingFaceTensor("ln_1.bias"),
+    "attn/wq": HuggingFaceTensor("attn.c_attn.weight", part=0, parts=3),
+    "attn/wk": HuggingFaceTensor("attn.c_attn.weight", part=1, parts=3),
+    "attn/wv": HuggingFaceTensor("attn.c_attn.weight", part=2, parts=3),
+    "attn/bq": HuggingFaceTensor("attn.c_attn.bias", part=0, parts=3),
+    "attn/bk": HuggingFaceTensor("attn.c_attn.bias", part=1, parts=3),
+    "attn/bv": HuggingFaceTensor("attn.c_attn.bias", part=2, parts=3),
+    "attn/wo": HuggingFaceTensor("attn.c_proj.weight"),
+    "attn/bo": HuggingFaceTensor("attn.c_proj.bias"),
+    "mlp_norm/scale": HuggingFaceTensor("ln_2.weight"),
+    "mlp_norm/bias": HuggingFaceTensor("ln_2.bias"),
+    "mlp/w_up": HuggingFaceTensor("mlp.c_fc.weight"),
+    "mlp/b_up": HuggingFaceTensor("mlp.c_fc.bias"),
+    "mlp/w_down": HuggingFaceTensor("mlp.c_proj.weight"),
+    "mlp/b_down": HuggingFaceTensor("mlp.c_proj.bias"),
 }
 EMBED, HEAD = "transformer.wte.weight", "lm_head.weight"
 ENDS = {
-    "embed": Theirs(EMBED),
-    "positions": Theirs("transformer.wpe.weight"),
-    "final_norm/scale": Theirs("transformer.ln_f.weight"),
-    "final_norm/bias": Theirs("transformer.ln_f.bias"),
+    "embed": HuggingFaceTensor(EMBED),
+    "positions": HuggingFaceTensor("transformer.wpe.weight"),
+    "final_norm/scale": HuggingFaceTensor("transformer.ln_f.weight"),
+    "final_norm/bias": HuggingFaceTensor("transformer.ln_f.bias"),
 }
-FUSED: dict[str, Theirs] = {}
+FUSED: dict[str, HuggingFaceTensor] = {}
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, in checkpoints of old versions
 
 # Hugging Face's names to ours.

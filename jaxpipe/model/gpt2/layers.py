@@ -8,15 +8,23 @@ and V where devices share a layer or a sequence, and for the dtypes of the compu
 import jax
 from flax import nnx
 
-from jaxpipe.model.attention import Past
+from jaxpipe.model.attention import CachedKeys
 from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.parts import Dot, EndParts, Given, Init, LayerNorm, Parts, along_last
+from jaxpipe.model.parts import (
+    Dot,
+    EmbedHeadParts,
+    Init,
+    LayerInputs,
+    LayerNorm,
+    LayerParts,
+    broadcast_last,
+)
 
 
-class Attention(nnx.Module):
+class GPT2Attention(nnx.Module):
     """Causal attention in which each head has its own keys and values; heads are sharded."""
 
-    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+    def __init__(self, config: GPT2Config, parts: LayerParts, init: Init):
         d, heads = config.d_model, config.n_heads * config.head_size
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.wq = init("attn/wq", (d, heads), 0.02, parts.cut(1))
@@ -29,13 +37,13 @@ class Attention(nnx.Module):
         self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
         self.width, self.parts = config.head_size, parts
 
-    def __call__(self, x_BLD: jax.Array, given: Given) -> tuple[jax.Array, Past | None]:
+    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, CachedKeys | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
         devices, dot = self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
         def heads(x_BLX: jax.Array, bias: nnx.Param) -> jax.Array:
-            x_BLX = x_BLX + along_last(bias[...], x_BLX)
+            x_BLX = x_BLX + broadcast_last(bias[...], x_BLX)
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
         made = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
@@ -44,13 +52,13 @@ class Attention(nnx.Module):
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
         (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
-        return y_BLD + along_last(self.bo[...], y_BLD), past
+        return y_BLD + broadcast_last(self.bo[...], y_BLD), past
 
 
-class MLP(nnx.Module):
+class GPT2MLP(nnx.Module):
     """down(gelu(up(x))), with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
 
-    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+    def __init__(self, config: GPT2Config, parts: LayerParts, init: Init):
         d, f = config.d_model, config.d_ff
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.w_up = init("mlp/w_up", (d, f), 0.02, parts.cut(1))
@@ -63,38 +71,38 @@ class MLP(nnx.Module):
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
         devices = self.parts.devices
         (up_BLF,) = dot(devices.enter(x_BLD), w_up=self.w_up[...])
-        hidden_BLF = jax.nn.gelu(up_BLF + along_last(self.b_up[...], up_BLF), approximate=True)
+        hidden_BLF = jax.nn.gelu(up_BLF + broadcast_last(self.b_up[...], up_BLF), approximate=True)
         (down_BLD,) = dot(hidden_BLF, w_down=self.w_down[...])
         y_BLD = devices.leave(down_BLD)
-        return y_BLD + along_last(self.b_down[...], y_BLD)
+        return y_BLD + broadcast_last(self.b_down[...], y_BLD)
 
 
-class DecoderLayer(nnx.Module):
+class GPT2Layer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: GPT2Config, parts: Parts, init: Init):
+    def __init__(self, config: GPT2Config, parts: LayerParts, init: Init):
         d, eps = config.d_model, config.norm_eps
         norm = parts.own(differs=parts.devices.sequence)
         self.attn_norm = LayerNorm("attn_norm", d, eps, init, norm)
-        self.attn = Attention(config, parts, init)
+        self.attn = GPT2Attention(config, parts, init)
         self.mlp_norm = LayerNorm("mlp_norm", d, eps, init, norm)
-        self.mlp = MLP(config, parts, init)
+        self.mlp = GPT2MLP(config, parts, init)
 
-    def __call__(self, x_BLD: jax.Array, given: Given) -> tuple[jax.Array, Past | None]:
+    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, CachedKeys | None]:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         mixed_BLD, past = self.attn(self.attn_norm(x_BLD), given)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
         return x_BLD + given.masks.stream(self.mlp(self.mlp_norm(x_BLD), given.dot), "mlp"), past
 
 
-class Ends(nnx.Module):
+class GPT2EmbedHead(nnx.Module):
     """Embedding and positions before the layers, final norm and head after them.
 
     The vocabulary is sharded over the devices that share them. All have all positions, which the
     first device adds. The head is the embedding.
     """
 
-    def __init__(self, config: GPT2Config, parts: EndParts, init: Init):
+    def __init__(self, config: GPT2Config, parts: EmbedHeadParts, init: Init):
         d = config.d_model
         self.embed = init("embed", (config.vocab_size, d), 0.02, parts.cut(0))
         self.positions = init("positions", (config.max_seq_len, d), 0.01, parts.of_first())

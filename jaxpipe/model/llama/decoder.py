@@ -9,30 +9,32 @@ import jax
 from flax import nnx
 
 from jaxpipe.contract import Context, LayerOutput, Names, Rounds, StageFunctions
-from jaxpipe.model.attention import Attend
+from jaxpipe.model.attention import CausalAttention
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.layers import DecoderLayer, Ends
+from jaxpipe.model.llama.layers import LlamaEmbedHead, LlamaLayer
 from jaxpipe.model.moe.balance import REAL, ROUTES, Balance, count_tokens
 from jaxpipe.model.moe.config import SPARSE
-from jaxpipe.model.moe.experts import PRODUCTS, in_rounds
+from jaxpipe.model.moe.experts import PRODUCTS, run_in_rounds
 from jaxpipe.model.moe.layer import KEEP
-from jaxpipe.model.parts import EndParts, Init, Parts
+from jaxpipe.model.parts import EmbedHeadParts, Init, LayerParts
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Decoder(CausalDecoder):
+class LlamaDecoder(CausalDecoder):
     """Llama 3, Qwen3 or Mistral, with experts or without; positions rotate queries and keys."""
 
     config: LlamaConfig
 
     @property
-    def attend(self) -> Attend:
+    def attend(self) -> CausalAttention:
         """Causal attention, limited to the window, if there is one, and to the document."""
         config = self.config
-        return Attend(self.sequence, config.attention, config.sliding_window, self.documents)
+        return CausalAttention(
+            self.sequence, config.attention, config.sliding_window, self.documents
+        )
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -40,18 +42,18 @@ class Decoder(CausalDecoder):
         own = "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"
         return (*own, *PRODUCTS) if self.config.capacity_factor else own
 
-    def new_layer(self, kind: str, parts: Parts, init: Init) -> nnx.Module:
+    def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
-        return DecoderLayer(kind, self.config, parts, init)
+        return LlamaLayer(kind, self.config, parts, init)
 
-    def new_ends(self, parts: EndParts, init: Init) -> nnx.Module:
+    def new_embed_head(self, parts: EmbedHeadParts, init: Init) -> nnx.Module:
         """Build embedding, final norm and head as a module."""
-        return Ends(self.config, parts, init)
+        return LlamaEmbedHead(self.config, parts, init)
 
-    def embed(self, ends: Tree, rows: Tree) -> jax.Array:
+    def embed(self, embed_head: Tree, rows: Tree) -> jax.Array:
         """Embed tokens: `[B, L]` to x `[B, L, D]`."""
         tokens = rows["inputs"]
-        x = nnx.merge(self._ends, ends).enter(tokens)
+        x = nnx.merge(self._embed_head_graph, embed_head).enter(tokens)
         return self._masks(rows, -1, tokens.shape[1]).stream(x, "embedding")
 
     def layer(
@@ -68,7 +70,7 @@ class Decoder(CausalDecoder):
 
     def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
         """Rounds that exchange rows with the experts during the paired layer's products."""
-        return in_rounds if kind == SPARSE and self.replicas.size > 1 else None
+        return run_in_rounds if kind == SPARSE and self.replicas.size > 1 else None
 
     @cached_property
     def functions(self) -> StageFunctions:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe import huggingface as experts
-from jaxpipe.model.published import Theirs, architecture, check_only, sizes
+from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
 
 LLAMA, QWEN3, MISTRAL = "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
@@ -18,25 +18,25 @@ MODELS = "a plain Llama 3, Qwen3, Qwen3-MoE or Mistral"
 
 BASE, PREFIX = "model.", "model.layers.{}."
 LAYER = {
-    "attn_norm/scale": Theirs("input_layernorm.weight"),
-    "attn/wq": Theirs("self_attn.q_proj.weight", transposed=True),
-    "attn/wk": Theirs("self_attn.k_proj.weight", transposed=True),
-    "attn/wv": Theirs("self_attn.v_proj.weight", transposed=True),
-    "attn/q_norm/scale": Theirs("self_attn.q_norm.weight"),
-    "attn/k_norm/scale": Theirs("self_attn.k_norm.weight"),
-    "attn/wo": Theirs("self_attn.o_proj.weight", transposed=True),
-    "mlp_norm/scale": Theirs("post_attention_layernorm.weight"),
-    "mlp/w_gate": Theirs("mlp.gate_proj.weight", transposed=True),
-    "mlp/w_up": Theirs("mlp.up_proj.weight", transposed=True),
-    "mlp/w_down": Theirs("mlp.down_proj.weight", transposed=True),
+    "attn_norm/scale": HuggingFaceTensor("input_layernorm.weight"),
+    "attn/wq": HuggingFaceTensor("self_attn.q_proj.weight", transposed=True),
+    "attn/wk": HuggingFaceTensor("self_attn.k_proj.weight", transposed=True),
+    "attn/wv": HuggingFaceTensor("self_attn.v_proj.weight", transposed=True),
+    "attn/q_norm/scale": HuggingFaceTensor("self_attn.q_norm.weight"),
+    "attn/k_norm/scale": HuggingFaceTensor("self_attn.k_norm.weight"),
+    "attn/wo": HuggingFaceTensor("self_attn.o_proj.weight", transposed=True),
+    "mlp_norm/scale": HuggingFaceTensor("post_attention_layernorm.weight"),
+    "mlp/w_gate": HuggingFaceTensor("mlp.gate_proj.weight", transposed=True),
+    "mlp/w_up": HuggingFaceTensor("mlp.up_proj.weight", transposed=True),
+    "mlp/w_down": HuggingFaceTensor("mlp.down_proj.weight", transposed=True),
     **experts.LAYER,
 }
 FUSED = experts.FUSED
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS = {
-    "embed": Theirs(EMBED),
-    "final_norm/scale": Theirs("model.norm.weight"),
-    "head": Theirs(HEAD, transposed=True),
+    "embed": HuggingFaceTensor(EMBED),
+    "final_norm/scale": HuggingFaceTensor("model.norm.weight"),
+    "head": HuggingFaceTensor(HEAD, transposed=True),
 }
 BUFFERS = (".rotary_emb.inv_freq",)  # in checkpoints of old versions
 

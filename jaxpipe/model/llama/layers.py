@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Aux, Context, LayerOutput
-from jaxpipe.model.attention import Past, with_past
+from jaxpipe.model.attention import CachedKeys, append_cache
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
-from jaxpipe.model.moe.layer import Mixture
-from jaxpipe.model.parts import Dot, EndParts, Given, Init, Parts, RMSNorm
+from jaxpipe.model.moe.layer import MixtureOfExperts
+from jaxpipe.model.parts import Dot, EmbedHeadParts, Init, LayerInputs, LayerParts, RMSNorm
 
 
 def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
@@ -51,15 +51,15 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: LlamaConfig) -> j
     return turned.astype(x_BLHK.dtype)
 
 
-class Attention(nnx.Module):
+class LlamaAttention(nnx.Module):
     """Causal grouped-query attention with rotary positions and optional norms of q and k.
 
     Devices that share it have complete heads. If there are more devices than key/value heads, each
-    has the weights of all key/value heads and uses those of one head. `Attend` reaches the keys and
-    values of other sequence shards and of earlier slices.
+    has the weights of all key/value heads and uses those of one head. `CausalAttention` reaches the
+    keys and values of other sequence shards and of earlier slices.
     """
 
-    def __init__(self, config: LlamaConfig, parts: Parts, init: Init):
+    def __init__(self, config: LlamaConfig, parts: LayerParts, init: Init):
         d, k, devices = config.d_model, config.head_size, parts.devices
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.own_kv = config.n_kv_heads % devices.size == 0
@@ -75,8 +75,8 @@ class Attention(nnx.Module):
         self.config, self.parts = config, parts
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, given: Given
-    ) -> tuple[jax.Array, Past | None]:
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
+    ) -> tuple[jax.Array, CachedKeys | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices, dot = self.config, self.parts.devices, given.dot
         x_BLD = devices.enter(x_BLD)
@@ -106,10 +106,10 @@ class Attention(nnx.Module):
         return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=1)
 
 
-class MLP(nnx.Module):
+class LlamaMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, name: str, width: int, config: LlamaConfig, parts: Parts, init: Init):
+    def __init__(self, name: str, width: int, config: LlamaConfig, parts: LayerParts, init: Init):
         d, f = config.d_model, width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
@@ -128,25 +128,25 @@ class MLP(nnx.Module):
         return down_BLD
 
 
-class DecoderLayer(nnx.Module):
+class LlamaLayer(nnx.Module):
     """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream."""
 
-    def __init__(self, kind: str, config: LlamaConfig, parts: Parts, init: Init):
+    def __init__(self, kind: str, config: LlamaConfig, parts: LayerParts, init: Init):
         d, eps = config.d_model, config.norm_eps
         norm = parts.own(differs=parts.devices.sequence)
         self.attn_norm = RMSNorm("attn_norm", d, eps, init, norm)
-        self.attn = Attention(config, parts, init)
+        self.attn = LlamaAttention(config, parts, init)
         self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, norm)
         if kind == SPARSE:
             width = config.shared_experts * config.expert_width
-            shared = MLP("shared", width, config, parts, init) if width else None
-            self.moe = Mixture(config, parts, init, shared)
+            shared = LlamaMLP("shared", width, config, parts, init) if width else None
+            self.moe = MixtureOfExperts(config, parts, init, shared)
         else:
-            self.mlp = MLP("mlp", config.d_ff, config, parts, init)
+            self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
         self.kind = kind
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: Given
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         x_norm_BLD = self.attn_norm(x_BLD)
@@ -157,16 +157,16 @@ class DecoderLayer(nnx.Module):
             made_BLD, side = self.moe(normed_BLD, context, given.dot)
         else:
             made_BLD = self.mlp(normed_BLD, given.dot)
-        return with_past(x_BLD + given.masks.stream(made_BLD, "mlp"), past, side)
+        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), past, side)
 
 
-class Ends(nnx.Module):
+class LlamaEmbedHead(nnx.Module):
     """Embedding before the layers, final norm and head after them.
 
     The vocabulary is sharded over the devices that share them. A tied head is the embedding.
     """
 
-    def __init__(self, config: LlamaConfig, parts: EndParts, init: Init):
+    def __init__(self, config: LlamaConfig, parts: EmbedHeadParts, init: Init):
         d, v = config.d_model, config.vocab_size
         self.embed = init("embed", (v, d), 0.02, parts.cut(0))
         self.final_norm = RMSNorm("final_norm", d, config.norm_eps, init, parts.own())

@@ -2,9 +2,9 @@
 
 Each of N tokens has K rows, one per chosen expert: R = N K rows, and row K n + j is the j-th of
 token n. Rows are moved into S slots, some of which may stay empty; a row without a slot is dropped.
-`into_slots` and `from_slots` are each other's transpose, and both are written as gathers, because
-XLA executes a scatter one row at a time. The indices depend on the choice alone, so W recomputes
-them and the gather, and the moved rows are not stored (`jaxpipe.pipeline.cut`).
+`gather_into_slots` and `sum_from_slots` are each other's transpose, and both are written as
+gathers, because XLA executes a scatter one row at a time. The indices depend on the choice alone,
+so W recomputes them and the gather, and the moved rows are not stored (`jaxpipe.pipeline.cut`).
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Places(NamedTuple):
+class SlotAssignment(NamedTuple):
     """Which row is in which slot.
 
     Attributes:
@@ -27,51 +27,51 @@ class Places(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def into_slots(x_ND: jax.Array, places: Places, copies: int) -> jax.Array:
+def gather_into_slots(x_ND: jax.Array, places: SlotAssignment, copies: int) -> jax.Array:
     """Gather the token of each slot's row, `[N, D] -> [S, D]`; K = `copies`, zeros if empty."""
-    return _gathered(x_ND, places.source_S // copies)
+    return _gather_rows(x_ND, places.source_S // copies)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def from_slots(x_SD: jax.Array, places: Places, copies: int) -> jax.Array:
+def sum_from_slots(x_SD: jax.Array, places: SlotAssignment, copies: int) -> jax.Array:
     """Sum each token's rows over their slots, `[S, D] -> [N, D]`; K = `copies`."""
-    rows_RD = _gathered(x_SD, places.target_R)
+    rows_RD = _gather_rows(x_SD, places.target_R)
     return rows_RD.reshape(-1, copies, x_SD.shape[-1]).sum(1)
 
 
-into_slots.defvjp(
-    lambda x_ND, places, copies: (into_slots(x_ND, places, copies), places),
-    lambda copies, places, dx_SD: (from_slots(dx_SD, places, copies), None),
+gather_into_slots.defvjp(
+    lambda x_ND, places, copies: (gather_into_slots(x_ND, places, copies), places),
+    lambda copies, places, dx_SD: (sum_from_slots(dx_SD, places, copies), None),
 )
-from_slots.defvjp(
-    lambda x_SD, places, copies: (from_slots(x_SD, places, copies), places),
-    lambda copies, places, dx_ND: (into_slots(dx_ND, places, copies), None),
+sum_from_slots.defvjp(
+    lambda x_SD, places, copies: (sum_from_slots(x_SD, places, copies), places),
+    lambda copies, places, dx_ND: (gather_into_slots(dx_ND, places, copies), None),
 )
 
 
-def sorted_places(group_R: jax.Array) -> Places:
+def assign_sorted(group_R: jax.Array) -> SlotAssignment:
     """Give every row a slot, sorted by group; rows of a group keep their order.
 
-    >>> sorted_places(jnp.array([1, 0, 1, 0]))
+    >>> assign_sorted(jnp.array([1, 0, 1, 0]))
     Places(source_S=Array([1, 3, 0, 2], dtype=int32), target_R=Array([2, 0, 3, 1], dtype=int32))
     """
     order_R = jnp.argsort(group_R)
-    return Places(order_R, jnp.argsort(order_R))
+    return SlotAssignment(order_R, jnp.argsort(order_R))
 
 
-def equal_places(
+def assign_equally(
     group_R: jax.Array, groups: int, room: int, most_G: jax.Array | None = None
-) -> Places:
+) -> SlotAssignment:
     """Give each group `room` slots, which its first rows fill in order; other rows are dropped.
 
     At most `most_G` slots of each group are filled. A row whose group number is `groups` or more
     belongs to no group and has no slot.
 
-    >>> equal_places(jnp.array([1, 1, 1, 0, 2]), groups=2, room=2)
+    >>> assign_equally(jnp.array([1, 1, 1, 0, 2]), groups=2, room=2)
     Places(source_S=Array([3, 5, 0, 1], dtype=int32), target_R=Array([2, 3, 4, 0, 4], dtype=int32))
     """
-    rows, (order_R, rank_R) = group_R.size, sorted_places(group_R)
-    count_G = counts_of(group_R, groups)
+    rows, (order_R, rank_R) = group_R.size, assign_sorted(group_R)
+    count_G = count_values(group_R, groups)
     begin_G = jnp.cumsum(count_G) - count_G
     filled_G = jnp.minimum(count_G, room if most_G is None else most_G)
     place_R = rank_R - begin_G[group_R]
@@ -80,20 +80,20 @@ def equal_places(
     slots = jnp.arange(room)
     sorted_GC = jnp.minimum(begin_G[:, None] + slots[None], rows - 1)
     source_GC = jnp.where(slots[None] < filled_G[:, None], order_R[sorted_GC], rows)
-    return Places(source_GC.reshape(-1), target_R)
+    return SlotAssignment(source_GC.reshape(-1), target_R)
 
 
-def dropped_of(places: Places, group_R: jax.Array, groups: int) -> jax.Array:
+def count_dropped(places: SlotAssignment, group_R: jax.Array, groups: int) -> jax.Array:
     """Count the rows of the groups that have no slot: an int32 scalar."""
     none_R = places.target_R == places.source_S.size
     return jnp.sum(none_R & (group_R < groups), dtype=jnp.int32)
 
 
-def counts_of(group: jax.Array, groups: int) -> jax.Array:
+def count_values(group: jax.Array, groups: int) -> jax.Array:
     """Count how often 0, 1, ... occur in an array: `[groups]` int32."""
     return jax.nn.one_hot(group.reshape(-1), groups, dtype=jnp.int32).sum(0, dtype=jnp.int32)
 
 
-def _gathered(rows: jax.Array, index: jax.Array) -> jax.Array:
+def _gather_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Index the first axis; an index past its end gives zeros."""
     return rows.at[index].get(mode="fill", fill_value=0)

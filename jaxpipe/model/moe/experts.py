@@ -18,12 +18,12 @@ from jax import lax
 from jaxpipe.contract import Names, Rounds, pairing_point
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
-    counts_of,
-    dropped_of,
-    equal_places,
-    from_slots,
-    into_slots,
-    sorted_places,
+    assign_equally,
+    assign_sorted,
+    count_dropped,
+    count_values,
+    gather_into_slots,
+    sum_from_slots,
 )
 from jaxpipe.model.moe.products import Product
 from jaxpipe.model.parts import Dot, Init
@@ -73,7 +73,7 @@ class Dispatch(Protocol):
 
 
 @dataclass(frozen=True)
-class Dropless:
+class DroplessDispatch:
     """Sort rows by expert, and multiply each group of rows with its own matrix.
 
     With expert parallelism every row is sent to the replica that has its expert, in buffers of
@@ -105,18 +105,18 @@ class Dropless:
             y_ND = self._grouped(x_ND, weights_R1, expert_R, experts)
             return y_ND.reshape(x_BLD.shape), jnp.int32(0)
         own, room = self.count // self.replicas.size, self.room(len(x_ND), copies)
-        places = equal_places(expert_R // own, self.replicas.size, room)
+        places = assign_equally(expert_R // own, self.replicas.size, room)
         number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 marks an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
-        sent = [into_slots(x_ND, places, copies), into_slots(beside_R2, places, 1)]
-        came = _exchanged(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
+        sent = [gather_into_slots(x_ND, places, copies), gather_into_slots(beside_R2, places, 1)]
+        came = _exchange_rows(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
         x_SD, weights_S1, number_S1 = jnp.split(came, [x_ND.shape[1], x_ND.shape[1] + 1], axis=-1)
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
         made_SD = self._grouped(x_SD, weights_S1, expert_S, experts)
-        y_SD = _exchanged(self.replicas, made_SD, "tokens")
-        dropped = dropped_of(places, expert_R // own, self.replicas.size)
-        return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
+        y_SD = _exchange_rows(self.replicas, made_SD, "tokens")
+        dropped = count_dropped(places, expert_R // own, self.replicas.size)
+        return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, tokens: int, copies: int) -> int:
         """Rows that a device with `tokens` tokens can send to each device."""
@@ -132,19 +132,22 @@ class Dropless:
 
         An expert number past the last of them stands for no expert, and adds nothing.
         """
-        copies, places = len(expert_R) // len(x_ND), sorted_places(expert_R)
-        sizes = counts_of(expert_R, self.count // self.replicas.size)
+        copies, places = len(expert_R) // len(x_ND), assign_sorted(expert_R)
+        sizes = count_values(expert_R, self.count // self.replicas.size)
 
         def dot(rows: jax.Array, **matrices: jax.Array) -> tuple[jax.Array, ...]:
             every = (each.astype(rows.dtype) for each in matrices.values())
             return tuple(self.product(rows, each, sizes) for each in every)
 
-        x_SD, weights_S1 = into_slots(x_ND, places, copies), into_slots(weights_R1, places, 1)
-        return from_slots(experts(x_SD, weights_S1, dot), places, copies)
+        x_SD, weights_S1 = (
+            gather_into_slots(x_ND, places, copies),
+            gather_into_slots(weights_R1, places, 1),
+        )
+        return sum_from_slots(experts(x_SD, weights_S1, dot), places, copies)
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacityDispatch:
     """Give every expert the same number of slots for each sequence; rows beyond them are dropped.
 
     An expert has `factor` times the mean number of a sequence's choices, and the sequence's first
@@ -172,32 +175,32 @@ class Capacity:
         group_R, groups = group_BLK.reshape(-1), self.count * examples
         rooms = jnp.array([self.room(n, copies) for n in range(length + 1)], jnp.int32)
         most_B = rooms[jnp.sum(choice_BLK[..., 0] < self.count, axis=1)]
-        places = equal_places(group_R, groups, room, jnp.tile(most_B, self.count))
-        x_SD = into_slots(x_BLD.reshape(-1, d), places, copies)
-        weights_S1 = into_slots(weights_BLK.reshape(-1, 1), places, 1)
+        places = assign_equally(group_R, groups, room, jnp.tile(most_B, self.count))
+        x_SD = gather_into_slots(x_BLD.reshape(-1, d), places, copies)
+        weights_S1 = gather_into_slots(weights_BLK.reshape(-1, 1), places, 1)
         sent = jnp.concatenate([x_SD, weights_S1], axis=-1)
-        came = _exchanged(self.replicas, sent, "experts")
+        came = _exchange_rows(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
         made = experts(of_expert[..., :d], of_expert[..., d:], dot)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
-        y_SD = _exchanged(self.replicas, made.reshape(-1, d), "tokens")
-        dropped = dropped_of(places, group_R, groups)
-        return from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
+        y_SD = _exchange_rows(self.replicas, made.reshape(-1, d), "tokens")
+        dropped = count_dropped(places, group_R, groups)
+        return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, length: int, copies: int) -> int:
         """Slots of an expert for one sequence of this length."""
         return min(math.ceil(self.factor * length * copies / self.count), length)
 
 
-def dispatch_of(config: MixtureConfig, replicas: AllExperts, product: Product) -> Dispatch:
+def choose_dispatch(config: MixtureConfig, replicas: AllExperts, product: Product) -> Dispatch:
     """Return the dispatch of a model's sparse layers."""
     if config.capacity_factor:
-        return Capacity(config.n_experts, replicas, config.capacity_factor)
-    return Dropless(config.n_experts, replicas, product)
+        return CapacityDispatch(config.n_experts, replicas, config.capacity_factor)
+    return DroplessDispatch(config.n_experts, replicas, product)
 
 
-def in_rounds(forward: Names, gradient: Names) -> Rounds:
+def run_in_rounds(forward: Names, gradient: Names) -> Rounds:
     """Pair F of a layer with the gradient of another, so that all-to-alls overlap with products.
 
     In each round one of them exchanges rows while the other computes: attention, experts, experts,
@@ -206,8 +209,8 @@ def in_rounds(forward: Names, gradient: Names) -> Rounds:
     return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
 
 
-def _exchanged(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
-    """All-to-all of rows between two pairing points, which `in_rounds` names."""
+def _exchange_rows(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
+    """All-to-all of rows between two pairing points, which `run_in_rounds` names."""
     if replicas.size == 1:
         return rows
     return pairing_point(replicas.exchange(pairing_point(rows, f"to {to}")), f"at {to}")

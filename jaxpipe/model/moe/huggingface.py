@@ -8,20 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.moe.config import MixtureConfig
-from jaxpipe.model.published import Theirs
+from jaxpipe.model.published import HuggingFaceTensor
 
 LAYER = {
-    "moe/router/gate": Theirs("mlp.gate.weight", transposed=True),
-    "moe/experts/w_gate": Theirs("mlp.experts.{}.gate_proj.weight", transposed=True),
-    "moe/experts/w_up": Theirs("mlp.experts.{}.up_proj.weight", transposed=True),
-    "moe/experts/w_down": Theirs("mlp.experts.{}.down_proj.weight", transposed=True),
+    "moe/router/gate": HuggingFaceTensor("mlp.gate.weight", transposed=True),
+    "moe/experts/w_gate": HuggingFaceTensor("mlp.experts.{}.gate_proj.weight", transposed=True),
+    "moe/experts/w_up": HuggingFaceTensor("mlp.experts.{}.up_proj.weight", transposed=True),
+    "moe/experts/w_down": HuggingFaceTensor("mlp.experts.{}.down_proj.weight", transposed=True),
 }
 # The form that transformers 5 computes with, and saves with `save_original_format=False`: one
 # tensor for all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
 FUSED = {
-    "moe/experts/w_gate": Theirs("mlp.experts.gate_up_proj", transposed=True, part=0, parts=2),
-    "moe/experts/w_up": Theirs("mlp.experts.gate_up_proj", transposed=True, part=1, parts=2),
-    "moe/experts/w_down": Theirs("mlp.experts.down_proj", transposed=True),
+    "moe/experts/w_gate": HuggingFaceTensor(
+        "mlp.experts.gate_up_proj", transposed=True, part=0, parts=2
+    ),
+    "moe/experts/w_up": HuggingFaceTensor(
+        "mlp.experts.gate_up_proj", transposed=True, part=1, parts=2
+    ),
+    "moe/experts/w_down": HuggingFaceTensor("mlp.experts.down_proj", transposed=True),
 }
 DEFAULTS: dict[str, Any] = {
     "num_experts": 128,

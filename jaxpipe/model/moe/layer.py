@@ -7,21 +7,23 @@ from flax import nnx
 from jaxpipe.contract import Aux, Context
 from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.moe.config import MixtureConfig
-from jaxpipe.model.moe.experts import Experts, dispatch_of
+from jaxpipe.model.moe.experts import Experts, choose_dispatch
 from jaxpipe.model.moe.router import CHOICE, Router
-from jaxpipe.model.parts import Dot, Init, Parts
+from jaxpipe.model.parts import Dot, Init, LayerParts
 
 KEEP = (CHOICE, LOADS)  # checkpoint names that F stores under every `train.remat`
 
 
-class Mixture(nnx.Module):
+class MixtureOfExperts(nnx.Module):
     """Routed experts and `shared`, an MLP that takes every token; None: no shared experts."""
 
-    def __init__(self, config: MixtureConfig, parts: Parts, init: Init, shared: nnx.Module | None):
+    def __init__(
+        self, config: MixtureConfig, parts: LayerParts, init: Init, shared: nnx.Module | None
+    ):
         self.router, self.experts = Router(config, parts, init), Experts(config, init)
         if shared is not None:
             self.shared = shared
-        self.dispatch = dispatch_of(config, parts.replicas, parts.product)
+        self.dispatch = choose_dispatch(config, parts.replicas, parts.product)
         self.parts = parts
         sequence = parts.attend.sequence
         self.balance = Balance(config, parts.devices, sequence, parts.recorded)

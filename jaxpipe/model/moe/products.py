@@ -14,21 +14,23 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.contract.layer import PRODUCT
-from jaxpipe.model.fused import standing_in
+from jaxpipe.model.fused import is_replacing_kernels
 from jaxpipe.model.moe.config import MixtureConfig
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, matrices, group sizes
 _STEP = 128  # width of the kernel's tiles
 
 
-class Grouped(NamedTuple):
+class GroupedProduct(NamedTuple):
     """The grouped product of a device; `note` is a sentence to log when a run starts, or empty."""
 
     product: Product = lax.ragged_dot
     note: str = ""
 
 
-def grouped_on(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> Grouped:
+def choose_grouped_product(
+    device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int
+) -> GroupedProduct:
     """Return tokamax's kernel where it is available, else `ragged_dot`, on GPUs with a note why.
 
     On CPU and on NVIDIA GPUs `ragged_dot` is one dense, masked product (jax 0.12), which costs as
@@ -36,37 +38,39 @@ def grouped_on(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) ->
     """
     ragged = config.routed_experts and not config.capacity_factor
     if not ragged or device.platform not in ("gpu", "cuda"):
-        return Grouped()
-    missing = _missing(device, config, dtype, tp)
+        return GroupedProduct()
+    missing = _missing_reason(device, config, dtype, tp)
     if not missing:
-        return Grouped(by_kernel, "grouped products of experts by tokamax's kernel")
-    return Grouped(
+        return GroupedProduct(multiply_by_kernel, "grouped products of experts by tokamax's kernel")
+    return GroupedProduct(
         note=f"experts multiply every row of a device with every one of its experts, masked: "
         f"{missing}, or set model.capacity_factor"
     )
 
 
-def by_kernel(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def multiply_by_kernel(
+    rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
     """Multiply with tokamax's kernel for Hopper GPUs: `[S, O]`.
 
     B and W have a kernel each. The kernel does not write rows that belong to no group.
     """
-    if standing_in():
+    if is_replacing_kernels():
         return lax.ragged_dot(rows_SI, matrices_EIO, sizes_E)
-    return _by_kernel(rows_SI, matrices_EIO, sizes_E)
+    return _multiply(rows_SI, matrices_EIO, sizes_E)
 
 
 @jax.custom_vjp
-def _by_kernel(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _multiply(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     from tokamax import ragged_dot
 
     made_SO = ragged_dot(rows_SI, matrices_EIO, sizes_E, implementation="mosaic")
-    return checkpoint_name(_of_groups(made_SO, sizes_E), PRODUCT)
+    return checkpoint_name(_zero_ungrouped(made_SO, sizes_E), PRODUCT)
 
 
 def _forward(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> tuple[Any, Any]:
     given = rows_SI, matrices_EIO, sizes_E
-    return _by_kernel(*given), given
+    return _multiply(*given), given
 
 
 def _backward(given: Any, dy_SO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -77,19 +81,19 @@ def _backward(given: Any, dy_SO: jax.Array) -> tuple[jax.Array, jax.Array, None]
     drows_SI = ragged_dot(dy_SO, inputs_EOI, sizes_E, implementation="mosaic")
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
     dmatrices_EIO = ragged_dot_general(rows_SI, dy_SO, sizes_E, numbers, implementation="mosaic")
-    return _of_groups(drows_SI, sizes_E), dmatrices_EIO, None
+    return _zero_ungrouped(drows_SI, sizes_E), dmatrices_EIO, None
 
 
-_by_kernel.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
-def _of_groups(made_SO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _zero_ungrouped(made_SO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Set rows that belong to no group to zero."""
     row_S = lax.iota(sizes_E.dtype, len(made_SO))
     return jnp.where((row_S < sizes_E.sum())[:, None], made_SO, 0)
 
 
-def _missing(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> str:
+def _missing_reason(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> str:
     """Reason why the kernel is not available, with the remedy; empty if it is."""
     widths = config.d_model, config.expert_width // tp
     if int(float(getattr(device, "compute_capability", 0))) != 9:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.moe.config import MixtureConfig
-from jaxpipe.model.parts import Init, Parts
+from jaxpipe.model.parts import Init, LayerParts
 
 CHOICE = "experts"  # checkpoint name of the chosen indices, which F always stores
 
@@ -56,7 +56,7 @@ class Router(nnx.Module):
     scores have the largest sum.
     """
 
-    def __init__(self, config: MixtureConfig, parts: Parts, init: Init):
+    def __init__(self, config: MixtureConfig, parts: LayerParts, init: Init):
         leaf = parts.own(differs=parts.devices.size > 1)
         self.gate = init("router/gate", (config.d_model, config.n_experts), 0.02, leaf)
         self.config = config
@@ -69,17 +69,17 @@ class Router(nnx.Module):
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
         softmax = config.router_score == "softmax"
         scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
-        shares_BLE = scores_BLE if softmax else _over_sum(scores_BLE)
+        shares_BLE = scores_BLE if softmax else _normalise(scores_BLE)
         choice_BLK = given_BLK
         if choice_BLK is None:
             choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
         weights_BLK = jnp.take_along_axis(scores_BLE, choice_BLK, axis=-1)
         if config.norm_topk_prob:
-            weights_BLK = _over_sum(weights_BLK)
+            weights_BLK = _normalise(weights_BLK)
         return Routes(choice_BLK, config.router_scale * weights_BLK, logits_BLE, shares_BLE)
 
 
-def _over_sum(scores: jax.Array) -> jax.Array:
+def _normalise(scores: jax.Array) -> jax.Array:
     """scores / (their sum over the last dim + 1e-20), finite also where every score underflows.
 
     The bias or the groups may choose experts whose scores are all 0 in float32. The term 1e-20 is
@@ -97,11 +97,11 @@ def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfi
     if bias_E is not None:
         scores_BLE += bias_E.astype(scores_BLE.dtype)[None, None]
     if config.groups_per_token < config.expert_groups:
-        scores_BLE = _in_groups(scores_BLE, config.expert_groups, config.groups_per_token)
+        scores_BLE = _mask_groups(scores_BLE, config.expert_groups, config.groups_per_token)
     return lax.top_k(scores_BLE, config.experts_per_token)[1]
 
 
-def _in_groups(scores_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
+def _mask_groups(scores_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
     """Scores of experts in the `kept` best groups, and minus infinity elsewhere."""
     grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
     best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxpipe.config import ConfigError, DataConfig
-from jaxpipe.data.manifest import MANIFEST, Bin, read_manifest
-from jaxpipe.data.packing import pack, slots_of
+from jaxpipe.data.manifest import MANIFEST, HistogramBin, read_manifest
+from jaxpipe.data.packing import count_slots, pack_documents
 
 _MOST = 1 << 20  # limit on documents in the sample
 
 
 @dataclass(frozen=True)
-class Expected:
+class PackingEstimate:
     """Estimated content of packed rows.
 
     Attributes:
@@ -26,7 +26,7 @@ class Expected:
     documents: Counter[int]
 
 
-def expected(folder: Path, config: DataConfig, seq_len: int) -> Expected:
+def estimate_packing(folder: Path, config: DataConfig, seq_len: int) -> PackingEstimate:
     """Pack a sample with the folder's distribution of lengths into rows of `seq_len` tokens.
 
     Raises `ConfigError` without a manifest, a document of two tokens, or packing.
@@ -42,21 +42,21 @@ def expected(folder: Path, config: DataConfig, seq_len: int) -> Expected:
             f"the lengths of the documents in {folder} count where rows are packed, but "
             f"data.packing='none': set it to best_fit or sequential."
         )
-    lengths = np.random.default_rng(0).permutation(lengths_like(manifest.histogram))
-    packing = pack(lengths, seq_len, config.packing, most=config.max_documents)
-    wholes, rests = np.divmod(slots_of(lengths), seq_len)
+    lengths = np.random.default_rng(0).permutation(sample_lengths(manifest.histogram))
+    packing = pack_documents(lengths, seq_len, config.packing, most=config.max_documents)
+    wholes, rests = np.divmod(count_slots(lengths), seq_len)
     documents = Counter(rests[rests > 0].tolist())
     documents[seq_len] += int(wholes.sum())
-    tokens = int(slots_of(lengths).sum())
+    tokens = int(count_slots(lengths).sum())
     if not tokens:
         raise ConfigError(f"no document in {folder} has two tokens, an input and its target.")
-    return Expected(tokens / (len(packing) * seq_len), documents)
+    return PackingEstimate(tokens / (len(packing) * seq_len), documents)
 
 
-def lengths_like(histogram: tuple[Bin, ...]) -> np.ndarray:
+def sample_lengths(histogram: tuple[HistogramBin, ...]) -> np.ndarray:
     """Return document lengths in a histogram's proportions, spread evenly about each bin's mean.
 
-    >>> lengths_like((Bin(8, 2, 14), Bin(20, 1, 20)))
+    >>> sample_lengths((HistogramBin(8, 2, 14), HistogramBin(20, 1, 20)))
     array([ 6,  8, 20])
     """
     every = max(1.0, sum(bar.documents for bar in histogram) / _MOST)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def quiet_threads() -> Iterator[None]:
+def suppress_orbax_errors() -> Iterator[None]:
     """Within the context, do not print errors of Orbax's threads; they are raised as well.
 
     Orbax logs an error in every thread. Once one array has failed, it stops waiting for the others
@@ -21,9 +21,9 @@ def quiet_threads() -> Iterator[None]:
         from_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()
         return record.levelno < logging.ERROR or not from_orbax
 
-    def unraisable(found: Any) -> None:
-        if str(found.exc_value) != "Event loop is closed":
-            before(found)
+    def unraisable(error: Any) -> None:
+        if str(error.exc_value) != "Event loop is closed":
+            before(error)
 
     before, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
     sys.unraisablehook = unraisable

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import Shard, ShardedDocuments, check_ids
-from jaxpipe.data.indexed import Index, IndexedShard, open_indexed, size_fault
-from jaxpipe.data.manifest import JOURNAL, MANIFEST, Manifest, read_manifest
+from jaxpipe.data.documents import ShardedDocuments, TokenShard, check_ids
+from jaxpipe.data.indexed import Index, IndexedShard, describe_size_fault, open_indexed
+from jaxpipe.data.manifest import JOURNAL, MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.parquet import open_parquet
-from jaxpipe.data.tokens import WHOLE, IdFile, open_tokens
+from jaxpipe.data.tokens import FULL_DIGEST_BYTES, IdFile, open_tokens
 
 _SUFFIXES = (".bin", ".npy", ".parquet")
 _CHUNK = 1 << 20  # tokens checked at a time
@@ -22,19 +22,19 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
     Raises `ConfigError` where there is none, one is faulty, or they were prepared with different
     tokenizers.
     """
-    shards: list[Shard] = []
+    shards: list[TokenShard] = []
     tokenizers: dict[str, Path] = {}
     files: list[Path] = []  # token files outside prepared folders
-    for found in _found(path):
+    for found in _find_inputs(path):
         manifest = read_manifest(found) if found.is_dir() else None
         if manifest:
-            shards += _prepared(found, manifest, vocab_size)
+            shards += _open_prepared(found, manifest, vocab_size)
             tokenizers[manifest.tokenizer.digest] = found
         else:
-            files += _files(found)
+            files += _list_token_files(found)
     check_tokenizers(tokenizers)
-    whole = sum(file.stat().st_size for file in files) <= WHOLE
-    shards += [_open_file(file, vocab_size, whole=whole) for file in files]
+    full_digest = sum(file.stat().st_size for file in files) <= FULL_DIGEST_BYTES
+    shards += [_open_file(file, vocab_size, full_digest=full_digest) for file in files]
     shards = [shard for shard in shards if shard.size]
     if not shards:
         raise ConfigError(f"{path} holds no tokens: write it again, or name another in [data].")
@@ -42,9 +42,9 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
     return ShardedDocuments(shards, vocab_size, 0, size, path, "".join(tokenizers))
 
 
-def prepared_folders(path: str) -> list[Path]:
+def find_prepared_folders(path: str) -> list[Path]:
     """Return the prepared folders that a path names, in the order of their names."""
-    return [found for found in _found(path) if (found / MANIFEST).exists()]
+    return [folders for folders in _find_inputs(path) if (folders / MANIFEST).exists()]
 
 
 def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
@@ -57,7 +57,7 @@ def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
         )
 
 
-def _found(path: str) -> list[Path]:
+def _find_inputs(path: str) -> list[Path]:
     """Return the files and folders that a path names, in the order of their names.
 
     A pattern matches token files and prepared folders. Files inside a matched prepared folder are
@@ -72,22 +72,22 @@ def _found(path: str) -> list[Path]:
     found = [
         file
         for file in named
-        if file in prepared or (_is_ids(file) and file.parent not in prepared)
+        if file in prepared or (_is_token_file(file) and file.parent not in prepared)
     ]
     if not found:
         raise ConfigError(f"{path} does not exist: correct its path in [data].")
     return found
 
 
-def _files(path: Path) -> list[Path]:
+def _list_token_files(path: Path) -> list[Path]:
     """Return the token file itself, or the token files of a folder."""
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if _is_ids(file))
+        files = sorted(file for file in path.iterdir() if _is_token_file(file))
         for index in path.glob("*.idx"):
             if index.with_suffix(".bin") not in files:
                 raise ConfigError(f"{index} has no {index.stem}.bin beside it: copy it there.")
-    elif not _is_ids(path):
+    elif not _is_token_file(path):
         files = []
     if not files:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _is_ids(file: Path) -> bool:
+def _is_token_file(file: Path) -> bool:
     """Whether a file's suffix, in any case, is that of a token file."""
     if file.suffix.lower() == ".bin" != file.suffix:
         raise ConfigError(
@@ -107,17 +107,17 @@ def _is_ids(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES
 
 
-def _open_file(path: Path, vocab_size: int, *, whole: bool) -> Shard:
+def _open_file(path: Path, vocab_size: int, *, full_digest: bool) -> TokenShard:
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return open_indexed(path)
     if path.stat().st_size == 0:
         raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
     if path.suffix.lower() == ".parquet":
         return open_parquet(path)
-    return open_tokens(path, vocab_size, whole=whole)
+    return open_tokens(path, vocab_size, full_digest=full_digest)
 
 
-def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[IndexedShard]:
+def _open_prepared(folder: Path, manifest: FolderManifest, vocab_size: int) -> list[IndexedShard]:
     """Open the shards that a manifest lists, and check the sizes of their files only."""
     shards = []
     for entry in manifest.shards:
@@ -127,7 +127,7 @@ def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[Indexed
         masked = entry.counted < entry.tokens
         shard = IndexedShard(ids, index, masked, entry.digest, vouched=True)
         try:
-            fault = size_fault(shard)
+            fault = describe_size_fault(shard)
         except OSError as error:
             fault = f"{error.filename} cannot be read ({error.strerror})"
         if fault:
@@ -136,12 +136,12 @@ def _prepared(folder: Path, manifest: Manifest, vocab_size: int) -> list[Indexed
                 f"prepare the folder again."
             )
         if not 0 <= entry.smallest_id <= entry.largest_id < vocab_size:
-            _find_outside(ids, vocab_size)
+            _check_all_ids(ids, vocab_size)
         shards.append(shard)
     return shards
 
 
-def _find_outside(ids: IdFile, vocab_size: int) -> None:
+def _check_all_ids(ids: IdFile, vocab_size: int) -> None:
     """Search all ids, and raise `ConfigError` with the position of one outside the vocabulary."""
     for begin in range(0, ids.size, _CHUNK):
         part = ids.read(begin, min(begin + _CHUNK, ids.size))
