@@ -67,7 +67,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     import jax
 
     from jaxpipe.runtime.devices import peak_flops
-    from jaxpipe.training.op_timers import TransferTimer, UpdateTimer, op_seconds
+    from jaxpipe.training.op_timers import op_seconds
+    from jaxpipe.training.step_timers import TransferTimer, UpdateTimer
     from jaxpipe.training.trainer import Trainer
 
     devices = tuple(jax.devices())

@@ -5,14 +5,12 @@ manifest replaces it when all are complete. The result depends on the inputs and
 not on the number of processes or on how often they were killed.
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -21,12 +19,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.journal import PieceResult, lock_folder, open_journal
 from jaxpipe.data.manifest import (
     JOURNAL,
     MANIFEST,
     FolderManifest,
-    HistogramBin,
-    ShardEntry,
     TokenizerEntry,
     build_histogram,
     merge_histograms,
@@ -53,7 +50,7 @@ _FORM = 2  # version of the output; increase it if the same text gives other ids
 
 
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """PrepareOptions that determine the documents of a folder, besides the inputs."""
+    """What determines the documents of a folder, besides the inputs."""
 
     tokenizer: str  # see `load_tokenizer`
     eod: str = ""  # see `describe`
@@ -61,20 +58,6 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()  # see `RecordConverter`
     skip_bad_lines: bool = False
     piece_size: int = 32 << 20  # bytes of the inputs on disk per shard, or a little more
-
-
-class PieceResult(msgspec.Struct, frozen=True):
-    """The result of a piece: a line of the journal."""
-
-    piece: int
-    key: str  # see `_key`
-    shard: ShardEntry | None  # None: the piece had no document
-    histogram: tuple[HistogramBin, ...]
-    longest: int  # tokens of the longest document
-    empty: int  # documents without text
-    bad: int  # documents that could not be read
-    unlearned: int = 0  # documents without a token that counts in the loss
-    chats: int = 0  # records with messages
 
 
 def prepare(
@@ -104,10 +87,10 @@ def prepare(
     entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
     keys = [_piece_key(piece, options, entry) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
-    with _lock_folder(folder):
+    with lock_folder(folder):
         if manifest := _read_finished(folder, origin):
             return manifest
-        with _open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
+        with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             left = [piece for piece in pieces if piece.number not in done]
             template = find_chat_template(options.tokenizer)
             work = partial(write_piece, options=options, entry=entry, folder=folder)
@@ -241,24 +224,6 @@ def _piece_key(piece: InputPiece, options: PrepareOptions, entry: TokenizerEntry
     return hashlib.blake2b(known, digest_size=16).hexdigest()
 
 
-@contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes; a folder created here and left empty is removed."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder} is being prepared by another process: wait for it.") from error
-    finally:
-        os.close(handle)
-        for path in created:
-            with suppress(OSError):  # the folder is not empty
-                path.rmdir()
-
-
 def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
     """Return the manifest of a complete folder, or None where there is work to do.
 
@@ -275,44 +240,6 @@ def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
             f"remove it, or give another --out."
         )
     return None
-
-
-@contextmanager
-def _open_journal(
-    folder: Path, keys: list[str], skip_bad: bool
-) -> Iterator[tuple[BinaryIO, dict[int, PieceResult]]]:
-    """Open the journal for appending; also yields the pieces that it lists, by number.
-
-    The journal is deleted when the body succeeds. After a `ConfigError` without any shard all files
-    of the folder are deleted.
-    """
-    done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
-    done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
-    whole = {f"{number:06d}" for number in done}
-    for file in folder.iterdir():
-        if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
-            file.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
-    with replace_atomically(folder / JOURNAL) as file:
-        file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
-    with (folder / JOURNAL).open("ab", buffering=0) as file:
-        try:
-            yield file, done
-        except ConfigError:
-            if not any(one.shard for one in done.values()):
-                for path in folder.iterdir():
-                    path.unlink(missing_ok=True)
-            raise
-    (folder / JOURNAL).unlink()
-
-
-def _read_journal(folder: Path) -> Iterator[PieceResult]:
-    """Yield the lines of the journal up to the first incomplete one."""
-    if (folder / JOURNAL).exists():
-        for line in (folder / JOURNAL).read_bytes().splitlines():
-            try:
-                yield msgspec.json.decode(line, type=PieceResult)
-            except msgspec.DecodeError:
-                return
 
 
 def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> None:

@@ -90,7 +90,7 @@ class KeyBlock(NamedTuple):
 
 
 class BlockGradients(NamedTuple):
-    """BlockGradients of queries, keys and values, in float32 or wider."""
+    """Gradients of queries, keys and values, in float32 or wider."""
 
     dq_BLHK: jax.Array
     dk_BSGK: jax.Array

@@ -84,7 +84,7 @@ class FusedBlocks:
     def block_gradients(
         self, queries: QueryBlock, keys: KeyBlock, _: None = None
     ) -> BlockGradients:
-        """BlockGradients of a block of keys to all of which the queries attend."""
+        """Gradients of a block of keys to all of which the queries attend."""
         return self._gradients(queries, keys, causal=False)
 
     def causal_gradients(self, queries: QueryBlock, keys: KeyBlock) -> BlockGradients:

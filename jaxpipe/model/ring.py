@@ -106,7 +106,7 @@ def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
     def of_own(turn: int, there: KeyBlock, found: BlockGradients | None) -> BlockGradients:
-        """BlockGradients of queries, and of the current keys with what the devices before added."""
+        """Gradients of queries, and of the current keys with what the devices before added."""
         if not turn:
             if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal_gradients(queries, there)

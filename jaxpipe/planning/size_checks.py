@@ -1,4 +1,4 @@
-"""VariantSizes that follow from the number of devices, and the rules of replicas and batch."""
+"""Sizes that follow from the number of devices, and the rules of replicas and batch."""
 
 from msgspec.structs import replace
 

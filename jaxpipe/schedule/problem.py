@@ -103,9 +103,8 @@ class SearchProblem:
     def times(self) -> list[list[float]]:
         """Times of the ops, `[op][stage]`."""
         stages = range(self.placement.stages)
-        return [
-            [self.target.costs.action_time(Action(op, stage, 0)) for stage in stages] for op in _OPS
-        ]
+        time = self.target.costs.action_time
+        return [[time(Action(op, stage, 0)) for stage in stages] for op in _OPS]
 
     @cached_property
     def steps(self) -> int:
@@ -132,9 +131,8 @@ class SearchProblem:
     def work(self) -> list[float]:
         """Total time of the ops of every rank."""
         per_stage = [sum(times) for times in zip(*self.times)]
-        return [
-            self.microbatches * sum(per_stage[s] for s in stages) for stages in self.rank_stages
-        ]
+        m = self.microbatches
+        return [m * sum(per_stage[s] for s in stages) for stages in self.rank_stages]
 
     @cached_property
     def lower_bound(self) -> float:
@@ -165,9 +163,8 @@ class SearchProblem:
     def neighbours(self) -> np.ndarray:
         """The ranks that each rank waits for in the scan, the result of `neighbour_ranks`."""
         every = zip(self.placement.rank_of, self.placement.rank_of[1:])
-        pairs = [
-            pair for one, other in every if one != other for pair in ((one, other), (other, one))
-        ]
+        both = [[(a, b), (b, a)] for a, b in every if a != b]
+        pairs = [pair for pairs in both for pair in pairs]
         return neighbour_ranks({0: tuple(pairs)}, self.placement.pp)
 
     def scan_time(self, orders: Orders) -> float:
@@ -204,11 +201,8 @@ class SearchProblem:
                 steps.append((rank, position[rank][tick]))
             if starts[tick, rank] > ends[tick - 1, rank]:  # it has waited for another rank
                 before = (ends if self.target.lockstep.transfer_ticks == 1 else starts)[tick - 1]
-                met = (
-                    range(len(orders))
-                    if self.target.lockstep.synchronizes_all
-                    else self.neighbours[:, rank]
-                )
+                all_meet = self.target.lockstep.synchronizes_all
+                met = range(len(orders)) if all_meet else self.neighbours[:, rank]
                 rank = max(met, key=lambda other: before[other])
         return [(rank, at) for rank, at in steps if at]
 
@@ -308,9 +302,7 @@ class Replay:
         # Arrival time of an op's input, `[op][stage * microbatches + microbatch]`.
         self.ready = [[NEVER] * count for _ in _OPS]
         self.ready[F][: self.m] = [0.0] * self.m
-        self.blocked_ranks: dict[
-            Step, int
-        ] = {}  # step whose input is missing -> the rank blocked on it
+        self.blocked: dict[Step, int] = {}  # step whose input is missing -> the waiting rank
         self.runnable: list[int] = []  # ranks whose missing input has arrived
         self.late_start_counts = problem.target.objective != "span"  # a scan takes >= the makespan
         self.slack = [most * (1 + SLACK) - work for work in problem.work]
@@ -322,12 +314,8 @@ class Replay:
         Returns the number of steps that it has started.
         """
         line, clock, m = self.begins[rank], self.clocks[rank], self.m
-        ready, times, all_following, waits = (
-            self.ready,
-            self.times,
-            self.consumers,
-            self.blocked_ranks,
-        )
+        ready, times = self.ready, self.times
+        all_following, waits = self.consumers, self.blocked
         first = len(line)
         for step in islice(order, first, None):
             op, stage, i = step

@@ -16,7 +16,8 @@ from jaxpipe.planning import (
 )
 from jaxpipe.runtime import processes
 from jaxpipe.schedule import find_family
-from jaxpipe.training.op_timers import TransferTimer, op_seconds
+from jaxpipe.training.op_timers import op_seconds
+from jaxpipe.training.step_timers import TransferTimer
 from jaxpipe.training.trainer import Trainer
 
 _REPEATS = 5

@@ -27,7 +27,8 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import ScheduleVariant
-from jaxpipe.training.op_timers import OpTimer, UpdateTimer
+from jaxpipe.training.op_timers import OpTimer
+from jaxpipe.training.step_timers import UpdateTimer
 from jaxpipe.training.trainer import Trainer
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

@@ -17,6 +17,7 @@ from texts import CHAT, TEXTS, decoded, lines, prepared, write_texts
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data import prepare as preparing
 from jaxpipe.data.__main__ import main
+from jaxpipe.data.journal import lock_folder
 from jaxpipe.data.manifest import JOURNAL, MANIFEST
 from jaxpipe.data.sources import open_data
 from jaxpipe.data.token_files import open_documents
@@ -100,7 +101,7 @@ def test_pieces_that_are_done_stay_when_a_line_is_corrected(
 def test_one_process_prepares_a_folder(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     with (
-        preparing._lock_folder(tmp_path / "out"),
+        lock_folder(tmp_path / "out"),
         pytest.raises(ConfigError, match=r"out is being prepared by another process: wait"),
     ):
         prepared([path], tmp_path / "out")

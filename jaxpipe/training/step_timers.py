@@ -1,0 +1,101 @@
+"""Times of what a step does besides its ops: messages between ranks, and the update."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpipe.contract import Aux
+from jaxpipe.parallel import PP
+from jaxpipe.parallel.flags import is_trained, select
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
+
+Tree = Any
+
+
+class TransferTimer:
+    """Times ticks that only exchange a message with each neighbouring pipeline rank."""
+
+    def __init__(self, trainer: Trainer, ticks: int = 30):
+        mesh, config = trainer.mesh, trainer.config
+        size, dtype = mesh.shape[PP], jnp.dtype(config.train.compute_dtype)
+        message = jax.ShapeDtypeStruct((costs_of(config).message // dtype.itemsize,), dtype)
+
+        def exchange(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[Tree, None]:
+            moved = tuple(
+                lax.ppermute(load, PP, [(r, (r + hop) % size) for r in range(size)])
+                for load, hop in zip(carry, (1, -1))
+            )
+            return lax.optimization_barrier(moved), None
+
+        def run() -> jax.Array:
+            rank = lax.axis_index(PP).astype(message.dtype)
+            start = (jnp.full(message.shape, rank), jnp.full(message.shape, -rank))
+            y, dx = lax.scan(exchange, start, None, length=ticks)[0]
+            return (y + dx)[None]
+
+        self._ticks = ticks
+        self._run = jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(PP), check_vma=False)
+        )
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Time of one tick's exchange [s]."""
+        begin = time.perf_counter()
+        jax.block_until_ready(self._run())
+        return (time.perf_counter() - begin) / self._ticks
+
+
+def _side(trainer: Trainer) -> Aux:
+    """Zeros in the shapes of a step's auxiliary outputs; empty if the update does not read them."""
+    functions = trainer.model.functions
+    if functions.next_variables is None and functions.report is None:
+        return Aux()
+    state, batch = trainer.state_shapes, trainer.feed.shapes(trainer.config.train.seq_len)
+    side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).aux
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
+
+
+class UpdateTimer:
+    """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head."""
+
+    def __init__(self, trainer: Trainer, layers: int):
+        ranks = trainer.mesh.shape[PP]
+        key, kind = jax.random.key(0), trainer.layout.kinds[0]
+
+        def start() -> State:
+            held = [
+                jax.tree.map(
+                    lambda leaf: leaf[None],
+                    trainer.model.init_layer(key, index, kind),
+                )
+                for index in range(layers)
+            ]
+            ends = jax.tree.map(
+                lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_embed_head(key)
+            )
+            return trainer.unplaced({"embed_head": ends, "layers": tuple(held)})
+
+        side = _side(trainer)
+
+        def update(state: State, gradients: Tree) -> State:
+            return trainer.update(state, jnp.float32(0), gradients, side)[0]
+
+        self._state = jax.jit(start)()
+        params = self._state.params
+        trained = is_trained(trainer.sharding.param_shardings(params))
+        self._gradients = jax.tree.map(jnp.copy, select(trained, params))
+        self._run = jax.jit(update, donate_argnums=0)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Time of one update [s]."""
+        begin = time.perf_counter()
+        self._state = jax.block_until_ready(self._run(self._state, self._gradients))
+        return time.perf_counter() - begin
