@@ -188,7 +188,7 @@ def test_clock_options_reach_the_grid(tmp_path):
     ids=lambda schedule: schedule.name,
 )
 def test_corners(tmp_path, schedule):
-    assert "<svg" in svg_of(schedule, tmp_path, costs=UNEVEN, held=(0.75, 0.25), unit="GiB")
+    assert "<svg" in svg_of(schedule, tmp_path, costs=UNEVEN, memory=(0.75, 0.25), unit="GiB")
 
 
 def test_large_schedules_stay_small(tmp_path):
