@@ -88,11 +88,12 @@ def parse(monkeypatch, module, words):
         monkeypatch.setattr(argparse.ArgumentParser, method, stop)
     package = (HOUSE / module).is_dir()
     command = importlib.import_module(f"jaxpipe.{module}{'.__main__' * package}")
-    if hasattr(command, "_parse_arguments"):
-        return command._parse_arguments(words)
-    with pytest.raises(Understood) as understood:
-        command.main(words)
-    return understood.value.args[0]
+    try:
+        arguments = getattr(command, "_parse_arguments", command.main)(words)
+    except Understood as understood:
+        (arguments,) = understood.args
+    assert isinstance(arguments, argparse.Namespace)
+    return arguments
 
 
 def module_and_words(words):

@@ -19,7 +19,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 LAYERS = 7
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def layer(index, width=6):

@@ -144,7 +144,7 @@ def test_configurations_compare_by_value(path):
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_fused_attention_needs_a_gpu(platform):
-    config = load(Path(__file__).parent / "data" / "small.toml", ["model.attention=cudnn"])
+    config = load(Path(__file__).parents[1] / "data" / "small.toml", ["model.attention=cudnn"])
     resolved(config, platform=platform)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
         resolved(config, platform="cpu")

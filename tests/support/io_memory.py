@@ -29,7 +29,7 @@ def main(mode, directory, pp):
 
     overrides = [f"model.{name}={size}" for name, size in SIZES.items()]
     overrides += [f"parallel.pp={pp}", "parallel.dp=1"]
-    small = Path(__file__).parent / "data" / "small.toml"
+    small = Path(__file__).parents[1] / "data" / "small.toml"
     trainer = Trainer.resolve(configs.load(small, overrides))
     keying = StateKeying(trainer.layout, trainer.sharding)
     with CheckpointStore(Path(directory), keep=1, asynchronous=False, keying=keying) as checkpoints:
