@@ -145,23 +145,23 @@ def test_a_checkpoint_has_them(trainer_of, tmp_path, other):
 
     state, _ = first.train_step(first.init(), first.put(BATCH))
     keying, checkpoints = opened(first)
-    want = numbers(keying.keyed(state.parts()))
+    want = numbers(keying.to_keyed(state.parts()))
     with checkpoints:
         checkpoints.save(1, state.parts(), {"position": 8})
     keying, checkpoints = opened(second)
     with checkpoints:
         parts, _ = checkpoints.restore(second.state_shapes.parts(), print)
     again = second.state_of(parts)
-    got = numbers(keying.keyed(again.parts()))
+    got = numbers(keying.to_keyed(again.parts()))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert got["params"]["ends"]["embed"].dtype == jnp.bfloat16
+    assert got["params"]["embed_head"]["embed"].dtype == jnp.bfloat16
     after, _ = second.train_step(
         again, second.put(jax.tree.map(lambda a: a.reshape(2, 4, 8), BATCH))
     )
     jax.tree.map(
         np.testing.assert_array_equal,
-        numbers(keying.keyed(after.params)["ends"]["embed"]),
-        want["params"]["ends"]["embed"],
+        numbers(keying.to_keyed(after.params)["embed_head"]["embed"]),
+        want["params"]["embed_head"]["embed"],
     )
 
 
