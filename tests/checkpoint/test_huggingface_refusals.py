@@ -320,7 +320,7 @@ def test_what_is_no_checkpoint_of_this_version_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="0 is damaged .*: take an earlier one"):
         StoredCheckpoint(step)
     meta.write_text(json.dumps({"format": 99, "step": 0}))
-    with pytest.raises(ConfigError, match="has format 99 but this jaxpipe reads formats up to 1"):
+    with pytest.raises(ConfigError, match="has format 99 but this jaxpipe reads formats up to 2"):
         StoredCheckpoint(step)
     meta.write_text("{}")
     with pytest.raises(ConfigError, match="its metadata names no format"):

@@ -168,10 +168,10 @@ def test_several_are_asked_for_at_once():
         (card, dp, name)
         for card in ("h100", "a100") for dp in (2, 4) for name in ("1f1b", "zb_h1")
     )  # fmt: skip
-    (one,) = several.requests(SMALL, [], ["b200"], [], [])
+    (one,) = several.load_requests(SMALL, [], ["b200"], [], [])
     assert (one.card, one.plan.devices.hardware.device) == ("b200", "B200")
     with pytest.raises(ConfigError, match="multiple of parallel.pp=4"):
-        several.requests(SMALL, [], ["h100"], [8, 10], [])
+        several.load_requests(SMALL, [], ["h100"], [8, 10], [])
     report = SimpleNamespace(
         card="h100", devices=8, bytes=SimpleNamespace(peak=2**30), fits=True, step=(None, 0.25),
         program=SimpleNamespace(hidden=False, buffer_copies=(DeviceCopy("f32[2]", 8, 3),)),

@@ -85,7 +85,7 @@ def fresh(trainer):
 
 def keyed(trainer, tree):
     """Return parameters or an optimizer's state by layer, as on disk."""
-    return jax.tree.map(np.asarray, StateKeying(trainer.layout, trainer.sharding).keyed(tree))
+    return jax.tree.map(np.asarray, StateKeying(trainer.layout, trainer.sharding).to_keyed(tree))
 
 
 @cache

@@ -176,7 +176,7 @@ def test_what_cannot_be_excluded_is_one_sentence(tmp_path, run, exclude, more, s
         ("nowhere", "nowhere' holds no checkpoint: give 'auto', 'none'"),
         ("{run}/data", "holds no checkpoint"),
         ("{tmp}/cut", "cut is damaged (state/"),
-        ("{tmp}/newer", "has format 99 but this jaxpipe reads formats up to 1"),
+        ("{tmp}/newer", "has format 99 but this jaxpipe reads formats up to 2"),
     ],
 )
 def test_bad_places_are_one_sentence(tmp_path, run, resume, sentence, capsys):
