@@ -94,11 +94,13 @@ class Watchdog:
         """Use this run directory, whose lock this run has, while the body runs.
 
         The file for stacks is removed at the end: it is empty unless the run hangs. The position
-        stays, except if the run is refused, which leaves nothing in the directory.
+        stays, except if the run is refused, which leaves the directory as it was.
         """
         if not self._thread:
             yield
             return
+        path = directory / FILES / f"process-{self._index}.json"
+        before = path.read_text() if path.exists() else ""
         self._directory, is_refused = directory, False
         try:
             yield
@@ -113,8 +115,10 @@ class Watchdog:
             if self._stacks:
                 self._stacks.close()
                 remove_with_folders(Path(self._stacks.name), directory)
-            if is_refused:
-                remove_with_folders(directory / FILES / f"process-{self._index}.json", directory)
+            if is_refused and not before:
+                remove_with_folders(path, directory)
+            elif is_refused:
+                _overwrite(path, before)
 
     def _run(self) -> None:
         """Publish, and look at the others once this process is late."""

@@ -117,10 +117,10 @@ def _with_own_params(
     function: Callable[[Tree, jax.Array], jax.Array], shared: Tree, x: Any
 ) -> FunctionModule:
     """The function as a module of the parameters that it reads."""
-    used = EmbedHeadFunction.trace(function, shared, x).used
+    trained = jax.tree.map(lambda _: True, shared)
+    used = flatten_dict(EmbedHeadFunction.trace(function, trained, shared, x).used)
     flat = flatten_dict(shared)
-    names = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(shared)]
-    own = {names[index]: flat[names[index]] for index in used}
+    own = {name: leaf for name, leaf in flat.items() if used[name]}
     unread = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for name, leaf in flat.items()

@@ -177,10 +177,10 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_moments(tmp_path):
         manager.save(
             7,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"format": 1, "step": 7})
+                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"format": 2, "step": 7})
             ),
         )
     found = all_tensors(export(tmp_path / "c" / "7", QWEN3, tmp_path / "out"))
     assert {name: tensor.flat[0] for name, tensor in found.items()} == {
-        own.names[0]: i for i, own in enumerate(wanted)
+        own.hf_names[0]: i for i, own in enumerate(wanted)
     }

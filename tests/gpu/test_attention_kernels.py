@@ -10,9 +10,10 @@ from compiling import HAS_CUDNN, LLAMA, needs_compiler
 
 PROGRAM = """
 import json, sys
-from jaxpipe import config
 from jaxpipe.gpu.check import check_step
-found = check_step(config.load(sys.argv[1], sys.argv[3:]), "h100")
+from jaxpipe.gpu.several import load_requests
+(request,) = load_requests(sys.argv[1], sys.argv[3:], ["h100"], [], [])
+found = check_step(request.plan, request.card)
 calls, text = found.program.custom_calls, found.program.text
 shares = [one._asdict() for one in found.collectives.shares]
 squares = sum(map(text.count, sys.argv[2].split()))

@@ -73,7 +73,9 @@ def in_start(stuck):
 
 
 def in_save(stuck):
-    store._create_and_probe = at_call(2, store._create_and_probe, stuck)  # the first call is before the run
+    store._create_and_probe = at_call(
+        2, store._create_and_probe, stuck
+    )  # the first call is before the run
 
 
 def in_background_save(stuck):

@@ -26,7 +26,7 @@ def test_it_tells_whether_a_run_goes_on(tmp_path, monkeypatch, count):
         for process in group:
             process.kill()
             process.wait()
-    assert "checkpoints: 5, 10" in going
+    assert "checkpoints: 5" in going  # 10 may still be written
     for index in range(count):
         (line,) = [line for line in going.splitlines() if line.startswith(f"process {index}")]
         assert " is " in line
