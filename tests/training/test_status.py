@@ -25,7 +25,7 @@ def test_it_tells_whether_a_run_goes_on(tmp_path, monkeypatch, count):
     finally:
         for process in group:
             process.kill()
-            process.wait()
+            process.communicate()  # also closes its pipes
     assert "checkpoints: 5" in going  # 10 may still be written
     for index in range(count):
         (line,) = [line for line in going.splitlines() if line.startswith(f"process {index}")]
