@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint and test. ./launch/test.sh: all tests that are not marked slow; --all: all tests; --oldest:
 # tests marked versions, with the oldest Python and packages that pyproject.toml allows; --newest:
-# the same with the newest there are, pre-releases too; or a part: ./launch/test.sh tests/schedule
-# -k 1f1b. --cov=jaxpipe reports the lines that tests run.
+# the same with the newest there are, of jax also pre-releases; or a part: ./launch/test.sh
+# tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then

@@ -1,7 +1,7 @@
 """Print what pip shall install to test with other versions of jaxpipe's dependencies.
 
 `python tests/support/versions.py oldest` prints the oldest versions that pyproject.toml allows;
-`newest` asks for the newest there are, pre-releases too.
+`newest` asks for the newest there are, of jax also pre-releases.
 """
 
 import re
@@ -21,13 +21,14 @@ def pins(text, which):
     >>> pins(text, "oldest")
     ['jax==0.1', 'zip==3']
     >>> pins(text, "newest")
-    ['--pre', '--upgrade', 'jax', 'zip']
+    ['--upgrade', 'jax>=0.dev0', 'zip']
     """
     project = tomllib.loads(text)["project"]
     every = [*project["dependencies"], *project["optional-dependencies"]["data"]]
     bounds = [_LEAST.match(line).groups() for line in every]
     if which == "newest":
-        return ["--pre", "--upgrade", *(name for name, _ in bounds)]
+        # A bound that is a pre-release makes pip consider those of that package.
+        return ["--upgrade", *(name + ">=0.dev0" * (name == "jax") for name, _ in bounds)]
     return [f"{name}=={least}" for name, least in bounds]
 
 
