@@ -117,7 +117,7 @@ def by_layer(tree):
         if not is_params(node):
             return node
         layers = {str(index): layer for index, layer in enumerate(node["layers"])}
-        return {"ends": node["embed_head"], "layers": layers}
+        return {"embed_head": node["embed_head"], "layers": layers}
 
     return jax.tree.map(np.asarray, jax.tree.map(of, tree, is_leaf=is_params))
 
