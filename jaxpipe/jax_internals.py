@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
+from jax.interpreters.partial_eval import dce_jaxpr
 
 Mask = Literal["NO_MASK", "CAUSAL", "PADDING_CAUSAL"]
 
@@ -62,6 +63,11 @@ def cudnn_attention(
     if jax.__version_info__ >= (0, 12):
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return getattr(cudnn, f"_dot_product_attention_{name}_p"), parameters
+
+
+def used_inputs(closed: ClosedJaxpr, wanted: Sequence[bool]) -> list[bool]:
+    """Return whether each input of a jaxpr is needed for the outputs that are `wanted`."""
+    return dce_jaxpr(closed.jaxpr, list(wanted))[1]
 
 
 def distributed_state() -> Any:

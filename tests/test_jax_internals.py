@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.jax_internals import cudnn_attention, define_primitive, distributed_state
+from jaxpipe.jax_internals import (
+    cudnn_attention,
+    define_primitive,
+    distributed_state,
+    used_inputs,
+)
 
 pytestmark = pytest.mark.versions
 
@@ -44,6 +49,12 @@ def test_attention_becomes_calls_of_cudnn(mask, window):
     options = text.replace("\\22", '"')
     assert options.count(f'"mask_type": "{mask}"') == 2
     assert options.count(f'"sliding_window_length": {window}') == 2
+
+
+def test_an_output_needs_the_inputs_that_it_is_computed_from():
+    closed = jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1.0, 2.0)
+    assert used_inputs(closed, [True, False]) == [True, False]
+    assert used_inputs(closed, [False, True]) == [True, True]
 
 
 def test_a_run_of_one_process_has_no_client():

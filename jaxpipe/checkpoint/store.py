@@ -347,5 +347,4 @@ def _check_writable(directory: Path) -> None:
 def _create_and_probe(directory: Path) -> None:
     """Create the directory if needed, and create and remove a file in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
+    tempfile.TemporaryFile(dir=directory).close()

@@ -226,8 +226,7 @@ class DataConfig(_Section, kw_only=True):
 
     # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
     source: Literal["stdlib", "dummy", "file"] = "stdlib"
-    # file of token ids, a folder of such files, or a pattern such as "tokens/*.bin"
-    path: LocalPath = ""
+    path: LocalPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
     sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
     heldout_path: LocalPath = ""  # tokens of held-out losses; empty: the end of each source
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # share held out without that path
@@ -257,8 +256,7 @@ class CheckpointConfig(_Section, kw_only=True):
     # that checkpoint; none: refuse to start if the run has any
     resume: LocalPath = "auto"
     parameters_only: bool = False  # take only parameters from the path: step 0, new moments
-    # parameters not to take from the path, by names such as "embed_head/head": new values and
-    # moments
+    # names ("embed_head/head") of parameters not to take from the path: new values and moments
     exclude: tuple[str, ...] = ()
     # fields of [model] that may differ from the checkpoint's, such as "model.rope_factor"; every
     # other change of the model is refused

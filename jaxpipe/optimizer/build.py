@@ -64,41 +64,46 @@ def _adam(config: OptimizerConfig, *, nesterov: bool = False) -> optax.GradientT
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps, nesterov=nesterov)
 
 
-def _adafactor(made: Ingredients) -> optax.GradientTransformation:
+def _lion(ingredients: Ingredients) -> optax.GradientTransformation:
+    config = ingredients.config
+    return ingredients.descend(optax.scale_by_lion(config.beta1, config.beta2))
+
+
+def _adafactor(ingredients: Ingredients) -> optax.GradientTransformation:
     """optax's Adafactor with its defaults, except that the decay follows the learning rate."""
     direction = optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
     )
-    return made.descend(layerwise(direction, made.stored))
+    return ingredients.descend(layerwise(direction, ingredients.stored))
 
 
-def _muon(made: Ingredients) -> optax.GradientTransformation:
-    config, stored = made.config, made.stored
+def _muon(ingredients: Ingredients) -> optax.GradientTransformation:
+    config, stored = ingredients.config, ingredients.stored
     after = [muon_rate(config, stored)] if config.muon_lr else []
-    return made.descend(muon_on_matrices(config, stored, _adam(config)), *after)
+    return ingredients.descend(muon_on_matrices(config, stored, _adam(config)), *after)
 
 
-def _schedule_free(made: Ingredients) -> optax.GradientTransformation:
-    config = made.config
+def _schedule_free(ingredients: Ingredients) -> optax.GradientTransformation:
+    config = ingredients.config
     square = optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True)
     # optax's schedule-free counts updates from 1.
-    rate = lambda count: made.rate(count - 1)  # noqa: E731
-    return optax.contrib.schedule_free(made.descend(square), rate, config.beta1)
+    rate = lambda count: ingredients.rate(count - 1)  # noqa: E731
+    return optax.contrib.schedule_free(ingredients.descend(square), rate, config.beta1)
 
 
 KINDS = {
     "adafactor": Kind(_adafactor, by_value=False),
-    "adamw": Kind(lambda made: made.descend(_adam(made.config))),
-    "lion": Kind(lambda m: m.descend(optax.scale_by_lion(m.config.beta1, m.config.beta2))),
+    "adamw": Kind(lambda parts: parts.descend(_adam(parts.config))),
+    "lion": Kind(_lion),
     "muon": Kind(_muon, by_value=False),
-    "nadamw": Kind(lambda made: made.descend(_adam(made.config, nesterov=True))),
+    "nadamw": Kind(lambda parts: parts.descend(_adam(parts.config, nesterov=True))),
     "schedule_free": Kind(_schedule_free, by_value=False),
-    "sgd": Kind(lambda made: made.descend(optax.trace(made.config.beta1))),
+    "sgd": Kind(lambda parts: parts.descend(optax.trace(parts.config.beta1))),
 }
 _CUSTOM = Kind(
-    lambda made: layerwise(load_custom(made.config, made.rate), made.stored), by_value=False
+    lambda parts: layerwise(load_custom(parts.config, parts.rate), parts.stored), by_value=False
 )
 
 
@@ -133,8 +138,8 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
 
     Raises `ConfigError` for an unknown name, or a function that returns no optimizer.
     """
-    made = Ingredients(config, learning_rate(config, steps), stored)
-    return _of_trained(kind_of(config.name).make(made), stored)
+    ingredients = Ingredients(config, learning_rate(config, steps), stored)
+    return _of_trained(kind_of(config.name).make(ingredients), stored)
 
 
 def _of_trained(

@@ -33,14 +33,14 @@ def load_custom(config: OptimizerConfig, rate: optax.Schedule) -> optax.Gradient
             f"{function or 'name'}(learning_rate, config)."
         )
     try:
-        made = make(rate, config)
+        optimizer = make(rate, config)
     except Exception as error:
         raise ConfigError(
             f"{where} raises {type(error).__name__} ({first_line(error)}): it must take "
             f"(learning_rate, config), a schedule and the section [optimizer]."
         ) from error
-    if not isinstance(made, optax.GradientTransformation):
+    if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
-            f"{where} returns a {type(made).__name__}: return an optax.GradientTransformation."
+            f"{where} returns a {type(optimizer).__name__}: return an optax.GradientTransformation."
         )
-    return made
+    return optimizer

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import optax
 from jax import lax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.jax_internals import used_inputs
 from jaxpipe.optimizer.groups import Stores
 from jaxpipe.parallel import is_stage_stacked
 
@@ -62,8 +62,8 @@ def _on_each_rank(function: Callable[..., Tree], *trees: Tree) -> Tree:
         one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
         return node | {"layers": jax.tree.map(one, node["layers"])}
 
-    made = jax.eval_shape(function, *_of_stacked(of_rank, trees))
-    return jax.vmap(function, _mapped_axes(trees), _mapped_axes(made))(*trees)
+    result = jax.eval_shape(function, *_of_stacked(of_rank, trees))
+    return jax.vmap(function, _mapped_axes(trees), _mapped_axes(result))(*trees)
 
 
 def _mapped_axes(tree: Tree) -> Tree:
@@ -97,16 +97,16 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
 
     def traced(function: Callable[..., Tree], *given: Tree) -> Tree:
         try:
-            jaxpr, made = jax.make_jaxpr(function, return_shape=True)(*given)
+            jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*given)
         except Exception as error:  # whatever the user's function raises
             raise ConfigError(
                 f"optimizer.name={name!r} fails on the parameters of this model "
                 f"({type(error).__name__}: {first_line(error)}): an optimizer has init(params) and "
                 f"update(gradients, state, params)."
             ) from error
-        inputs, outputs = _owners(given, known), _owners(made, known)
+        inputs, outputs = _owners(given, known), _owners(result, known)
         for owner in dict.fromkeys(outputs):
-            _, used = dce_jaxpr(jaxpr.jaxpr, [other == owner for other in outputs])
+            used = used_inputs(jaxpr, [other == owner for other in outputs])
             read = {other for other, reads in zip(inputs, used) if reads} - {owner, None}
             if read:
                 what = "/".join(owner) if owner else "a state that belongs to no parameter"
@@ -115,7 +115,7 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
                     f"parameters are on different devices and must be updated one by one: leave "
                     f"norms over several parameters out, and clip with optimizer.clip_norm."
                 )
-        return made
+        return result
 
     traced(inner.update, params, traced(inner.init, params), params)
 

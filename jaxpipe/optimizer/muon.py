@@ -44,24 +44,24 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
 
         Otherwise XLA may start all parameters at once, and the temporary arrays of all are live.
         """
-        (leaves, tree), made = jax.tree.flatten(updates), []
+        (leaves, tree), after = jax.tree.flatten(updates), []
         hows = tree.flatten_up_to(stored(updates))
         for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
             if at >= _AT_ONCE:  # both results must be read, or XLA drops one from the barrier
                 before = at - _AT_ONCE
-                leaf, made[before] = lax.optimization_barrier((leaf, made[before]))
-            made.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
+                leaf, after[before] = lax.optimization_barrier((leaf, after[before]))
+            after.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
         # The moments use no barrier: `apply` also computes them alone, and XLA then removes the
         # orthogonalisation.
-        return tree.unflatten(made), orthogonal(stored(updates)).update(updates, state)[1]
+        return tree.unflatten(after), orthogonal(stored(updates)).update(updates, state)[1]
 
     def scale(update: jax.Array, how: ParamSharding) -> jax.Array:
         shape = how.unpadded_shape(update.shape)
         return update * (0.2 * max(shape[1 + dim] for dim in how.param.matrix) ** 0.5)
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
-    made = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
-    return optax.chain(made, sized)
+    direction = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
+    return optax.chain(direction, sized)
 
 
 def muon_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:

@@ -27,10 +27,10 @@ def apply(
     finite = lax.optimization_barrier(finite)
     updates, _ = optimizer.update(gradients, moments, params)
     moved = lambda leaf, by: leaf if by is None else optax.apply_updates(leaf, by)  # noqa: E731
-    made = chosen(finite, jax.tree.map(moved, params, updates), params)
-    gradients, made = lax.optimization_barrier((gradients, made))
+    updated = chosen(finite, jax.tree.map(moved, params, updates), params)
+    gradients, updated = lax.optimization_barrier((gradients, updated))
     _, after = optimizer.update(gradients, moments, params)
-    return made, chosen(finite, after, moments)
+    return updated, chosen(finite, after, moments)
 
 
 def chosen(finite: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -102,7 +102,7 @@ class ModuleFunction:
             if isinstance(node, nnx.Variable) and node.has_metadata("linen_meta_type"):
                 node.del_metadata("linen_meta_type")
         before = _other_leaves(module)
-        made = part(module)(*args)
+        result = part(module)(*args)
         after = _other_leaves(module)
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before)):
             raise ValueError(
@@ -110,7 +110,7 @@ class ModuleFunction:
                 f"values), but microbatches may not depend on each other: use its evaluation mode, "
                 f"or replace the module."
             )
-        return made
+        return result
 
     def equals(self, other: "ModuleFunction") -> bool:
         """Whether both modules differ in the values of their parameters alone."""

@@ -126,19 +126,19 @@ def _evaluate(function: Callable[..., Tree], *args: Tree) -> Tree:
 
     for eqn in jaxpr.eqns:
         operands = [read(var) for var in eqn.invars]
-        made, rule = None, _RULES.get(eqn.primitive.name)
+        result, rule = None, _RULES.get(eqn.primitive.name)
         if rule and any(operand.dim is not None for operand in operands):
-            made = rule(eqn, *operands)
-        if made is None:
-            made = [Shard(out) for out in _bind(eqn, *(one.gathered() for one in operands))]
-        values.update(zip(eqn.outvars, made))
+            result = rule(eqn, *operands)
+        if result is None:
+            result = [Shard(out) for out in _bind(eqn, *(one.gathered() for one in operands))]
+        values.update(zip(eqn.outvars, result))
     return jax.tree.unflatten(structure, map(read, jaxpr.outvars))
 
 
 def _bind(eqn: JaxprEqn, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
     params = eqn.primitive.get_bind_params(eqn.params | changed)
-    made = eqn.primitive.bind(*operands, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+    result = eqn.primitive.bind(*operands, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
 
 
 # A rule takes an equation and its operands, of which one at least is sharded, and returns its
@@ -152,7 +152,7 @@ def _elementwise(eqn: JaxprEqn, *operands: Shard) -> list[Shard]:
         shape = operand.full_shape
         return operand.along(dim) if shape and shape[dim] > 1 else operand.gathered()
 
-    return [Shard(made, dim) for made in _bind(eqn, *map(own, operands))]
+    return [Shard(result, dim) for result in _bind(eqn, *map(own, operands))]
 
 
 def _product(eqn: JaxprEqn, left: Shard, right: Shard) -> list[Shard]:
@@ -161,24 +161,24 @@ def _product(eqn: JaxprEqn, left: Shard, right: Shard) -> list[Shard]:
     both.sort(key=lambda pair: (left.dim, right.dim) != pair)
     if both:
         a, b = both[0]
-        (made,) = _bind(eqn, left.along(a), right.along(b))
+        (result,) = _bind(eqn, left.along(a), right.along(b))
         if both[0] in batch:
-            return [Shard(made, batch.index(both[0]))]
-        return [Shard(lax.psum(made, TP))]
+            return [Shard(result, batch.index(both[0]))]
+        return [Shard(lax.psum(result, TP))]
     if left.dim is not None:
-        (made,) = _bind(eqn, left.value, right.gathered())
+        (result,) = _bind(eqn, left.value, right.gathered())
         taken = [a for a, _ in batch + contracted]
         free = [dim for dim in range(left.value.ndim) if dim not in taken]
-        return [Shard(made, len(batch) + free.index(left.dim))]
-    (made,) = _bind(eqn, left.value, right.value)
+        return [Shard(result, len(batch) + free.index(left.dim))]
+    (result,) = _bind(eqn, left.value, right.value)
     taken = [b for _, b in batch + contracted]
     free = [dim for dim in range(right.value.ndim) if dim not in taken]
-    return [Shard(made, made.ndim - len(free) + free.index(right.dim))]
+    return [Shard(result, result.ndim - len(free) + free.index(right.dim))]
 
 
 def _transpose(eqn: JaxprEqn, x: Shard) -> list[Shard]:
-    (made,) = _bind(eqn, x.value)
-    return [Shard(made, eqn.params["permutation"].index(x.dim))]
+    (result,) = _bind(eqn, x.value)
+    return [Shard(result, eqn.params["permutation"].index(x.dim))]
 
 
 def _broadcast(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard]:
@@ -197,17 +197,17 @@ def _reshape(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard] | None:
 
 
 def _reduction(collective: Callable[..., jax.Array], eqn: JaxprEqn, x: Shard) -> list[Shard]:
-    axes, (made,) = eqn.params["axes"], _bind(eqn, x.value)
+    axes, (result,) = eqn.params["axes"], _bind(eqn, x.value)
     if x.dim in axes:
-        return [Shard(collective(made, TP))]
-    return [Shard(made, x.dim - sum(axis < x.dim for axis in axes))]
+        return [Shard(collective(result, TP))]
+    return [Shard(result, x.dim - sum(axis < x.dim for axis in axes))]
 
 
 def _slice(eqn: JaxprEqn, x: Shard) -> list[Shard] | None:
     dim, limits = x.dim, eqn.params["limit_indices"]
     if (limits[dim] - eqn.params["start_indices"][dim]) != x.full_shape[dim]:
         return None
-    return [Shard(made, dim) for made in _bind(eqn, x.value, limit_indices=_local(limits, dim))]
+    return [Shard(result, dim) for result in _bind(eqn, x.value, limit_indices=_local(limits, dim))]
 
 
 def _along_another(name: str, eqn: JaxprEqn, *operands: Shard) -> list[Shard] | None:

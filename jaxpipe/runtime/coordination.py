@@ -150,13 +150,13 @@ class Watch(threading.Thread):
         They exit with the same code if it is 2 (bad input for all) or `HANG`, otherwise with 3.
         """
         self._say_once(code, reason)
-        said = time.monotonic()
+        announced = time.monotonic()
         theirs = code if code in (2, HANG) else 3
         news = {"gone": self.service.index, "code": theirs, "reason": reason}
         told = threading.Thread(target=self._publish, args=(news,), daemon=True)
         told.start()
         told.join(2)  # if the service is gone too, the call has failed by then or never returns
-        self._exit(code, time.monotonic() - said)
+        self._exit(code, time.monotonic() - announced)
 
     def run(self) -> None:
         """Handle events as they arrive."""

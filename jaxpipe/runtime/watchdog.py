@@ -118,7 +118,7 @@ class Watchdog:
             if is_refused and not before:
                 remove_with_folders(path, directory)
             elif is_refused:
-                _overwrite(path, before)
+                self._disk.call(lambda: _overwrite(path, before))
 
     def _run(self) -> None:
         """Publish, and look at the others once this process is late."""

@@ -22,9 +22,9 @@ from jaxpipe.schedule.fused import fuse_steps, fusion_gain
 from jaxpipe.schedule.lifetimes import Buffers
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.lower import OverlapPair, Tables, lower
-from jaxpipe.schedule.problem import LIMITS
 from jaxpipe.schedule.row import TableRow
 from jaxpipe.schedule.simulate import SimulationReport, peak_memory, simulate
+from jaxpipe.schedule.target import LIMITS
 from jaxpipe.schedule.validate import validate
 
 __all__ = [

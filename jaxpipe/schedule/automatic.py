@@ -6,8 +6,9 @@ from jaxpipe.schedule.action import Placement, Schedule
 from jaxpipe.schedule.cells import place
 from jaxpipe.schedule.lockstep import Lockstep
 from jaxpipe.schedule.loop import one_f_one_b, zb_h1, zb_h2
-from jaxpipe.schedule.problem import ANY_TARGET, SearchProblem, Target, limit_in_units
+from jaxpipe.schedule.problem import SearchProblem
 from jaxpipe.schedule.search import search_schedule
+from jaxpipe.schedule.target import ANY_TARGET, Target, limit_in_units
 
 
 def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule:

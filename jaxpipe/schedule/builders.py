@@ -7,8 +7,9 @@ from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleErr
 from jaxpipe.schedule.cells import MemoryCosts
 from jaxpipe.schedule.families import FAMILIES, ScheduleFamily, find_family
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.problem import OBJECTIVES, SLACK, Target, check_objective, limit_in_units
+from jaxpipe.schedule.problem import SLACK
 from jaxpipe.schedule.simulate import peak_memory
+from jaxpipe.schedule.target import OBJECTIVES, Target, check_objective, limit_in_units
 
 
 def build(

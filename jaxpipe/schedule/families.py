@@ -23,7 +23,7 @@ from jaxpipe.schedule.loop import (
     zb_h1,
     zb_h2,
 )
-from jaxpipe.schedule.problem import Target
+from jaxpipe.schedule.target import Target
 from jaxpipe.schedule.vshape import one_f_one_b_v, search_v_shape
 
 

@@ -25,8 +25,9 @@ from jaxpipe.schedule.action import (
     needed_values,
     produced_value,
 )
-from jaxpipe.schedule.problem import ANY_TARGET, SearchProblem, Target, limit_in_units
+from jaxpipe.schedule.problem import SearchProblem
 from jaxpipe.schedule.search import search_schedule
+from jaxpipe.schedule.target import ANY_TARGET, Target, limit_in_units
 
 _HELD: dict[str, Callable[[int], int]] = {
     "zbv": lambda pp: 2 * pp,

@@ -1,12 +1,12 @@
 """The split of a layer into F, B and W against `jax.vjp`, and what it stores and computes."""
 
 import itertools
-from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counting import dot_flops
 from jax.ad_checkpoint import checkpoint_name
 from toy import KIND, toy_batch, toy_params
 
@@ -24,16 +24,6 @@ def layer_case():
     x = jax.random.normal(jax.random.key(2), (3, 6, 8))
     dy = jax.random.normal(jax.random.key(3), x.shape)
     return params, x, context, dy
-
-
-def flops(function, *args):
-    total = 0
-    for eqn in jax.make_jaxpr(function)(*args).jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            left = eqn.invars[0].aval.shape
-            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
-    return total
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,18 +62,18 @@ def test_equals_vjp_bitwise(layer_case, policy):
 def test_flops_of_the_pieces(layer_case, policy, repeats):
     params, x, context, dy = layer_case
     split = split_layer(KIND.layer, params, x, context, POLICIES[policy])
-    forward = flops(lambda p, x: KIND.layer(p, x, context), params, x)
+    forward = dot_flops(lambda p, x: KIND.layer(p, x, context), params, x)
     _, kept = split.forward(params, x, context)
     _, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
     repeated = repeats * forward * 2 // 3  # up and gate of three equal products, once
-    assert flops(lambda p, x: split.forward(p, x, context), params, x) == forward
-    assert flops(lambda *a: split.backward(params, context, *a), kept, Cotangent(dy)) == (
+    assert dot_flops(lambda p, x: split.forward(p, x, context), params, x) == forward
+    assert dot_flops(lambda *a: split.backward(params, context, *a), kept, Cotangent(dy)) == (
         2 * forward + repeated
     )
-    assert flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy)) == (
+    assert dot_flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy)) == (
         forward + repeated
     )
-    assert flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == (
+    assert dot_flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == (
         forward
     )
 
@@ -114,8 +104,8 @@ def test_values_are_stored_by_name(layer_case):
     np.testing.assert_allclose(dx.value, want_dx, rtol=2e-6, atol=1e-6)
     for name in ("up", "down"):
         np.testing.assert_allclose(matrices.params[name], want[name], rtol=2e-6, atol=1e-6)
-    forward = flops(lambda p, x: layer(p, x, context), params, x)
-    work = flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy))
+    forward = dot_flops(lambda p, x: layer(p, x, context), params, x)
+    work = dot_flops(lambda *a: split.backward_input(params, context, *a), kept, Cotangent(dy))
     assert work == forward  # no product is repeated
 
 
@@ -175,7 +165,7 @@ def test_an_opaque_layer_has_no_w(layer_case):
     split = split_layer(jax.checkpoint(KIND.layer), params, x, context)
     _, kept = split.forward(params, x, context)
     _, _, stash = split.backward_input(params, context, kept, Cotangent(dy))
-    assert flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == 0
+    assert dot_flops(lambda *a: split.backward_weight(params, context, *a), kept.for_w, stash) == 0
 
 
 def test_a_loop_inside_a_layer_is_one_equation(layer_case):
