@@ -19,6 +19,13 @@ import jax
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs():
+    """Drop a file's compiled programs: thousands of them exhaust the memory maps of a process."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`
 def pytest_collection_modifyitems(items):
     """Remove the marker `slow` from the cases of a parametrized test that it does not select."""

@@ -102,6 +102,7 @@ class Watchdog:
         path = directory / FILES / f"process-{self._index}.json"
         before = path.read_text() if path.exists() else ""
         self._directory, is_refused = directory, False
+        self._publish(self._report())  # at once: the first steps may take less than a period
         try:
             yield
         except ValueError:  # `ConfigError`, also that of a schedule
