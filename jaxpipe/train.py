@@ -155,6 +155,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.checkpoint import CheckpointStore, StateKeying
     from jaxpipe.data.warnings import data_warnings
     from jaxpipe.runtime import position
+    from jaxpipe.runtime.compile_cache import use_compile_cache
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.runtime.watchdog import Watchdog, place_of
@@ -172,6 +173,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     directory, messages = Path(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
+    use_compile_cache(config.runtime.compile_cache)
     devices = jax.devices()
     if only_seed:
         devices = devices[:1]

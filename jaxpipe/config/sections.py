@@ -286,6 +286,9 @@ class RuntimeConfig(_Section, kw_only=True):
     # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
     # Starting, restoring and compiling have at least 1800
     hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
+    # directory of compiled programs, which the next start loads; auto: one in the user's cache
+    # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
+    compile_cache: str = "auto"
 
 
 class DebugConfig(_Section, kw_only=True):

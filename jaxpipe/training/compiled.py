@@ -1,6 +1,5 @@
 """Compiled steps for batches of several lengths: one program per length, compiled ahead of use."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +7,7 @@ from typing import Any
 
 from jaxpipe.data.batches import DataSplit
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.compile_cache import compile_timed
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -70,15 +70,15 @@ class CompiledSteps:
             self._looked += step
 
     def _compiled_by_all(self, key: Any, program: Any, state: State, batch: Tree) -> Any:
-        """The program; in a multi-process run, wait until all processes have compiled it.
+        """The compiled program; waits until all processes have compiled it.
 
         At its first collective a process waits only half a minute for the others before gloo gives
         up, and compile times may differ by more.
         """
         if key not in self._met:
             position.enter("compile")
-            compiles = processes.several()
-            self._met[key] = program.lower(state, batch).compile() if compiles else program
+            self._met[key], took = compile_timed(program, state, batch)
+            self._say(f"{key}: {took}")
             processes.largest(0)
         return self._met[key]
 
@@ -103,11 +103,8 @@ class CompiledSteps:
         return self._programs[key]
 
     def _compile(self, name: str, microbatches: int, length: int) -> Any:
-        started, trainer = time.perf_counter(), self._trainer
+        trainer = self._trainer
         batch = trainer.feed.shapes(length, trains=name == "train_step")
-        program = getattr(trainer, name).lower(trainer.state_shapes, batch).compile()
-        self._say(
-            f"compiled {name} for {microbatches} microbatches of {length:,} tokens a row in "
-            f"{time.perf_counter() - started:.1f} s"
-        )
+        program, took = compile_timed(getattr(trainer, name), trainer.state_shapes, batch)
+        self._say(f"{name} for {microbatches} microbatches of {length:,} tokens a row: {took}")
         return program

@@ -1,0 +1,97 @@
+"""Compiled programs kept on disk, so that the next start of a run loads them."""
+
+import hashlib
+import os
+import platform
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpipe.config import ConfigError
+
+_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+_DAYS = 30  # after which an entry of the default directory is removed
+_LEAST_SECONDS = 0.1  # a program that compiles faster is not stored
+_HIT = "/jax/compilation_cache/cache_hits"
+
+_hits: Counter[int] = Counter()  # programs loaded from the cache, by thread
+
+
+def use_compile_cache(setting: str) -> None:
+    """Let jax store compiled programs, and load those that it has stored.
+
+    JAX_COMPILATION_CACHE_DIR, if set, takes precedence.
+
+    Args:
+      setting: `runtime.compile_cache`.
+
+    Raises:
+      ConfigError: the directory that the setting names cannot be written.
+    """
+    jax.monitoring.register_event_listener(_count)
+    if not setting or _VARIABLE in os.environ:
+        return
+    directory = _default_directory() if setting == "auto" else Path(setting)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if setting == "auto":
+            _remove_old(directory)
+    except OSError as error:
+        if setting == "auto":
+            return  # a home that cannot be written, as in some containers
+        raise ConfigError(
+            f"runtime.compile_cache={setting!r} cannot be written ({error.strerror}): choose "
+            f"another directory, or '' for none."
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+
+
+def compile_timed(program: Any, *args: Any) -> tuple[Any, str]:
+    """Compile a jitted function for these arguments.
+
+    Returns:
+      the compiled program, and how long it took, for the log.
+    """
+    start, thread = time.perf_counter(), threading.get_ident()
+    lowered = program.lower(*args)
+    traced, hits = time.perf_counter(), _hits[thread]
+    compiled = lowered.compile()
+    ended = time.perf_counter()
+    how = "loaded from the compile cache" if _hits[thread] > hits else "compiled"
+    return compiled, f"traced in {traced - start:.1f} s, {how} in {ended - traced:.1f} s"
+
+
+def _count(event: str, **_: Any) -> None:
+    if event == _HIT:
+        _hits[threading.get_ident()] += 1
+
+
+def _default_directory() -> Path:
+    """The user's cache directory; one for each kind of processor.
+
+    Host code compiled for one processor may crash on another that shares the user's home.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "jaxpipe" / f"compiled-{_processor()}"
+
+
+def _processor() -> str:
+    text = platform.machine()
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        wanted = ("model name", "flags", "Features")
+        lines = path.read_text().split("\n\n")[0].splitlines()
+        text += "".join(line for line in lines if line.startswith(wanted))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _remove_old(directory: Path) -> None:
+    oldest = time.time() - _DAYS * 86400
+    for path in directory.iterdir():
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
