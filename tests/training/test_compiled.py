@@ -29,7 +29,7 @@ VARIABLE = ["train.variable_length=true", "train.length_bucket=16", "train.pad_t
 
 
 def said_to_be_compiled(text):
-    return re.findall(r"compiled (\w+) for \d microbatches of (\d+) tokens a row", text)
+    return re.findall(r"(\w+) for \d microbatches of (\d+) tokens a row: traced", text)
 
 
 @pytest.fixture(scope="module")

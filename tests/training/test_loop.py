@@ -14,6 +14,7 @@ from routed import batches, restored, run, trainer_of
 
 from jaxpipe.config import load
 from jaxpipe.training import loop
+from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
@@ -21,6 +22,11 @@ from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
 
 SAMPLES = 8  # in a step of `SMALL`
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_not_compiled_ahead(monkeypatch):
+    monkeypatch.setattr(CompiledSteps, "_compiled_by_all", lambda _, name, program, *args: program)
 
 
 class Number:

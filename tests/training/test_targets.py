@@ -84,7 +84,7 @@ def test_a_held_out_loss_is_the_same_however_its_rows_are_distributed(layout):
     found, said = heldout_loss(trainer_for(*mesh, *sizes), number * microbatches * rows)
     assert number * microbatches * rows == 6
     assert found == pytest.approx(plain_loss(6), rel=1e-6)
-    assert not said
+    assert not [line for line in said if "held-out" in line]
 
 
 @pytest.mark.parametrize(("microbatches", "mesh"), [(2, ALONE), (3, LAYOUTS["3 x 1 x 2"][3])])
@@ -97,7 +97,7 @@ def test_rows_that_do_not_fill_the_last_batch_count_too(microbatches, mesh):
 def test_a_held_out_loss_without_targets_is_none():
     loss, said = heldout_loss(trainer_for(*ALONE, "train.grad_accum_steps=1"), count=1)
     assert math.isnan(loss)
-    assert said == ["no held-out row has a target: there is no held-out loss"]
+    assert said[-1] == "no held-out row has a target: there is no held-out loss"
 
 
 def tokens(masked=()):
