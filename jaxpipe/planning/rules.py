@@ -8,6 +8,7 @@ from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_b
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.planning import device_checks, size_checks
 from jaxpipe.planning.checks import CHECKS
 from jaxpipe.planning.resolve import resolve
@@ -27,6 +28,7 @@ RULES: tuple[Callable[..., object], ...] = (
     MixtureConfig._unread,
     MixtureConfig.broken_mixture_rules,
     LlamaConfig.broken_rules,
+    RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
     DecoderConfig.unmet_needs,
     *device_checks.CHECKS,

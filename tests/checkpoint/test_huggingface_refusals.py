@@ -46,9 +46,12 @@ CONFIG_CHANGES = {
             "original_max_position_embeddings": 8192,
         }
     },
-    "scales its rotary positions .rope_type 'yarn'": {"rope_scaling": {"type": "yarn"}},
-    "scales its rotary positions .rope_type 'linear'": {
+    "scales its rotary positions .rope_type 'longrope'": {"rope_scaling": {"type": "longrope"}},
+    "has no factor in its rope_scaling of the type 'linear'": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}
+    },
+    'rope_scaling is "yarn" there and "llama3" here, rope_factor is 4.0 there': {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     },
     "attention_bias=True but": {"attention_bias": True},
     "mlp_bias=True but": {"mlp_bias": True},

@@ -13,8 +13,8 @@ from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.model.llama.layers import rotary
 from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.rope.rotate import rotary
 from jaxpipe.partition.devices import ONE_DEVICE
 
 SMALL = LlamaConfig(

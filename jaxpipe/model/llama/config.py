@@ -5,20 +5,14 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
-from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.rope.config import RotaryConfig
 
 
-class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: a Llama-style decoder, with experts or without, by preset or by size."""
 
     n_kv_heads: Positive  # number of key/value heads; divides n_heads
-    rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
-    rope_factor: PositiveFloat = 1.0  # multiplies long wavelengths (Llama 3.1); 1: no scaling
-    rope_low_freq_factor: PositiveFloat = 1.0  # turns below which a wavelength is fully scaled
-    rope_high_freq_factor: PositiveFloat = 4.0  # turns above which a wavelength is not scaled
-    rope_original_positions: Positive = 8192  # positions over which turns are counted [tokens]
     sliding_window: Count = 0  # last tokens that a query attends to, itself included; 0: all
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the transposed embedding
@@ -82,10 +76,6 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         `model.n_kv_heads` and `parallel.tp`: one must be a multiple of the other.
 
         `model.n_heads` must be a multiple of `model.n_kv_heads`.
-
-        `model.head_dim`, or `model.d_model` / `model.n_heads`, must be even.
-
-        `model.rope_high_freq_factor` must be above `model.rope_low_freq_factor`.
         """
         yield from self.unequal_parts(tp)
         yield from self.broken_mixture_rules(tp)
@@ -99,14 +89,4 @@ class LlamaConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"model.n_heads={self.n_heads} must be a multiple of model.n_kv_heads="
                 f"{self.n_kv_heads}: query heads share key/value heads in equal groups."
             )
-        if self.head_size % 2:
-            yield (
-                f"the width of a head is {self.head_size} but rotary positions turn pairs: use an "
-                f"even model.head_dim."
-            )
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            yield (
-                f"model.rope_high_freq_factor={self.rope_high_freq_factor} must exceed "
-                f"model.rope_low_freq_factor={self.rope_low_freq_factor}: wavelengths between them "
-                f"are blended."
-            )
+        yield from self.broken_rotary_rules(self.head_size)

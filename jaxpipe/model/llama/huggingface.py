@@ -11,6 +11,7 @@ from typing import Any
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
+from jaxpipe.model.rope import huggingface as rope
 
 LLAMA, QWEN3, MISTRAL = "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
@@ -47,12 +48,6 @@ _SIZES = {
     "num_attention_heads": "n_heads",
     "intermediate_size": "d_ff",
     "vocab_size": "vocab_size",
-}
-_ROPE = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_positions",
 }
 # Defaults of absent fields. Where there is none for head_dim, it is hidden_size / heads.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -142,8 +137,7 @@ def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any
         "head_dim": model.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _rope_scaling(model),
+        **rope.written(model, max_positions),
         "max_position_embeddings": max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -155,23 +149,9 @@ def written(model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any
     }
 
 
-def _rope_scaling(model: LlamaConfig) -> dict[str, Any] | None:
-    if model.rope_factor == 1:
-        return None
-    factors = {theirs: getattr(model, ours) for theirs, ours in _ROPE.items()}
-    return {"rope_type": "llama3"} | factors
-
-
 def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
     """Raise `ValueError` for features that our decoder lacks, or layers of other `attention`."""
-    rope = _rope(theirs)
-    kind = _rope_type(rope)
-    if kind not in ("default", "llama3"):
-        raise ValueError(
-            f"scales its rotary positions (rope_type {kind!r}) but this model "
-            f"has only Llama 3.1's way ('llama3') and none: take another checkpoint."
-        )
-    partial = {"partial_rotary_factor": rope.get("partial_rotary_factor")}
+    partial = {"partial_rotary_factor": rope.rope_fields(theirs).get("partial_rotary_factor")}
     check_only(partial | theirs, _ABSENT)
     for other in {*(theirs.get("layer_types") or ())} - {attention}:
         raise ValueError(
@@ -183,27 +163,10 @@ def _check_plain(theirs: Mapping[str, Any], attention: str) -> None:
 def _choices(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields with defaults in transformers, by our names."""
     heads = theirs["num_attention_heads"]
-    theta = _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
     return {
         "n_kv_heads": theirs.get("num_key_value_heads") or heads,
         "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-        **_rope_choices(_rope(theirs)),
+        **rope.expected(theirs),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta or 10000.0,
         "tie_embeddings": theirs.get("tie_word_embeddings", False),
     }
-
-
-def _rope_choices(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Scaling of the rotary wavelengths, by our names."""
-    if _rope_type(rope) == "default":
-        return {"rope_factor": 1.0}
-    return {ours: rope.get(theirs) for theirs, ours in _ROPE.items()}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _rope(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    return theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}

@@ -10,7 +10,6 @@ float32 (or wider, if the input is).
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.contract import Aux, Context, LayerOutput
@@ -19,36 +18,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.layer import MixtureOfExperts
 from jaxpipe.model.parts import Dot, EmbedHeadParts, Init, LayerInputs, LayerParts, RMSNorm
-
-
-def rotary_frequencies(config: LlamaConfig, dtype: jnp.dtype) -> jax.Array:
-    """Radians per position of each pair of dims, `[K / 2]`: theta^(-2i/K).
-
-    With `rope_factor` long wavelengths are multiplied by it, short ones stay, and those between are
-    blended (Llama 3.1; Grattafiori et al. 2024, section 3.4.2, in the form of its released code).
-    """
-    half = config.head_size // 2
-    frequency_K = config.rope_theta ** (-jnp.arange(half, dtype=dtype) / half)
-    if config.rope_factor == 1:
-        return frequency_K
-    turns_K = config.rope_original_positions * frequency_K / (2 * jnp.pi)
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    kept_K = jnp.clip((turns_K - low) / (high - low), 0, 1)
-    return frequency_K * (kept_K + (1 - kept_K) / config.rope_factor)
-
-
-def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Rotate the halves of each head by position (Su et al. 2021; rotate-half layout).
-
-    Pair (i, i + K/2) rotates by position times its frequency.
-    """
-    wide = jnp.promote_types(x_BLHK.dtype, jnp.float32)
-    frequency_K = rotary_frequencies(config, wide)
-    angle_BLK = positions_BL[..., None].astype(wide) * frequency_K[None, None]
-    cos, sin = jnp.cos(angle_BLK)[:, :, None], jnp.sin(angle_BLK)[:, :, None]
-    first, second = jnp.split(x_BLHK.astype(wide), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BLHK.dtype)
+from jaxpipe.model.rope.rotate import rotary
 
 
 class LlamaAttention(nnx.Module):

@@ -1,0 +1,1 @@
+"""Rotary positions: settings, rotation, and Hugging Face's `rope_scaling`."""
