@@ -31,6 +31,7 @@ MAY_DIFFER = {
     "router_z_loss": "in training only",
     "router_bias_step": "in training only",
     "router_bias_rate": "in training only, but a bias that was trained may not be left out",
+    "router_bias": "as router_bias_rate",
     "capacity_factor": "a limit of memory and time, which a run may raise or lower",
 }
 # Fields that the array shapes show; the shapes of the arrays that are read are compared instead.
@@ -100,7 +101,7 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     }
     changed |= {name: (saved[name], _UNKNOWN) for name in saved.keys() - known.keys()}
     rate = "router_bias_rate"
-    if getattr(before, rate, 0) and not getattr(now, rate):
+    if getattr(before, "has_router_bias", False) and not now.has_router_bias:
         changed[rate] = (getattr(before, rate), getattr(now, rate))
     return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}
 

@@ -114,9 +114,9 @@ def import_huggingface(
             lambda: parameter.from_hf(files.read),
         )
 
-    tree = nest_by_path({parameter.path: lazy(parameter) for parameter in wanted})
+    state = nest_by_path({parameter.stored_path: lazy(parameter) for parameter in wanted})
     about = {"source": str(source.absolute())} | serving.as_meta()
-    return save_parameters(checkpoints, tree, meta | about)
+    return save_parameters(checkpoints, state, meta | about)
 
 
 def export_huggingface(
@@ -155,6 +155,9 @@ def export_huggingface(
             {name: parameter.hf_shape for parameter in wanted for name in parameter.hf_names},
             _convert_tensors(checkpoint, wanted),
             dtype=kind,
+            wide=frozenset(
+                name for parameter in wanted if parameter.is_variable for name in parameter.hf_names
+            ),
             max_shard_bytes=max_shard_bytes,
         )
         partial.rename(target)
@@ -216,9 +219,11 @@ def _check_tensors(files: TensorFiles, wanted: list[NamedParameter], model: Mode
 
 
 def _check_stored(checkpoint: StoredCheckpoint, wanted: list[NamedParameter]) -> None:
-    want = {("params", *parameter.path): parameter.shape for parameter in wanted}
+    want = {parameter.stored_path: parameter.shape for parameter in wanted}
     have = {
-        path: tuple(leaf.shape) for path, leaf in checkpoint.leaves.items() if path[0] == "params"
+        path: tuple(leaf.shape)
+        for path, leaf in checkpoint.leaves.items()
+        if path[0] == "params" or path in want
     }
     for path in sorted({*want, *have}):
         if want.get(path) != have.get(path):
@@ -237,7 +242,8 @@ def _convert_tensors(
     for _, group in groupby(wanted, key=_read_group):
         parameters = list(group)
         paths = [parameter.path for parameter in parameters]
-        arrays = dict(zip(paths, checkpoint.parameters(paths)))
+        read = checkpoint.read if parameters[0].is_variable else checkpoint.parameters
+        arrays = dict(zip(paths, read(paths)))
         for parts in _group_by_name(parameters).values():  # pop frees an array once it is written
             first, tensors = parts[0], _fuse([arrays.pop(parameter.path) for parameter in parts])
             for name, tensor in zip(first.hf_names, tensors if first.is_stacked else [tensors]):

@@ -14,15 +14,30 @@ from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.published import HuggingFace, HuggingFaceTensor
 
 Tree = Any
+VARIABLES = "variables"
 
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A jaxpipe parameter, such as `("layers", "3", "attn", "wq")`, and Hugging Face's tensor."""
+    """A jaxpipe parameter, such as `("layers", "3", "attn", "wq")`, and Hugging Face's tensor.
+
+    The model's state that is no parameter is named alike, as `("variables", "router_bias")`.
+    """
 
     path: tuple[str, ...]
     shape: Shape  # jaxpipe's
     hf_tensor: HuggingFaceTensor  # with its full name
+    indices: tuple[int, ...] = ()  # of the tensors along the first dim, if stacked; (): 0, 1, ...
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is state of the model that is no parameter; its dtype is always float32."""
+        return self.path[0] == VARIABLES
+
+    @property
+    def stored_path(self) -> tuple[str, ...]:
+        """Its path in a checkpoint."""
+        return self.path if self.is_variable else ("params", *self.path)
 
     @property
     def is_stacked(self) -> bool:
@@ -33,7 +48,9 @@ class NamedParameter:
     def hf_names(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors, in order."""
         name = self.hf_tensor.name
-        return tuple(map(name.format, range(self.shape[0]))) if self.is_stacked else (name,)
+        if not self.is_stacked:
+            return (name,)
+        return tuple(map(name.format, self.indices or range(self.shape[0])))
 
     @property
     def hf_shape(self) -> Shape:
@@ -69,7 +86,7 @@ def hf_format(model: ModelConfig) -> HuggingFace:
 
 
 def list_parameters(model: ModelConfig) -> list[NamedParameter]:
-    """All parameters of a model: embedding, final norm and head first, then layer by layer."""
+    """All parameters of a model: embedding, final norm and head, layer by layer, then variables."""
     form = hf_format(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
     embed_head = _shapes_by_path(jax.eval_shape(built.init_embed_head, key))
@@ -87,7 +104,22 @@ def list_parameters(model: ModelConfig) -> list[NamedParameter]:
             tensor = form.LAYER["/".join(path)]
             named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
-    return parameters
+    return parameters + _list_variables(model, built.functions.variables or {})
+
+
+def _list_variables(model: ModelConfig, variables: Tree) -> list[NamedParameter]:
+    """The variables that Hugging Face stores, one tensor per sparse layer."""
+    form = hf_format(model)
+    return [
+        NamedParameter(
+            (VARIABLES, name),
+            variables[name].shape,
+            tensor._replace(name=form.PREFIX + tensor.name),
+            model.sparse_layers,
+        )
+        for name, tensor in getattr(form, "VARIABLES", {}).items()
+        if name in variables
+    ]
 
 
 def locate_parameters(model: ModelConfig, files: TensorFiles) -> list[NamedParameter]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxpipe.checkpoint import block_fp8
 from jaxpipe.config import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,8 +25,8 @@ DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# float64 is read as float32, the dtype of a run's parameters.
-_READ_AS = DTYPES | {"F64": DTYPES["F32"]}
+# float64 and scaled 8-bit floats are read as float32, the dtype of a run's parameters.
+_READ_AS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
 # Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft and
 # DistributedDataParallel put before all names.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -44,21 +45,24 @@ class TensorFiles:
 
     Raises:
       ConfigError: shards or tensors of the index are missing, files are damaged, a tensor is not
-        float64, float32, float16 or bfloat16, or tensors belong to an adapter that is not merged.
+        float64, float32, float16, bfloat16 or 8-bit floats with scales (`block_fp8`), or tensors
+        belong to an adapter that is not merged.
     """
 
     def __init__(self, directory: Path, without: tuple[str, ...] = ()):
         self.directory = directory
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
+        self._scaled: set[str] = set()  # tensors of 8-bit floats
         for path in self._files():
             with _open_file(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
                     if _remove_wrappers(name).endswith(without):
                         continue
                     self._add_tensor(path, name, file.get_slice(name))
+        self._take_scales()
         wanted = [name for name in self._index if not _remove_wrappers(name).endswith(without)]
-        if lost := [name for name in wanted if _remove_wrappers(name) not in self._kinds]:
+        if lost := [name for name in wanted if _remove_wrappers(name) not in self._stored]:
             raise ConfigError(
                 f"{directory / INDEX} lists {lost[0]} in {self._index[lost[0]]}, which does not "
                 f"hold it: take the index and the shards of the same checkpoint."
@@ -83,6 +87,14 @@ class TensorFiles:
             )
         self._stored[name] = path, stored
         self._kinds[name] = tuple(part.get_shape()), _READ_AS[kind]
+        if kind == block_fp8.KIND:
+            self._scaled.add(name)
+
+    def _take_scales(self) -> None:
+        """Check the scales of all 8-bit tensors, which are no tensors of their own."""
+        for name in self._scaled:
+            scales, _ = self._kinds.pop(name + block_fp8.SCALE, (None, None))
+            block_fp8.check_scales(name, self.shape(name), scales, self.directory)
 
     @property
     def names(self) -> list[str]:
@@ -100,8 +112,15 @@ class TensorFiles:
     def read(self, name: str) -> np.ndarray:
         """Read one tensor into new memory; its file is unmapped afterwards."""
         path, stored = self._stored[name]
+        if name in self._scaled:
+            scales = self._read_stored(name + block_fp8.SCALE)
+            return block_fp8.scaled(block_fp8.read_e4m3(path, stored), scales)
+        return self._read_stored(name).astype(self.dtype(name), copy=False)
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        path, stored = self._stored[name]
         with _open_file(path) as file:
-            return file.get_tensor(stored).astype(self.dtype(name), copy=False)
+            return file.get_tensor(stored)
 
     @cached_property
     def _index(self) -> dict[str, str]:
@@ -175,6 +194,7 @@ def write_tensors(
     *,
     dtype: np.dtype,
     max_shard_bytes: int,
+    wide: frozenset[str] = frozenset(),
 ) -> None:
     """Write tensors, cast to `dtype`, as one file or as shards and an index.
 
@@ -184,8 +204,10 @@ def write_tensors(
       tensors: (name, tensor) in the order of `shapes`.
       dtype: a dtype of `DTYPES`.
       max_shard_bytes: limit on the tensors of a shard [bytes]; a larger tensor has its own shard.
+      wide: names of tensors that are written in float32 whatever `dtype` is.
     """
-    size_of = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
+    kinds = {name: DTYPES["F32"] if name in wide else dtype for name in shapes}
+    size_of = {name: int(np.prod(shape)) * kinds[name].itemsize for name, shape in shapes.items()}
     shards = list(_split_into_shards(size_of, max_shard_bytes))
     names = (
         [ONE_FILE]
@@ -195,10 +217,11 @@ def write_tensors(
     tensors = iter(tensors)
     for file_name, shard in zip(names, shards):
         with (directory / file_name).open("wb") as file:
-            file.write(_build_header({name: shapes[name] for name in shard}, dtype))
+            file.write(_build_header({name: (shapes[name], kinds[name]) for name in shard}))
             for name, (given, tensor) in zip(shard, tensors):
                 assert (given, tensor.shape) == (name, shapes[name])
-                file.write(np.ascontiguousarray(tensor, dtype).reshape(-1).view(np.uint8).data)
+                array = np.ascontiguousarray(tensor, kinds[name])
+                file.write(array.reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
@@ -221,11 +244,11 @@ def _split_into_shards(size_of: dict[str, int], most: int) -> Iterator[list[str]
     yield shard
 
 
-def _build_header(shapes: dict[str, Shape], dtype: np.dtype) -> bytes:
+def _build_header(kinds: dict[str, tuple[Shape, np.dtype]]) -> bytes:
     """Length and JSON of a file's header. Source: https://huggingface.co/docs/safetensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in kinds.items():
         start, end = end, end + int(np.prod(shape)) * dtype.itemsize
         entries[name] = {
             "dtype": _NAMES[dtype],

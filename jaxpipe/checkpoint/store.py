@@ -261,7 +261,9 @@ def read_state(
     Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form or
     its shapes, of which some entries may be absent: they are not read. Parameters of `exclusion`
     are initialised anew. Variables that the checkpoint does not have, or has with other shapes, are
-    omitted. `check` gets the path and the metadata before any array is read.
+    omitted; if `like` has only parameters and variables, so are those of a run, which belong to its
+    training, and those of an import are read. `check` gets the path and the metadata before any
+    array is read.
 
     Raises:
       DamagedError: checksums, or files that are missing or cannot be decoded, prove damage.
@@ -270,11 +272,13 @@ def read_state(
     """
     with succeed_on_all_processes(path):
         meta = read_meta(path)
-        if meta.get("kind") == "params" and like.keys() != {"params"}:
+        if meta.get("kind") == "params" and not like.keys() <= {"params", "variables"}:
             raise ConfigError(
                 f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
                 f"start from them."
             )
+        if like.keys() == {"params", "variables"} and meta.get("kind") != "params":
+            like = {"params": like["params"]}
         if check:
             check(path, meta)
         if has_checksums(meta):

@@ -70,16 +70,15 @@ class _LazyHandler(type_handlers.NumpyHandler):
         return []
 
 
-def save_parameters(directory: Path, params: Tree, meta: dict[str, Any]) -> Path:
+def save_parameters(directory: Path, state: Tree, meta: dict[str, Any]) -> Path:
     """Write a keyed tree of `LazyArray`s as a checkpoint of step 0; return the step's directory.
 
-    The checkpoint has kind "params": its state is `{"params": params}`, without moments and step,
-    and its data position is 0. It gets its name only when it is complete.
+    The checkpoint has kind "params": its state is `params`, and `variables` if the model has any,
+    without moments and step, and its data position is 0. It gets its name only when it is complete.
 
     Raises `ConfigError` where the directory already holds checkpoints or cannot be written.
     """
     directory = directory.absolute()
-    state = {"params": params}
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state)
     about = {"format": FORMAT, "kind": "params", "step": 0, "position": 0}
     try:

@@ -65,18 +65,31 @@ class CausalAttention:
 
         Args:
           q_BLHK, k_BLGK, v_BLGK: of the L tokens of this device's sequence shard, or of its shard
-            of the current slice.
+            of the current slice. Values, and the output, may be narrower than keys.
           past: keys and values of earlier slices; None without slices.
           masks: attention dropout, which only the plain kernel applies.
           documents: of packed rows, where a query attends only to its own document; else None.
         """
-        sequence = self.sequence
+        sequence, narrow = self.sequence, v_BLGK.shape[-1]
+        padding = self.value_width(k_BLGK.shape[-1], narrow) - narrow
+        if padding:
+            v_BLGK = jnp.pad(v_BLGK, [(0, 0)] * 3 + [(0, padding)])
         own = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
         if documents is not None:
             documents = jax.tree.map(sequence.gather_group, documents)
         exchanged = replace(self, sequence=sequence.after_exchange)
         mixed_BLHK, past = exchanged._attend_locally(*own, past, masks, documents)
+        if padding:
+            mixed_BLHK = mixed_BLHK[..., :narrow]
         return sequence.to_tokens(mixed_BLHK), past
+
+    def value_width(self, keys: int, values: int) -> int:
+        """Width of the values that the kernel reads, for heads of these widths.
+
+        cuDNN gets values as wide as keys, with zeros at the end: jax's function takes no others,
+        and its primitives only with cuDNN 9.10 or later.
+        """
+        return keys if self.kernel == "cudnn" else values
 
     def _attend_locally(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: CachedKeys | None,
@@ -229,5 +242,5 @@ def grouped_attention(
     if kept is not None:
         share_BGMS = kept(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
     mixed_BGMK = jnp.einsum("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK)
-    mixed_BLGRK = mixed_BGMK.reshape(q_BGRLK.shape).transpose(0, 3, 1, 2, 4)
-    return mixed_BLGRK.reshape(q_BLHK.shape).astype(dtype)
+    mixed_BLGRK = mixed_BGMK.reshape(*q_BGRLK.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
+    return mixed_BLGRK.reshape(b, length, h, -1).astype(dtype)

@@ -182,8 +182,9 @@ class CausalDecoder:
         heads = max(self.config.key_heads // self.devices.size, 1)
         heads = max(heads // max(self.sequence.heads, 1), 1)
         tokens = self.slices * self._length(x) * self.sequence.size // self.sequence.ring
-        empty = jnp.zeros((x.shape[0], tokens, heads, self.config.head_size), x.dtype)
-        return empty, empty
+        keys, values = self.config.head_size, self.config.value_size
+        widths = keys, self.attend.value_width(keys, values)
+        return tuple(jnp.zeros((x.shape[0], tokens, heads, width), x.dtype) for width in widths)
 
     def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""

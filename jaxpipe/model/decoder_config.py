@@ -30,6 +30,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.head_dim or self.d_model // self.n_heads
 
     @property
+    def value_size(self) -> int:
+        """Width of a head's values, and of its output."""
+        return self.head_size
+
+    @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of every layer, in order."""
         return ("layer",) * self.n_layers
@@ -149,10 +154,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     def flops_of(self, matrices: int, keys: int) -> int:
         """Model FLOPs of training per token: 6 per matrix parameter, and 12 L H K per key.
 
-        Chowdhery et al. 2022 (PaLM), appendix B: the causal mask gives no discount, and
-        recomputation does not count.
+        K is the mean width of a head's keys and values. Chowdhery et al. 2022 (PaLM), appendix B:
+        the causal mask gives no discount, and recomputation does not count.
         """
-        return 6 * matrices + 12 * self.n_layers * self.n_heads * self.head_size * keys
+        widths = self.head_size + self.value_size
+        return 6 * matrices + 6 * self.n_layers * self.n_heads * widths * keys
 
     def unequal_parts(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every size that heads or `tp` devices do not divide equally.

@@ -1,5 +1,7 @@
 """The model families. To add one, write a package like `gpt2` and add an entry here."""
 
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.deepseek.presets import DEEPSEEK_PRESETS
 from jaxpipe.model.family import ModelFamily
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.presets import GPT2_PRESETS
@@ -15,6 +17,13 @@ FAMILIES = {
             LLAMA_PRESETS,
             model="jaxpipe.model.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.llama.huggingface",
+        ),
+        ModelFamily(
+            "deepseek",
+            DeepseekConfig,
+            DEEPSEEK_PRESETS,
+            model="jaxpipe.model.deepseek.decoder:DeepseekDecoder",
+            huggingface="jaxpipe.model.deepseek.huggingface",
         ),
         ModelFamily(
             "gpt2",

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 
 from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
+from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import MixtureConfig
@@ -28,6 +29,7 @@ RULES: tuple[Callable[..., object], ...] = (
     MixtureConfig._unread,
     MixtureConfig.broken_mixture_rules,
     LlamaConfig.broken_rules,
+    DeepseekConfig.broken_rules,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
     DecoderConfig.unmet_needs,

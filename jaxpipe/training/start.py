@@ -82,10 +82,13 @@ def _started(
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
         check = partial(check_same_settings, config=trainer.config, with_moments=False)
-        like = {"params": shapes.params}
+        like = {"params": shapes.params, "variables": shapes.variables}
         restored, meta = _read(path, checkpoints, like, exclusion, say, check)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        return trainer.fresh(restored["params"]), DataPosition(), meta
+        state = trainer.fresh(restored["params"])
+        if imported := restored.get("variables"):
+            state = state._replace(variables=state.variables | imported)
+        return state, DataPosition(), meta
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
     restored, meta = _read(path, checkpoints, shapes.parts(), exclusion, say, check)
     return *_resumed(trainer, restored, meta, data, say, but), meta

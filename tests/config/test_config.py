@@ -70,10 +70,21 @@ PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_debugmodel": 31_987_968,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_419_200 - 58 * 256,  # published with the biases of its routers
+    "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
     "gpt2_large": 774_030_080,
     "gpt2_xl": 1_557_611_200,
+}
+
+
+ACTIVE = {
+    "qwen3_30b_a3b": 3_353_032_704,
+    "deepseek_v2_lite": 2_661_150_208,
+    "deepseek_v3": 37_552_282_624,
+    "kimi_k2": 32_861_477_888,
 }
 
 
@@ -83,7 +94,7 @@ def test_presets_have_the_published_parameter_counts(path, preset):
     path.write_text(text)
     assert load(path).model.parameter_count() == PARAMETERS[preset]
     assert load(path, ["model.n_layers=2"]).model.n_layers == 2
-    active = {"qwen3_30b_a3b": 3_353_032_704}.get(preset, PARAMETERS[preset])
+    active = ACTIVE.get(preset, PARAMETERS[preset])
     assert load(path).model.active_parameter_count() == active
 
 

@@ -25,10 +25,13 @@ LAYOUTS = {
     "dualpipev, ep": {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipev", "tp": 2},
     "interleaved, ep": {"pp": 2, "dp": 2, "ep": 2, "schedule": "interleaved_1f1b", "tp": 2},
 }  # fmt: skip
-FOURTH = {"llama": "dualpipev, ring", "qwen3": "dualpipev, ring", "gpt2": "dualpipev, cp"}
+FOURTH = {
+    "llama": "dualpipev, ring", "qwen3": "dualpipev, ring", "gpt2": "dualpipev, cp",
+    "deepseek_v2": "dualpipev, ring", "deepseek_v3": "dualpipev, ep",
+}  # fmt: skip
 CASES = [
     (name, layout)
-    for name in (*DENSE, "qwen3_moe")
+    for name in (*DENSE, "qwen3_moe", "deepseek_v2", "deepseek_v3")
     for layout in (*list(LAYOUTS)[:3], FOURTH.get(name, "interleaved, ep"))
 ]
 
@@ -42,6 +45,9 @@ def assert_close(got, want, tolerance):
         assert error < tolerance, ("/".join(path), error)
 
 
+@pytest.mark.slow(
+    only=["deepseek_v2-one*", "deepseek_*-1f1b", "deepseek_*-zb_h1*", "deepseek_v3-one*"]
+)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_every_gradient(name, layout):
     assert_right_gradients(name, LAYOUTS[layout])
@@ -86,8 +92,8 @@ def without_key_biases(gradients):
     return {path: gradient for path, gradient in gradients.items() if path[-1] != "bk"}
 
 
-# For the features of these two models, tied embeddings, three matrices in one tensor, biases and
-# learned positions, the layout with the most sharding is enough.
+# For the features of the other models, such as tied embeddings, three matrices in one tensor,
+# biases or latents, the layout with the most sharding is enough.
 UPDATED = [
     (name, layout)
     for name, layout in CASES
@@ -95,6 +101,7 @@ UPDATED = [
 ]
 
 
+@pytest.mark.slow(only=["deepseek_*"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("name", "layout"), UPDATED)
 def test_losses_and_parameters_of_three_updates(name, layout, optimizer):

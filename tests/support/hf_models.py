@@ -244,13 +244,13 @@ def stored_params(step_directory):
     return nest_by_path(dict(zip(paths, checkpoint.read(paths))))["params"]
 
 
-def our_logits(model, params, tokens_BL):
+def our_logits(model, params, tokens_BL, variables=None):
     """Return `[B, L, V]` by jaxpipe's decoder."""
     decoder = FAMILIES[model.family].build(model)
     microbatch = {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["embed_head"], microbatch)
     for i in range(model.n_layers):
-        context, kind = Context(microbatch, jnp.int32(i)), model.layer_kinds[i]
+        context, kind = Context(microbatch, jnp.int32(i), None, variables), model.layer_kinds[i]
         x = decoder.layer(params["layers"][str(i)], x, context, kind).y
     x, head = nnx.merge(decoder._embed_head_graph, params["embed_head"]).leave(x)
     return np.asarray(x @ head)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.loss import IGNORE
@@ -28,6 +29,12 @@ from jaxpipe.schedule import build
 from jaxpipe.schedule.lockstep import PLAIN
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_mscale": 1.0,
+    "rope_mscale_all_dim": 1.0, "rope_original_positions": 16, "rope_theta": 100.0,
+    "rope_beta_fast": 2.0, "rope_beta_slow": 0.5,
+}  # fmt: skip
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
     "normed": LlamaConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
@@ -45,6 +52,12 @@ MODELS = {
     "fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_fused": LlamaConfig(**SIZES, n_kv_heads=2, attention="cudnn"),
     "packed_gpt2": GPT2Config(**SIZES, max_seq_len=11),
+    "latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT),
+    "latent_fused": DeepseekConfig(family="deepseek", **SIZES, **LATENT, attention="cudnn"),
+    "packed_latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT | {"q_lora_rank": 0}),
+    "packed_latent_fused": DeepseekConfig(
+        family="deepseek", **SIZES, **LATENT, attention="cudnn", tie_embeddings=True
+    ),
     "uneven": LlamaConfig(**SIZES | {"vocab_size": 41}, n_kv_heads=2),  # 2 and 4 do not divide it
     "uneven_tied": LlamaConfig(**SIZES | {"vocab_size": 33}, n_kv_heads=4, tie_embeddings=True),
     "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),

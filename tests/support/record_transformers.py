@@ -40,6 +40,16 @@ _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
     "decoder_sparse_step": 2, "mlp_only_layers": [],
 }  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+        "beta_slow": 0.5,
+    },
+}  # fmt: skip
 MODELS = {
     "llama": (
         "Llama",
@@ -50,6 +60,17 @@ MODELS = {
         _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
     ),
     "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _SIZES | _LATENT | {
+            "q_lora_rank": None, "n_group": 2, "topk_group": 1,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _SIZES | _LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2},
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -114,7 +135,7 @@ def of_model(named, params):
     for name in named:
         place, _, kind = name.partition(".experts.")
         if kind in ("gate_up_proj", "down_proj"):
-            experts = range(sum(key.startswith(place) for key in params) // 3)
+            experts = range(sum(key.startswith(f"{place}.experts.") for key in params) // 3)
             parts = [kind] if kind == "down_proj" else ["gate_proj", "up_proj"]
             found[name] = np.stack([
                 np.concatenate([params[f"{place}.experts.{e}.{part}.weight"] for part in parts])
@@ -202,10 +223,11 @@ def end_to_end(arrays):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT)
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for name in MODELS:
-        np.savez_compressed(out / f"{name}.npz", **recorded(name))
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.models:
+        np.savez_compressed(arguments.out / f"{name}.npz", **recorded(name))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class Record:
         """Return these arrays by path, as `("layers", "3", "attn", "wq")`, in jaxpipe's layouts."""
         theirs = self.by_their_names(kind)
         return {
-            own.path: np.asarray(own.from_hf(theirs.__getitem__)) for own in list_parameters(model)
+            own.path: np.asarray(own.from_hf(theirs.__getitem__))
+            for own in list_parameters(model)
+            if not own.is_variable
         }
 
     def batch(self, step):
@@ -117,7 +119,8 @@ def loss_and_gradients(record, layout, **execution):
     trainer = trainer_of(record, layout, **execution)
     params = staged(trainer, record.by_our_names("weights", trainer.config.model))
     batch = trainer.put(record.batch(0))
-    losses, gradients = jax.jit(trainer.pipeline.losses_and_gradients)(params, batch)
+    variables = trainer.model.functions.variables
+    losses, gradients = jax.jit(trainer.pipeline.losses_and_gradients)(params, batch, variables)
     return float(losses.sum()), by_path(trainer, gradients)
 
 

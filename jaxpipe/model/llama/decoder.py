@@ -32,9 +32,7 @@ class LlamaDecoder(CausalDecoder):
     def attend(self) -> CausalAttention:
         """Causal attention, limited to the window, if there is one, and to the document."""
         config = self.config
-        return CausalAttention(
-            self.sequence, config.attention, config.sliding_window, self.documents
-        )
+        return CausalAttention(self.sequence, config.attention, config.window, self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ layer computes in the dtype of its input, norms, rotary angles and the attention
 float32 (or wider, if the input is).
 """
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 
@@ -18,6 +20,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import SPARSE
 from jaxpipe.model.moe.layer import MixtureOfExperts
 from jaxpipe.model.parts import Dot, EmbedHeadParts, Init, LayerInputs, LayerParts, RMSNorm
+from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.model.rope.rotate import rotary
 
 
@@ -79,7 +82,7 @@ class LlamaAttention(nnx.Module):
 class LlamaMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, name: str, width: int, config: LlamaConfig, parts: LayerParts, init: Init):
+    def __init__(self, name: str, width: int, config: RotaryConfig, parts: LayerParts, init: Init):
         d, f = config.d_model, width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
@@ -101,11 +104,14 @@ class LlamaMLP(nnx.Module):
 class LlamaLayer(nnx.Module):
     """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream."""
 
-    def __init__(self, kind: str, config: LlamaConfig, parts: LayerParts, init: Init):
+    def __init__(
+        self, kind: str, config: RotaryConfig, parts: LayerParts, init: Init,
+        attention: Callable[..., nnx.Module] = LlamaAttention,
+    ):  # fmt: skip
         d, eps = config.d_model, config.norm_eps
         norm = parts.own(differs=parts.devices.sequence)
         self.attn_norm = RMSNorm("attn_norm", d, eps, init, norm)
-        self.attn = LlamaAttention(config, parts, init)
+        self.attn = attention(config, parts, init)
         self.mlp_norm = RMSNorm("mlp_norm", d, eps, init, norm)
         if kind == SPARSE:
             width = config.shared_experts * config.expert_width

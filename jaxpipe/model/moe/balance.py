@@ -43,8 +43,8 @@ class Balance:
 
     @property
     def variables(self) -> Any:
-        """Initial biases on the choice, `[S, E]` float32; None without a bias rate."""
-        if not self.config.router_bias_rate:
+        """Initial biases on the choice, `[S, E]` float32; None without biases."""
+        if not self.config.has_router_bias:
             return None
         layers = len(self.config.sparse_layers)
         return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
@@ -65,8 +65,8 @@ class Balance:
         return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
 
     def bias(self, context: Context) -> jax.Array | None:
-        """Bias of the layer that the context belongs to, `[E]`; None without a bias rate."""
-        if not self.config.router_bias_rate:
+        """Bias of the layer that the context belongs to, `[E]`; None without biases."""
+        if not self.config.has_router_bias:
             return None
         here_S = jnp.asarray(self.config.sparse_layers) == context.index
         bias_SE = context.variables["router_bias"]

@@ -27,11 +27,13 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_scale: PositiveFloat = 1.0  # factor on the weights
     expert_groups: Positive = 1  # equal groups of neighbouring experts; 1: no groups
     groups_per_token: Positive = 1  # best groups, within which a token chooses its experts
+    group_score_experts: Positive = 2  # best experts of a group whose sum of scores ranks it
     # weight of the load-balancing loss, which is 1 for even loads: a mean over routed tokens
     # (masked ones included), summed over sparse layers; 0: none
     router_aux_loss: NotNegative = 0.0
     router_z_loss: NotNegative = 0.0  # weight of log(Z)^2 of the router's softmax, averaged alike
     router_bias_rate: NotNegative = 0.0  # step of a bias on the choice, for even loads; 0: no bias
+    router_bias: bool = False  # a bias on the choice also at a router_bias_rate of 0
     # the rate multiplies the sign of an expert's load error, or the error relative to the mean
     router_bias_step: Literal["sign", "error"] = "sign"
     capacity_factor: NotNegative = 0.0  # slots per expert, times the mean load; 0: dropless
@@ -49,6 +51,11 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def routed_experts(self) -> int:
         """Number of experts that the router of a sparse layer chooses from."""
         return self.n_experts
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the choice of experts has a bias."""
+        return self.router_bias or self.router_bias_rate > 0
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ class Router(nnx.Module):
 
     With `softmax` scores are normalised over all experts (Qwen3-MoE); with `sigmoid` each is
     independent (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). A bias enters the choice alone,
-    not the weights (Wang et al. 2024). With groups a token chooses within the groups whose two best
-    scores have the largest sum.
+    not the weights (Wang et al. 2024). With groups a token chooses within the groups whose best
+    scores have the largest sum: two in DeepSeek-V3, one in DeepSeek-V2.
     """
 
     def __init__(self, config: MixtureConfig, parts: LayerParts, init: Init):
@@ -97,13 +97,16 @@ def choose(scores_BLE: jax.Array, bias_E: jax.Array | None, config: MixtureConfi
     if bias_E is not None:
         scores_BLE += bias_E.astype(scores_BLE.dtype)[None, None]
     if config.groups_per_token < config.expert_groups:
-        scores_BLE = _mask_groups(scores_BLE, config.expert_groups, config.groups_per_token)
+        scores_BLE = _mask_groups(scores_BLE, config)
     return lax.top_k(scores_BLE, config.experts_per_token)[1]
 
 
-def _mask_groups(scores_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """Scores of experts in the `kept` best groups, and minus infinity elsewhere."""
+def _mask_groups(scores_BLE: jax.Array, config: MixtureConfig) -> jax.Array:
+    """Scores of experts in a token's best groups, and minus infinity elsewhere."""
+    groups = config.expert_groups
     grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
-    best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-    chosen = jax.nn.one_hot(lax.top_k(best, kept)[1], groups, dtype=bool).any(-2)
+    counted = min(config.group_score_experts, grouped.shape[-1])
+    best = lax.top_k(grouped, counted)[0].sum(-1)
+    kept = lax.top_k(best, config.groups_per_token)[1]
+    chosen = jax.nn.one_hot(kept, groups, dtype=bool).any(-2)
     return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores_BLE.shape)

@@ -59,11 +59,14 @@ def _yarn_bounds(config: RotaryConfig, width: int) -> tuple[float, float]:
     return first, last if last != first else first + 0.001  # as transformers avoids 0 / 0
 
 
-def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: RotaryConfig) -> jax.Array:
-    """Rotate the halves of each head by position (Su et al. 2021; rotate-half layout).
+def rotary(
+    x_BLHK: jax.Array, positions_BL: jax.Array, config: RotaryConfig, *, interleaved: bool = False
+) -> jax.Array:
+    """Rotate pairs of dims of each head by position (Su et al. 2021).
 
-    Pair (i, i + K/2) rotates by position times its frequency, and is multiplied by
-    `config.rotary_scale`.
+    Pair number i rotates by position times its frequency, and is multiplied by
+    `config.rotary_scale`. It is (i, i + K/2), the halves of a head; `interleaved` it is (2i, 2i+1),
+    and comes out at (i, i + K/2), which scores do not see if queries and keys both do.
     """
     wide = jnp.promote_types(x_BLHK.dtype, jnp.float32)
     frequency_K = rotary_frequencies(config, x_BLHK.shape[-1], wide)
@@ -71,6 +74,10 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: RotaryConfig) -> 
     cos, sin = jnp.cos(angle_BLK)[:, :, None], jnp.sin(angle_BLK)[:, :, None]
     if config.rotary_scale != 1:
         cos, sin = config.rotary_scale * cos, config.rotary_scale * sin
-    first, second = jnp.split(x_BLHK.astype(wide), 2, axis=-1)
+    wide_BLHK = x_BLHK.astype(wide)
+    if interleaved:
+        first, second = wide_BLHK[..., 0::2], wide_BLHK[..., 1::2]
+    else:
+        first, second = jnp.split(wide_BLHK, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BLHK.dtype)

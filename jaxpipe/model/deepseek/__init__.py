@@ -1,0 +1,1 @@
+"""DeepSeek-V2 and V3: multi-head latent attention and mixtures of experts."""

@@ -1,0 +1,98 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+Shapes: B examples, L tokens, D model, H heads, of which a device has its shard, K the width of a
+query or key head, of which N dims have no position and P are rotated, V the width of a value, R
+that of the latent of keys and values.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.model.attention import CachedKeys
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.parts import Dot, Init, LayerInputs, LayerParts, RMSNorm
+from jaxpipe.model.rope.rotate import rotary
+
+# In DeepSeek's code and in transformers the norms of the latents have this epsilon, whatever
+# `rms_norm_eps` is.
+_LATENT_EPS = 1e-6
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention whose keys and values are made of one narrow latent per token.
+
+    The rotated part of the keys is made of the stream and is the same for all heads. Devices that
+    share the layer have complete heads; each makes the latents itself, of replicated weights, whose
+    gradients from its own heads are partial.
+
+    Devices that share a sequence, and sequence slices, exchange and cache keys and values of all
+    heads, not the latent: every attention kernel then works as it is, but more bytes travel and are
+    cached, H (K + V) per token in place of R + P.
+    """
+
+    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+        d, heads, rank = config.d_model, config.n_heads, config.kv_lora_rank
+        whole = parts.own(differs=parts.devices.size > 1)
+        queries, out_std = heads * config.head_size, 0.02 / (2 * config.n_layers) ** 0.5
+        if config.q_lora_rank:
+            self.wq_a = init("attn/wq_a", (d, config.q_lora_rank), 0.02, whole)
+            self.q_norm = RMSNorm("attn/q_norm", config.q_lora_rank, _LATENT_EPS, init, whole)
+            self.wq_b = init("attn/wq_b", (config.q_lora_rank, queries), 0.02, parts.cut(1))
+        else:
+            self.wq = init("attn/wq", (d, queries), 0.02, parts.cut(1))
+        self.wkv_a = init("attn/wkv_a", (d, rank + config.qk_rope_head_dim), 0.02, whole)
+        self.kv_norm = RMSNorm("attn/kv_norm", rank, _LATENT_EPS, init, whole)
+        keys_and_values = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.wkv_b = init("attn/wkv_b", (rank, keys_and_values), 0.02, parts.cut(1))
+        self.wo = init("attn/wo", (heads * config.v_head_dim, d), out_std, parts.cut(0))
+        self.config, self.parts = config, parts
+
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
+    ) -> tuple[jax.Array, CachedKeys | None]:
+        """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
+        config, devices = self.config, self.parts.devices
+        x_BLD = devices.enter(x_BLD)
+        q_BLX, latent_BLX = self._project(x_BLD, given.dot)
+        q_BLHK = self._heads(q_BLX, config.head_size)
+        latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
+        (kv_BLX,) = given.dot(self.kv_norm(latent_BLR), wkv_b=self.wkv_b[...])
+        kv_BLHX = self._heads(kv_BLX, config.qk_nope_head_dim + config.v_head_dim)
+        key_BLHN, v_BLHV = jnp.split(kv_BLHX, [config.qk_nope_head_dim], axis=-1)
+        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
+        key_BLHP = jnp.broadcast_to(key_BL1P, (*key_BLHN.shape[:3], config.qk_rope_head_dim))
+        k_BLHK = jnp.concatenate([key_BLHN, key_BLHP], axis=-1)
+        q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
+        mixed_BLHV, past = self.parts.attend(
+            q_BLHK, k_BLHK, v_BLHV, given.past, given.masks, given.documents
+        )
+        mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
+        (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
+        return devices.leave(made_BLD), past
+
+    def _project(self, x_BLD: jax.Array, dot: Dot) -> tuple[jax.Array, jax.Array]:
+        """Queries of all heads, and the latent of keys and values beside the rotated keys."""
+        wkv_a = self.wkv_a[...]
+        if not self.config.q_lora_rank:
+            return dot(x_BLD, wq=self.wq[...], wkv_a=wkv_a)
+        query_BLR, latent_BLX = dot(x_BLD, wq_a=self.wq_a[...], wkv_a=wkv_a)
+        (q_BLX,) = dot(self.q_norm(query_BLR), wq_b=self.wq_b[...])
+        return q_BLX, latent_BLX
+
+    def _rotated_queries(self, q_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """Queries with rotated part, times `score_scale`, which attention's kernels do not have.
+
+        The product is in float32, because 16 bits do not represent the factor well.
+        """
+        config = self.config
+        query_BLHN, query_BLHP = jnp.split(q_BLHK, [config.qk_nope_head_dim], axis=-1)
+        query_BLHP = rotary(query_BLHP, positions_BL, config, interleaved=True)
+        turned = jnp.concatenate([query_BLHN, query_BLHP], axis=-1)
+        if config.score_scale == 1:
+            return turned
+        wide = jnp.promote_types(turned.dtype, jnp.float32)
+        return (turned.astype(wide) * config.score_scale).astype(turned.dtype)
+
+    def _heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
+        return x_BLX.reshape(*x_BLX.shape[:2], -1, width)

@@ -1,0 +1,129 @@
+"""Sizes and choices of a DeepSeek decoder, and the rules between them."""
+
+from collections.abc import Iterator
+from typing import Self
+
+from msgspec.structs import replace
+
+from jaxpipe.model.decoder_config import PositiveFloat
+from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.rope.config import RotaryConfig
+
+
+class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: a decoder with multi-head latent attention, with experts or without.
+
+    The fields of attention have the names of the published config.json.
+    """
+
+    kv_lora_rank: Positive  # width of the latent that keys and values are made of
+    q_lora_rank: Count = 0  # width of the latent that queries are made of; 0: made of the stream
+    qk_nope_head_dim: Positive  # width of the part of a query or key head without positions
+    qk_rope_head_dim: Positive  # width of the rotated part, of keys one for all heads
+    v_head_dim: Positive  # width of a head's values
+    norm_eps: PositiveFloat = 1e-6  # added to the mean square in every norm
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary wavelengths
+    tie_embeddings: bool = False  # the head is the transposed embedding
+
+    @property
+    def head_size(self) -> int:
+        """Width of a query or key head, both parts."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values, and of its output."""
+        return self.v_head_dim
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key/value heads, as attention reads them."""
+        return self.n_heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the transposed embedding."""
+        return self.tie_embeddings
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores besides 1 / sqrt(head_size), as DeepSeek applies yarn."""
+        is_scaled = self.rope_scaling == "yarn"
+        return self.yarn_scale(self.rope_mscale_all_dim) ** 2 if is_scaled else 1.0
+
+    def parameter_count(self) -> int:
+        """Number of parameters, from the sizes alone."""
+        return self._parameters(self.n_experts)
+
+    def active_parameter_count(self) -> int:
+        """Number of parameters per token: of routed experts only the chosen ones count."""
+        return self._parameters(self.experts_per_token if self.n_experts else 0)
+
+    def _parameters(self, experts: int) -> int:
+        """Number of parameters, counting `experts` routed experts per sparse layer."""
+        ends = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+        matrices = self.n_layers * self._attention_matrices() + self.mlp_parameters(experts)
+        return matrices + ends + self._vectors()
+
+    def _attention_matrices(self) -> int:
+        """Number of parameters of the matrices of a layer's attention."""
+        d, heads, latent = self.d_model, self.n_heads, self.kv_lora_rank
+        queries = heads * self.head_size
+        q = self.q_lora_rank * (d + queries) if self.q_lora_rank else d * queries
+        k_and_v = latent * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return q + d * (latent + self.qk_rope_head_dim) + k_and_v + heads * self.v_head_dim * d
+
+    def _vectors(self) -> int:
+        """Number of parameters of all norms."""
+        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
+        return self.n_layers * layer + self.d_model
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
+
+        The embedding look-up is free, and of routed experts only those a token chooses count.
+        """
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.d_model
+        matrices = self.active_parameter_count() - self._vectors() - embedding
+        return self.flops_of(matrices, keys=seq_len)
+
+    def part(self, tp: int) -> Self:
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
+        return replace(
+            self.resolved(),
+            n_heads=self.n_heads // tp,
+            d_ff=self.d_ff // tp,
+            d_expert=self.d_expert // tp,
+            vocab_size=-(-self.vocab_size // tp),
+        )
+
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """Sizes of a layer's products on one of `tp` devices, by the settings that give them."""
+        heads, nope, rope = self.n_heads // tp, self.qk_nope_head_dim, self.qk_rope_head_dim
+        base = super().product_sizes(tp)
+        sizes = {name: size for name, size in base.items() if "head_dim" not in name}
+        each = "model.n_heads / parallel.tp x"
+        return sizes | {
+            f"{each} (model.qk_nope_head_dim + model.qk_rope_head_dim)": heads * (nope + rope),
+            f"{each} (model.qk_nope_head_dim + model.v_head_dim)": heads * (nope + self.v_head_dim),
+            f"{each} model.v_head_dim": heads * self.v_head_dim,
+            "model.q_lora_rank": self.q_lora_rank,
+            "model.kv_lora_rank": self.kv_lora_rank,
+            "model.kv_lora_rank + model.qk_rope_head_dim": self.kv_lora_rank + rope,
+        }
+
+    def broken_rules(self, tp: int) -> Iterator[str]:
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
+
+        `model.head_dim` must be left out, or the sum of `model.qk_nope_head_dim` and
+        `model.qk_rope_head_dim`, with latent attention.
+        """
+        if self.head_dim not in (0, self.head_size):
+            yield (
+                f"model.head_dim={self.head_dim} must be model.qk_nope_head_dim="
+                f"{self.qk_nope_head_dim} + model.qk_rope_head_dim={self.qk_rope_head_dim} in "
+                f"models of the family {self.family!r}: leave it out."
+            )
+        yield from self.resolved().unequal_parts(tp)
+        yield from self.broken_mixture_rules(tp)
+        yield from self.broken_rotary_rules(self.qk_rope_head_dim)
