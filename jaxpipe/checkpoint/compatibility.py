@@ -32,12 +32,13 @@ MAY_DIFFER = {
     "router_bias_step": "in training only",
     "router_bias_rate": "in training only, but a bias that was trained may not be left out",
     "router_bias": "as router_bias_rate",
+    "mtp_weight": "in training only",
     "capacity_factor": "a limit of memory and time, which a run may raise or lower",
 }
 # Fields that the array shapes show; the shapes of the arrays that are read are compared instead.
 SHOWN_BY_ARRAYS = frozenset(
     {"n_layers", "d_model", "vocab_size", "d_ff", "qk_norm", "tie_embeddings"}
-    | {"n_experts", "d_expert", "shared_experts", "first_dense_layers", "moe_every"}
+    | {"mtp_depth", "n_experts", "d_expert", "shared_experts", "first_dense_layers", "moe_every"}
 )
 
 

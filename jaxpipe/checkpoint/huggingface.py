@@ -184,7 +184,8 @@ def _check_tensors(files: TensorFiles, wanted: list[NamedParameter], model: Mode
     form = hf_format(model)
     place, names = files.directory, set(files.names)
     owner = {name: parameter for parameter in wanted for name in parameter.hf_names}
-    unknown = names - set(owner)
+    ignores = getattr(form, "ignores", lambda name, model: False)
+    unknown = {name for name in names - set(owner) if not ignores(name, model)}
     for name, parameter in owner.items():
         if name not in names:
             other = f", and {min(unknown)}, which the model has no place for" if unknown else ""

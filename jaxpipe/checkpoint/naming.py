@@ -90,7 +90,7 @@ def list_parameters(model: ModelConfig) -> list[NamedParameter]:
     form = hf_format(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
     embed_head = _shapes_by_path(jax.eval_shape(built.init_embed_head, key))
-    order = built.functions.layer_kinds(model.n_layers)
+    order = built.functions.layer_kinds(model.pipeline_layers)
     layers = {
         kind: _shapes_by_path(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
         for kind in set(order)

@@ -139,15 +139,16 @@ class CausalDecoder:
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
-        state, precision = self.state if self.slices > 1 else None, self.precision
+        precision = self.precision
         kinds = {
             kind: LayerKind(
                 partial(self.layer, kind=kind),
                 self.leaves[kind],
-                state,
+                partial(self.state, kind=kind) if self.slices > 1 else None,
                 self.kept(kind),
                 pair=self.pair(kind),
                 statistics=precision.observed,
+                reads=self.reads(kind),
             )
             for kind in self.kinds
         }  # fmt: skip
@@ -161,7 +162,7 @@ class CausalDecoder:
             embed_head_specs=self.leaves["embed_head"], batch_keys=tuple(reads),
             report=lambda side: {},
         )  # fmt: skip
-        variables = precision.variables(self.config.n_layers, len(self.products))
+        variables = precision.variables(self.config.blocks, len(self.products))
         if not variables:
             return functions
         return functions.with_variables(variables, precision.next_variables)
@@ -174,7 +175,11 @@ class CausalDecoder:
         """How F of a kind runs alongside another layer's gradient; None: neither waits."""
         return None
 
-    def state(self, x: jax.Array, rows: Tree) -> Tree:
+    def reads(self, kind: str) -> tuple[str, ...]:
+        """What layers of a kind read besides their own parameters (`LayerKind.reads`)."""
+        return ()
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
         """Empty keys and values `[B, S, G, K]`, before the first slice of a sequence.
 
         In a ring S counts the tokens of the group of devices that exchange heads.
@@ -189,8 +194,13 @@ class CausalDecoder:
     def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
-        targets, devices = rows["targets"], self._embed_head_devices
-        last = self.z_loss, self.config.vocab_size
+        return self.cross_entropy(x, head, rows["targets"], self.z_loss)
+
+    def cross_entropy(
+        self, x: jax.Array, head: jax.Array, targets: jax.Array, z_loss: float
+    ) -> jax.Array:
+        """Summed cross-entropy of the logits x @ head, `[B, L, D]` and `[D, V]`, in nats."""
+        devices, last = self._embed_head_devices, (z_loss, self.config.vocab_size)
         if self.loss_chunks > 1:
             return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
         return cross_entropy_sum(x @ head, targets, devices, *last)

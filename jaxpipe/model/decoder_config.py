@@ -40,6 +40,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         return ("layer",) * self.n_layers
 
     @property
+    def blocks(self) -> int:
+        """Number of blocks of attention and MLP, or experts, in all layers."""
+        return self.n_layers
+
+    @property
     def key_heads(self) -> int:
         """Number of key/value heads."""
         raise NotImplementedError
@@ -158,7 +163,7 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         the causal mask gives no discount, and recomputation does not count.
         """
         widths = self.head_size + self.value_size
-        return 6 * matrices + 6 * self.n_layers * self.n_heads * widths * keys
+        return 6 * matrices + 6 * self.blocks * self.n_heads * widths * keys
 
     def unequal_parts(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every size that heads or `tp` devices do not divide equally.

@@ -44,6 +44,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return 0
 
     @property
+    def pipeline_layers(self) -> int:
+        """Number of layers that pipeline stages are made of."""
+        return self.n_layers
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Number of further tokens that each position predicts in training."""
+        return 0
+
+    @property
     def tied(self) -> bool:
         """Whether the head is the transposed embedding."""
         return False

@@ -52,6 +52,12 @@ class HuggingFace(Protocol):
     def tied(self, model: Any) -> bool:
         """Whether the head is the transposed embedding."""
 
+    def ignores(self, name: str, model: Any) -> bool:
+        """Whether to leave a tensor out that `model` has no place for.
+
+        A module may lack it: then any such tensor is an error.
+        """
+
     def with_defaults(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A config.json with transformers' defaults for absent fields, as far as they matter.
 

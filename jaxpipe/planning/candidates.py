@@ -20,7 +20,7 @@ def sizes_of(config: Config) -> VariantSizes:
     """The sizes that decide which variants are worth a try."""
     parallel = config.parallel
     shared = parallel.ends_shared_by > 0
-    return VariantSizes(parallel.pp, config.model.n_layers, parallel.slices, shared)
+    return VariantSizes(parallel.pp, config.model.pipeline_layers, parallel.slices, shared)
 
 
 def variant_of(config: Config) -> ScheduleVariant:

@@ -75,10 +75,11 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}."
         )
-    if parallel.pp > config.model.n_layers:
+    layers = config.model.pipeline_layers
+    if parallel.pp > layers:
         raise ConfigError(
-            f"parallel.pp={parallel.pp} exceeds model.n_layers={config.model.n_layers}: every "
-            f"stage needs a layer; use at most parallel.pp={config.model.n_layers}."
+            f"parallel.pp={parallel.pp} exceeds model.n_layers={layers}: every "
+            f"stage needs a layer; use at most parallel.pp={layers}."
         )
     several = family.default("virtual_stages") or 1
     if parallel.virtual_stages == 1 and several > 1:

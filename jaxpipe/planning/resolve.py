@@ -162,7 +162,7 @@ def layers_of(config: Config, stages: int) -> tuple[int, ...]:
     """Number of layers per stage; raises `ScheduleError` if the layers do not fit the stages."""
     parallel = config.parallel
     return assign_layers(
-        config.model.n_layers, stages, parallel.layer_split,
+        config.model.pipeline_layers, stages, parallel.layer_split,
         weights=(parallel.input_weight, parallel.output_weight),
         pinned=(parallel.first_stage_layers, parallel.last_stage_layers),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model import cudnn
+from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.fused import replace_kernels
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
@@ -34,7 +35,7 @@ def trace(config: Config) -> ModelCosts:
     functions = model.functions
     replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
     sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
-    order = functions.layer_kinds(config.model.n_layers)
+    order = functions.layer_kinds(config.model.pipeline_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     ends = jax.eval_shape(model.init_embed_head, key)
     layers = {
@@ -222,6 +223,7 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
         rows[REAL] = ids
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
+    rows |= dict.fromkeys(ahead_keys(config.model.tokens_ahead), ids)
     if functions.has_slices:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

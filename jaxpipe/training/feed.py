@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, shard_batch
 
@@ -37,7 +38,9 @@ class Feed:
         """Names of the arrays of a training batch."""
         packed = ("segments", "positions") if self.config.data.documents else ()
         real = (REAL,) if self.config.marks_padding else ()
-        return ("inputs", "targets", *packed, *real, *(("samples",) if self.numbered else ()))
+        ahead = ahead_keys(self.config.model.tokens_ahead)
+        numbers = ("samples",) if self.numbered else ()
+        return ("inputs", "targets", *packed, *real, *ahead, *numbers)
 
     def rows(self, process: int | None = None) -> slice:
         """The examples of each microbatch that a process reads; None: this process.
@@ -84,6 +87,7 @@ class Feed:
         """
         _check_documents(batch, self.config.data.documents)
         batch = self._with_known_padding(batch)
+        batch |= rows_ahead(batch, self.config.model.tokens_ahead)
         microbatches, own, length = batch["inputs"].shape
         size = self.config.batch_shape["batch_size"]
         first = 0 if own == size else self.rows().start

@@ -46,7 +46,7 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: in
     per iteration of a loop of `turns` iterations, `repeats` times. If embedding and head are
     vocabulary-parallel over pp, their times are `pp` times those of a pipeline rank.
     """
-    kinds = trainer.model.functions.layer_kinds(trainer.config.model.n_layers)
+    kinds = trainer.model.functions.layer_kinds(trainer.config.model.pipeline_layers)
     of_kinds = []
     for kind in dict.fromkeys(kinds):
         timer = OpTimer(trainer, layers=layers, turns=turns, kind=kind)
@@ -76,7 +76,7 @@ class OpTimer:
 
     def __init__(self, trainer: Trainer, *, layers: int, turns: int = 2, kind: str | None = None):
         functions, config = trainer.model.functions, trainer.config
-        kind = kind or functions.layer_kinds(config.model.n_layers)[0]
+        kind = kind or functions.layer_kinds(config.model.pipeline_layers)[0]
         alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
         rows, policy = rows_of(config, functions), POLICIES[config.train.remat]
         self._layers, self._turns = layers, turns

@@ -65,10 +65,11 @@ def build_stage_module(
             "(model.tie_embeddings), or train with train.py, which sums their gradients."
         )
     model = FAMILIES[config.family].build(config)
-    if config.routed_experts or model.dropout:
+    if config.routed_experts or config.tokens_ahead or model.dropout:
         raise ValueError(
-            "layers with experts return losses and counts, and dropout reads the samples' numbers, "
-            "for which a module's call has no place: train this model with train.py."
+            "layers with experts or predictions return losses and counts, and dropout reads the "
+            "samples' numbers, for which a module's call has no place: train this model with "
+            "train.py."
         )
     key = jax.random.key(0) if key is None else key
     start, end = compute_layer_assignment(config.n_layers, pp_size)[pp_rank]

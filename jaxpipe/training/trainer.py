@@ -82,7 +82,7 @@ class Trainer:
     @cached_property
     def layout(self) -> StageLayout:
         """The layers of each stage, and the pipeline rank of each stage."""
-        kinds = self.model.functions.layer_kinds(self.config.model.n_layers)
+        kinds = self.model.functions.layer_kinds(self.config.model.pipeline_layers)
         return StageLayout(self.plan.layers, self.schedule.placement, kinds)
 
     @property

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
@@ -55,6 +56,19 @@ MODELS = {
     "latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT),
     "latent_fused": DeepseekConfig(family="deepseek", **SIZES, **LATENT, attention="cudnn"),
     "packed_latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT | {"q_lora_rank": 0}),
+    "ahead": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 3}, **LATENT, mtp_depth=1, mtp_weight=0.3
+    ),
+    "deeper": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 2}, **LATENT, mtp_depth=2, mtp_weight=0.3
+    ),
+    "packed_ahead": DeepseekConfig(
+        family="deepseek",
+        **SIZES | {"n_layers": 3, "vocab_size": 41},
+        **LATENT,
+        mtp_depth=2,
+        tie_embeddings=True,
+    ),
     "packed_latent_fused": DeepseekConfig(
         family="deepseek", **SIZES, **LATENT, attention="cudnn", tie_embeddings=True
     ),
@@ -77,7 +91,10 @@ def problem(model, dtype, examples=EXAMPLES):
         return (leaf + off).astype(dtype)
 
     shared = jax.tree.map(uneven, decoder.init_embed_head(key))
-    layers = [jax.tree.map(uneven, decoder.init_layer(key, i)) for i in range(config.n_layers)]
+    layers = [
+        jax.tree.map(uneven, decoder.init_layer(key, i, kind))
+        for i, kind in enumerate(config.layer_kinds)
+    ]
     tokens = jax.random.randint(
         jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, config.vocab_size
     )
@@ -89,7 +106,12 @@ def problem(model, dtype, examples=EXAMPLES):
         batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
     if model.startswith("packed"):
         batch = packed(batch)
-    return decoder, shared, layers, batch
+    return decoder, shared, layers, with_rows_ahead(config, batch)
+
+
+def with_rows_ahead(config, batch):
+    """Add the rows of a model that predicts further tokens."""
+    return batch | rows_ahead(jax.tree.map(np.asarray, batch), config.tokens_ahead)
 
 
 def packing_of(model):
@@ -139,7 +161,8 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
     if model.startswith("packed"):  # the documents one by one, by a model without packing
         config = msgspec.structs.replace(decoder.config, attention="xla")
-        decoder, batch = replace(decoder, config=config, documents=0), alone(batch)
+        decoder = replace(decoder, config=config, documents=0)
+        batch = with_rows_ahead(config, alone(batch))
     decoder = replace(decoder, z_loss=z_loss)
     return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
 
@@ -151,7 +174,8 @@ def pipeline_of(
     """Return the pipeline on a mesh, its parameters as they are stored, and the batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
-    layout = StageLayout((len(layers) // built.stages,) * built.stages, built.placement)
+    counts, kinds = (len(layers) // built.stages,) * built.stages, MODELS[model].layer_kinds
+    layout = StageLayout(counts, built.placement, kinds)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     factors = ReplicaFactors(rp=replicate)
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)

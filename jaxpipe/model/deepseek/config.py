@@ -1,13 +1,17 @@
 """Sizes and choices of a DeepSeek decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
+from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.moe.config import NotNegative
 from jaxpipe.model.rope.config import RotaryConfig
+
+PREDICTION = "prediction"  # the kind of the layer that predicts further tokens
 
 
 class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,6 +28,11 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     norm_eps: PositiveFloat = 1e-6  # added to the mean square in every norm
     rope_theta: PositiveFloat = 10000.0  # base of the rotary wavelengths
     tie_embeddings: bool = False  # the head is the transposed embedding
+    # further tokens that each position predicts in training, by blocks of their own; 0: none
+    mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
+    # weight of the mean loss of the further tokens: their sum over the tokens of a batch, as of
+    # model.router_aux_loss
+    mtp_weight: NotNegative = 0.1
 
     @property
     def head_size(self) -> int:
@@ -34,6 +43,32 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def value_size(self) -> int:
         """Width of a head's values, and of its output."""
         return self.v_head_dim
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Number of further tokens that each position predicts in training."""
+        return self.mtp_depth
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of attention and MLP, or experts: layers, and depths of prediction."""
+        return self.n_layers + self.mtp_depth
+
+    @property
+    def pipeline_layers(self) -> int:
+        """Number of layers that pipeline stages are made of; all depths are the last one."""
+        return len(self.layer_kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer; the last predicts further tokens, if there are any."""
+        return super().layer_kinds + (PREDICTION,) * (self.mtp_depth > 0)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the blocks that have experts; every depth of prediction has."""
+        ahead = range(self.n_layers, self.blocks) if self.n_experts else ()
+        return super().sparse_layers + tuple(ahead)
 
     @property
     def key_heads(self) -> int:
@@ -62,8 +97,9 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         ends = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        matrices = self.n_layers * self._attention_matrices() + self.mlp_parameters(experts)
-        return matrices + ends + self._vectors()
+        matrices = self.blocks * self._attention_matrices() + self.mlp_parameters(experts)
+        merges = self.mtp_depth * 2 * self.d_model**2
+        return matrices + merges + ends + self._vectors()
 
     def _attention_matrices(self) -> int:
         """Number of parameters of the matrices of a layer's attention."""
@@ -76,16 +112,18 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def _vectors(self) -> int:
         """Number of parameters of all norms."""
         layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
-        return self.n_layers * layer + self.d_model
+        return self.blocks * layer + (1 + 3 * self.mtp_depth) * self.d_model
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
 
-        The embedding look-up is free, and of routed experts only those a token chooses count.
+        The embedding look-up is free, and of routed experts only those a token chooses count. The
+        head multiplies once more for every further token.
         """
-        embedding = 0 if self.tie_embeddings else self.vocab_size * self.d_model
+        head = self.vocab_size * self.d_model
+        embedding = 0 if self.tie_embeddings else head
         matrices = self.active_parameter_count() - self._vectors() - embedding
-        return self.flops_of(matrices, keys=seq_len)
+        return self.flops_of(matrices + self.mtp_depth * head, keys=seq_len)
 
     def part(self, tp: int) -> Self:
         """A model whose full layers have the sizes of one device's shards under `tp`."""

@@ -1,20 +1,37 @@
 """A DeepSeek decoder as pure functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe.contract import Aux, Context, LayerOutput, StageFunctions
+from jaxpipe.contract.layer import EMBED_HEAD
+from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.deepseek.attention import LatentAttention
-from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.deepseek.config import PREDICTION, DeepseekConfig
+from jaxpipe.model.deepseek.prediction import Predicted, Predictions
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.llama.layers import LlamaLayer
+from jaxpipe.model.loss import count_valid
 from jaxpipe.model.moe.experts import PRODUCTS
+from jaxpipe.model.moe.layer import KEEP
 from jaxpipe.model.parts import Init, LayerParts
+
+Tree = Any
 
 
 @dataclass(frozen=True)
 class DeepseekDecoder(LlamaDecoder):
-    """A Llama-style decoder with latent attention: DeepSeek-V2, DeepSeek-V3, Kimi-K2."""
+    """A Llama-style decoder with latent attention: DeepSeek-V2, DeepSeek-V3, Kimi-K2.
+
+    With `mtp_depth` the last layer predicts further tokens. It returns its input, which the head
+    reads as without it, and its losses as an auxiliary output. A microbatch then has the rows of
+    `jaxpipe.model.ahead`.
+    """
 
     config: DeepseekConfig
 
@@ -27,4 +44,69 @@ class DeepseekDecoder(LlamaDecoder):
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
+        if kind == PREDICTION:
+            return Predictions(self.config, parts, init)
         return LlamaLayer(kind, self.config, parts, init, LatentAttention)
+
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
+        if kind != PREDICTION:
+            return super().layer(params, x, context, kind)
+        layer, predicted = nnx.merge(self._layers[kind], params), Predicted(x)
+        for k in range(self.config.mtp_depth):
+            predicted = self._predict(k, getattr(layer, f"depth_{k}"), predicted, context)
+        states = predicted.states if self.slices > 1 else None
+        return LayerOutput(x, states, predicted.aux)
+
+    def _predict(
+        self, k: int, depth: nnx.Module, predicted: Predicted, context: Context
+    ) -> Predicted:
+        """Predict the token k + 2 places ahead of a position's input."""
+        config, ends, x = self.config, self._ends_of_layers, predicted.x_BLD
+        inputs, targets = (context.rows[name] for name in ahead_keys(k + 1)[-2:])
+        token_BLD = ends.embed(context.embed_head, context.rows | {"inputs": inputs})
+        positions_BL = self._positions(context.rows, x.shape[0], self._length(x))
+        own = context._replace(index=jnp.int32(config.n_layers + k))
+        if self.slices > 1:
+            own = own._replace(state=context.state[k])
+        made = depth(x, token_BLD, positions_BL, own, self._given(x, own))
+        embed_head = nnx.merge(ends._embed_head_graph, context.embed_head)
+        operands = embed_head.operands(depth.norm(made.y))
+        loss = ends.cross_entropy(*operands, targets, z_loss=0.0)
+        weight = config.mtp_weight / config.mtp_depth
+        return predicted.with_depth(made, loss, count_valid(targets), weight)
+
+    @cached_property
+    def _ends_of_layers(self) -> "DeepseekDecoder":
+        """The decoder whose embedding and head are shared as layers read them: over tp alone."""
+        return replace(self, embed_head_devices=None)
+
+    def reads(self, kind: str) -> tuple[str, ...]:
+        """Embedding and head, for predictions."""
+        return (EMBED_HEAD,) if kind == PREDICTION else ()
+
+    def kept(self, kind: str) -> tuple[str, ...]:
+        """The choice of experts, which rounding must not change between F and B."""
+        has_experts = kind == PREDICTION and self.config.n_experts
+        return KEEP if has_experts else super().kept(kind)
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
+        """Empty keys and values before the first slice, of predictions for every depth."""
+        state = super().state(x, rows, kind)
+        return (state,) * self.config.mtp_depth if kind == PREDICTION else state
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as pipeline stages see it; it logs the mean loss of further tokens."""
+        functions = super().functions
+        if not self.config.mtp_depth:
+            return functions
+
+        def report(side: Aux) -> dict[str, jax.Array]:
+            loss, targets = side.sums["mtp_loss"], side.sums["mtp_targets"]
+            return {**functions.report(side), "mtp_loss": loss / jnp.maximum(targets, 1)}
+
+        keys = (*functions.batch_keys, *ahead_keys(self.config.mtp_depth))
+        return replace(functions, report=report, batch_keys=keys)

@@ -5,6 +5,7 @@ DeepSeek's own code reads, where they are given (`scoring_func`, `topk_method`, 
 An absent field has transformers' default.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def _matrix(name: str) -> HuggingFaceTensor:
     return HuggingFaceTensor(f"{name}.weight", transposed=True)
 
 
-LAYER = {
+_BLOCK = {
     "attn_norm/scale": HuggingFaceTensor("input_layernorm.weight"),
     "attn/wq": _matrix("self_attn.q_proj"),
     "attn/wq_a": _matrix("self_attn.q_a_proj"),
@@ -44,6 +45,17 @@ LAYER = {
     "moe/shared/w_down": _matrix("mlp.shared_experts.down_proj"),
     **_EXPERTS,
 }
+# The layer after the last one predicts one further token. Published files hold copies of embedding
+# and head there, which are read nowhere and not written.
+_AHEAD = {
+    "token_norm/scale": HuggingFaceTensor("enorm.weight"),
+    "stream_norm/scale": HuggingFaceTensor("hnorm.weight"),
+    "merge": _matrix("eh_proj"),
+    "norm/scale": HuggingFaceTensor("shared_head.norm.weight"),
+    **{f"block/{path}": tensor for path, tensor in _BLOCK.items()},
+}
+LAYER = _BLOCK | {f"depth_0/{path}": tensor for path, tensor in _AHEAD.items()}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS = {
     "embed": HuggingFaceTensor(EMBED),
@@ -122,6 +134,14 @@ def tied(model: DeepseekConfig) -> bool:
     return model.tie_embeddings
 
 
+def ignores(name: str, model: DeepseekConfig) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens, and is not the model's."""
+    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    if layer is None or int(layer[1]) < model.n_layers:
+        return False
+    return int(layer[1]) >= model.blocks or name.endswith(_COPIES)
+
+
 def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config.json with transformers' defaults for absent fields.
 
@@ -198,7 +218,7 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
         "topk_method": methods[name],
         "aux_loss_alpha": model.router_aux_loss,
         "seq_aux": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_depth,
         "bos_token_id": None,  # unknown; absent fields would mean those of DeepSeek
         "eos_token_id": None,
         "torch_dtype": dtype,
@@ -213,6 +233,11 @@ def _check_written(name: str, model: DeepseekConfig) -> None:
         needed |= {"norm_topk_prob": False, "has_router_bias": False}
         if model.expert_groups > 1:
             needed["group_score_experts"] = 1
+    if model.mtp_depth > 1:
+        raise ValueError(
+            f"model.mtp_depth={model.mtp_depth}: published files have one further token at most: "
+            f"it cannot be exported."
+        )
     if not model.n_experts or not model.shared_experts:
         raise ValueError(
             f"model.n_experts={model.n_experts} with model.shared_experts={model.shared_experts}: "

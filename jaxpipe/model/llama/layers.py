@@ -156,6 +156,10 @@ class LlamaEmbedHead(nnx.Module):
 
     def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the head's operands: `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
-        x_BLD = self.parts.devices.enter(self.final_norm(x_BLD))
+        return self.operands(self.final_norm(x_BLD))
+
+    def operands(self, normed_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the head's operands for a stream that is normalised already."""
+        x_BLD = self.parts.devices.enter(normed_BLD)
         head_DV = self.embed[...].T if self.tied else self.head[...]
         return x_BLD, head_DV.astype(x_BLD.dtype)

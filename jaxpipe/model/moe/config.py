@@ -98,7 +98,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def mlp_parameters(self, experts: int) -> int:
         """Count the parameters of all MLPs and routers, with `experts` routed experts per layer."""
         sparse = len(self.sparse_layers)
-        dense = 3 * self.d_model * self.d_ff * (self.n_layers - sparse)
+        dense = 3 * self.d_model * self.d_ff * (self.blocks - sparse)
         width = self.expert_width * (experts + self.shared_experts)
         return dense + sparse * self.d_model * (3 * width + self.n_experts)
 

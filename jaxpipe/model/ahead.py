@@ -1,0 +1,57 @@
+"""Batch rows of tokens further ahead, for models that predict several tokens at each position.
+
+The host computes them, so that a device needs no tokens of another sequence shard or slice, and so
+that no position predicts a token of another document.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.model.loss import IGNORE
+
+
+def ahead_keys(depth: int) -> tuple[str, ...]:
+    """Names of the batch's arrays for `depth` further tokens.
+
+    >>> ahead_keys(1)
+    ('inputs_ahead_1', 'targets_ahead_1')
+    """
+    return tuple(f"{name}_ahead_{k}" for k in range(1, depth + 1) for name in ("inputs", "targets"))
+
+
+def rows_ahead(batch: Mapping[str, Any], depth: int) -> dict[str, np.ndarray]:
+    """Inputs and targets of the tokens 1 to `depth` places ahead, by name.
+
+    Args:
+      batch: host arrays `[..., L]`: `inputs`, `targets` (-100: ignored), and of packed rows
+        `segments`, the number of each token's document.
+      depth: how many tokens ahead.
+
+    Returns:
+      `inputs_ahead_k` and `targets_ahead_k`, `[..., L]`: the input k places ahead, and its target,
+      which is the token k + 1 places ahead. Where the row or the document ends before that they
+      are 0 and -100.
+
+    >>> batch = {"inputs": np.array([[5, 6, 7, 8]]), "targets": np.array([[6, 7, -100, 9]])}
+    >>> batch["segments"] = np.array([[0, 0, 0, 1]])
+    >>> {name: rows.tolist() for name, rows in rows_ahead(batch, 1).items()}
+    {'inputs_ahead_1': [[6, 7, 0, 0]], 'targets_ahead_1': [[7, -100, -100, -100]]}
+    """
+    found = {}
+    segments = batch.get("segments", np.zeros_like(batch["inputs"]))
+    for k in range(1, depth + 1):
+        reaches = _shifted(segments, k, -1) == segments
+        reaches[..., -k:] = False
+        for name, otherwise in (("inputs", 0), ("targets", IGNORE)):
+            ahead = _shifted(batch[name], k, otherwise)
+            found[f"{name}_ahead_{k}"] = np.where(reaches, ahead, otherwise).astype(np.int32)
+    return found
+
+
+def _shifted(rows: np.ndarray, places: int, otherwise: int) -> np.ndarray:
+    """Every value `places` earlier in its row; `otherwise` at the end."""
+    filled = np.full_like(rows, otherwise)
+    filled[..., :-places] = rows[..., places:]
+    return filled

@@ -1,0 +1,93 @@
+"""Multi-token prediction: a layer that trains the stream to predict further tokens.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2. Depth k = 1, 2, ... computes
+
+    h_k = Block_k(W_k [norm(Emb(t_{i+k})), norm(h_{k-1})]),
+
+where h_0 is the output of the last layer before the final norm, and the loss of the model's own
+head on norm(h_k) with the target t_{i+k+1}. Embedding and head are those of the model.
+
+Shapes: B examples, L tokens, D model.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.contract import Aux, Context, LayerOutput
+from jaxpipe.model.deepseek.attention import LatentAttention
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.llama.layers import LlamaLayer
+from jaxpipe.model.moe.config import DENSE, SPARSE
+from jaxpipe.model.parts import Dot, Init, LayerInputs, LayerParts, RMSNorm
+
+
+class Prediction(nnx.Module):
+    """One depth: it merges the stream with the embedding of a token ahead, and has a block."""
+
+    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+        d, eps = config.d_model, config.norm_eps
+        own = parts.own(differs=parts.devices.sequence)
+        self.token_norm = RMSNorm("token_norm", d, eps, init, own)
+        self.stream_norm = RMSNorm("stream_norm", d, eps, init, own)
+        self.merge = init("merge", (2 * d, d), 0.02, own)
+        kind = SPARSE if config.n_experts else DENSE
+        self.block = LlamaLayer(kind, config, parts, init, LatentAttention)
+        self.norm = RMSNorm("norm", d, eps, init, own)
+
+    def __call__(
+        self, x_BLD: jax.Array, token_BLD: jax.Array, positions_BL: jax.Array, context: Context,
+        given: LayerInputs,
+    ) -> LayerOutput:  # fmt: skip
+        """h_k from h_{k-1} and the embedding of the token k places ahead, `[B, L, D]` each."""
+        both = jnp.concatenate([self.token_norm(token_BLD), self.stream_norm(x_BLD)], axis=-1)
+        (merged_BLD,) = Dot()(both, merge=self.merge[...])
+        return self.block(merged_BLD, positions_BL, context, given)
+
+
+class Predictions(nnx.Module):
+    """All depths, `depth_0` for the token one place ahead of the usual target, and so on."""
+
+    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+        for k in range(config.mtp_depth):
+            setattr(self, f"depth_{k}", Prediction(config, parts, _within(init, f"depth_{k}")))
+
+
+def _within(init: Init, prefix: str) -> Init:
+    """Initial values under names that begin with `prefix`."""
+    return lambda name, *how: init(f"{prefix}/{name}", *how)
+
+
+class Predicted(NamedTuple):
+    """Results of the depths so far: h_k, states of slices, the weighted loss, and sums by name."""
+
+    x_BLD: jax.Array
+    states: tuple = ()
+    loss: jax.Array | float = 0.0
+    sums: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
+    per_example: dict[str, jax.Array] = {}  # noqa: RUF012
+
+    def with_depth(
+        self, made: LayerOutput, loss: jax.Array, targets: jax.Array, weight: float
+    ) -> "Predicted":
+        """Add a depth's output, and its summed loss over that many targets."""
+        own = {"mtp_loss": jax.lax.stop_gradient(loss), "mtp_targets": targets}
+        of_router = 0.0 if made.aux.loss is None else made.aux.loss
+        return Predicted(
+            made.y,
+            (*self.states, made.state),
+            self.loss + weight * loss + of_router,
+            _added(self.sums, {**made.aux.sums, **own}),
+            _added(self.per_example, made.aux.per_example),
+        )
+
+    @property
+    def aux(self) -> Aux:
+        """The auxiliary output of the layer."""
+        return Aux(self.loss, self.sums, per_example=self.per_example)
+
+
+def _added(before: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: before[name] + value if before else value for name, value in more.items()}
