@@ -3,7 +3,8 @@
 from jaxpipe.checkpoint.exclusion import Exclusion
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError
 from jaxpipe.checkpoint.keying import StateKeying
-from jaxpipe.checkpoint.store import CheckpointStore, find_newest, read_state
+from jaxpipe.checkpoint.listing import find_newest
+from jaxpipe.checkpoint.store import CheckpointStore, read_state
 
 __all__ = [
     "FORMAT",

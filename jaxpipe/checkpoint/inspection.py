@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.checkpoint.store import list_steps
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config.units import readable_bytes
 

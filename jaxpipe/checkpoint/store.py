@@ -26,6 +26,7 @@ from jaxpipe.checkpoint.integrity import (
     succeed_on_all_processes,
 )
 from jaxpipe.checkpoint.keying import StateKeying
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.config import ConfigError, first_line
@@ -151,6 +152,13 @@ class CheckpointStore:
                 ),
             )
 
+    def remove_after(self, last_step: int) -> None:
+        """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
+        self.wait()
+        for step in self.steps:
+            if step > last_step:
+                self._manager.delete(step)
+
     def restore(
         self, like: Tree, say: Callable[[str], None], check: Check | None = None
     ) -> tuple[Tree, Meta] | None:
@@ -221,31 +229,6 @@ class CheckpointStore:
                 f"goes on, and the checkpoints before it are as they were; make room in "
                 f"{self.directory}, or make it writable."
             )
-
-
-def find_newest(path: Path) -> Path:
-    """The directory of the newest checkpoint in `path`.
-
-    `path` is a run's directory, a directory of checkpoints, or a checkpoint, which is returned as
-    it is. Raises `ConfigError` where there is no checkpoint.
-    """
-    path = path.absolute()
-    for directory in (path, path / "checkpoints"):
-        if (directory / "state").is_dir():
-            return directory
-        if steps := list_steps(directory):
-            return directory / str(steps[-1])
-    raise ConfigError(
-        f"checkpoint.resume={str(path)!r} holds no checkpoint: give 'auto', 'none', a run's "
-        f"directory, or that of one checkpoint."
-    )
-
-
-def list_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a directory of checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def read_state(

@@ -3,9 +3,9 @@
 import math
 from typing import Annotated, Generic, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta
 
+from jaxpipe.config.watching import DebugConfig, LogConfig, RuntimeConfig, Section
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 from jaxpipe.partition.sequence import Method, padded_length
@@ -20,17 +20,13 @@ DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 Model = TypeVar("Model", bound=ModelConfig)
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class RunConfig(_Section, kw_only=True):
+class RunConfig(Section, kw_only=True):
     """`[run]`: the run directory."""
 
     dir: LocalPath = ""  # folder of data, checkpoints and metrics; empty: runs/<config's name>
 
 
-class ParallelConfig(_Section, kw_only=True):
+class ParallelConfig(Section, kw_only=True):
     """`[parallel]`: the mesh, the sharding, and the pipeline schedule."""
 
     pp: Positive = 1  # pipeline ranks
@@ -149,7 +145,7 @@ class ParallelConfig(_Section, kw_only=True):
         return self.pp if self.vocab_parallel_pp is True else 0
 
 
-class TrainConfig(_Section, kw_only=True):
+class TrainConfig(Section, kw_only=True):
     """`[train]`: the size of a step, the number of steps, precision and memory."""
 
     steps: Positive  # updates in the whole run
@@ -181,13 +177,23 @@ class TrainConfig(_Section, kw_only=True):
     # consecutive non-finite steps to skip before the run stops; 0: stop at the first. With float16
     # a value above 0 turns on dynamic loss scaling
     skip_non_finite: Count = 0
+    # skip steps whose loss or gradient norm is above the mean of the last accepted steps by more
+    # than this number of standard deviations; 0: off, 6 is usual. Costs nothing
+    spike_sigma: Annotated[float, Meta(ge=0)] = 0.0
+    # accepted steps that mean and standard deviation are of; no step is a spike before half of them
+    spike_window: Annotated[int, Meta(ge=2, le=2**16)] = 128
+    # consecutive steps to skip from a spike on before the run rolls back or stops
+    spike_limit: Count = 8
+    # times that the run goes back to the checkpoint before the spikes and on with the data after
+    # them, before it stops; 0: it stops at once. Needs checkpoint.every
+    spike_rollbacks: Count = 0
     loss_chunks: Positive = 1  # sequence chunks of the loss; only one chunk's logits are live
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches per held-out loss
 
 
-class OptimizerConfig(_Section, kw_only=True):
+class OptimizerConfig(Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
     # adafactor, adamw, lion, muon (the layers' matrices; AdamW on the rest), nadamw, schedule_free
@@ -214,14 +220,14 @@ class OptimizerConfig(_Section, kw_only=True):
     wsd_decay_fraction: Fraction = 0.2  # share of all steps in which wsd and wsd_sqrt decay
 
 
-class SourceConfig(_Section, kw_only=True):
+class SourceConfig(Section, kw_only=True):
     """`[[data.sources]]`: one source of a mixture."""
 
     path: LocalPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
     weight: Annotated[float, Meta(ge=0)] = 1.0  # share of the samples, relative to other sources
 
 
-class DataConfig(_Section, kw_only=True):
+class DataConfig(Section, kw_only=True):
     """`[data]`: the source of tokens."""
 
     # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
@@ -246,7 +252,7 @@ class DataConfig(_Section, kw_only=True):
         return 0 if self.packing == "none" else self.max_documents
 
 
-class CheckpointConfig(_Section, kw_only=True):
+class CheckpointConfig(Section, kw_only=True):
     """`[checkpoint]`: saves to `<run.dir>/checkpoints`, and what a run starts from."""
 
     every: Count = 0  # steps between saves; 0: only at the end
@@ -264,46 +270,7 @@ class CheckpointConfig(_Section, kw_only=True):
     asynchronous: bool = True  # write in the background while training continues
 
 
-class LogConfig(_Section, kw_only=True):
-    """`[log]`: what is printed and written."""
-
-    every: Positive = 1  # steps between printed lines when the output is not a terminal
-    tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
-    wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
-    wandb_project: str = "jaxpipe"  # W&B project; the group is the last folder of run.dir
-    progress: bool = True  # show a progress line on terminals
-    profile_start: Count = 0  # first step that jax's profiler records; 0: none
-    profile_steps: Positive = 3  # number of steps that jax's profiler records
-    bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
-
-
-class RuntimeConfig(_Section, kw_only=True):
-    """`[runtime]`: devices."""
-
-    # virtual CPU devices per process; 0: use the devices that jax finds
-    cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
-    # seconds in one step, batch, held-out batch or save after which the run hangs and ends (exit
-    # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
-    # Starting, restoring and compiling have at least 1800
-    hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
-    # directory of compiled programs, which the next start loads; auto: one in the user's cache
-    # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
-    compile_cache: str = "auto"
-
-
-class DebugConfig(_Section, kw_only=True):
-    """`[debug]`: settings to inspect steps, not to train with."""
-
-    skip_update: bool = False  # run steps without changing parameters, moments and variables
-    # print every message between pipeline ranks with its norm, in every step; slow
-    print_messages: bool = False
-    ticks: tuple[int, ...] = ()  # first and last tick printed; empty: all
-    pp_ranks: tuple[int, ...] = ()  # pipeline ranks printed; empty: all
-    # fill idle messages and free buffer slots with NaN, so that any result that reads one is NaN
-    poison_messages: bool = False
-
-
-class Config(_Section, Generic[Model], kw_only=True):
+class Config(Section, Generic[Model], kw_only=True):
     """A run's configuration."""
 
     run: RunConfig = RunConfig()

@@ -13,8 +13,8 @@ def check_fused(config: Config) -> None:
 
     `train.fused_steps` above 1 excludes `train.variable_length` and `train.offload_moments`; with a
     schedule whose ranks have stages of both directions (dualpipe) also `log.bubble_every`, and with
-    any other: `debug.skip_update`, `debug.print_messages`, a head that is the embedding,
-    `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
+    any other: `train.spike_sigma`, `debug.skip_update`, `debug.print_messages`, a head that is the
+    embedding, `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
     `parallel.slices`, `parallel.reshard_after_forward`, and optimizers that do not update value by
     value.
     """
@@ -48,6 +48,8 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"
         return  # its steps run one after the other, each with the usual update
+    if train.spike_sigma:
+        yield f"train.spike_sigma={train.spike_sigma}", "ranks update before the norm is known"
     if config.debug.skip_update:
         yield "debug.skip_update=true", "ranks update within the program"
     if config.debug.print_messages:

@@ -65,6 +65,31 @@ def _check_start(config: Config) -> None:
             )
 
 
+def _check_spikes(config: Config) -> None:
+    """Raise `ConfigError` if a run could not roll back after loss spikes.
+
+    `train.spike_rollbacks` needs a `train.spike_sigma` above 0.
+
+    `train.spike_rollbacks` needs `checkpoint.every` x (`checkpoint.keep` - 1) to be at least
+    `train.spike_limit`, and above 0, so that a checkpoint from before the spikes is kept.
+    """
+    train, checkpoint = config.train, config.checkpoint
+    if not train.spike_rollbacks:
+        return
+    if not train.spike_sigma:
+        raise ConfigError(
+            f"train.spike_rollbacks={train.spike_rollbacks} with train.spike_sigma=0: no step is a "
+            f"spike; set spike_sigma (6 is usual), or leave spike_rollbacks out."
+        )
+    if checkpoint.every * (checkpoint.keep - 1) < max(train.spike_limit, 1):
+        raise ConfigError(
+            f"train.spike_rollbacks={train.spike_rollbacks} need a checkpoint from before the "
+            f"spikes, but checkpoint.every={checkpoint.every} and checkpoint.keep="
+            f"{checkpoint.keep} keep none that is train.spike_limit={train.spike_limit} steps old: "
+            f"raise checkpoint.every or checkpoint.keep."
+        )
+
+
 def _check_log(config: Config) -> None:
     """Raise `ConfigError` if what a run should log cannot be recorded.
 
@@ -94,4 +119,4 @@ def _check_log(config: Config) -> None:
         )
 
 
-RUN_CHECKS = (_check_optimizer, _check_start, _check_log)
+RUN_CHECKS = (_check_optimizer, _check_start, _check_spikes, _check_log)

@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ class Board(Protocol):
     def show(self, step: int, values: Shown) -> None:
         """Log one step's numbers."""
 
+    def rewind(self, last_step: int) -> None:
+        """Drop or set aside the steps after `last_step`, from which the run goes on."""
+
     def close(self) -> None:
         """Write pending records and close."""
 
@@ -30,20 +33,25 @@ class Board(Protocol):
 class WeightsAndBiases:
     """A wandb run with its files in `<run.dir>/wandb`.
 
-    Every start of a training run is a separate wandb run in a group named after the training run,
-    so records from before a resume stay. The environment variable WANDB_MODE, which clusters
-    without internet access set, overrides `log.wandb`. Raises `ConfigError` where wandb fails.
+    Every start and every rollback of a training run is a separate wandb run in a group named after
+    the training run, so records from before it stay. The environment variable WANDB_MODE, which
+    clusters without internet access set, overrides `log.wandb`. Raises `ConfigError` where wandb
+    fails.
     """
 
     def __init__(self, config: Config, last_step: int):
         import wandb
 
         self.name = f"{config.run.dir}/wandb"
-        self._histogram, self._error = wandb.Histogram, wandb.Error
+        self._config, self._wandb = config, wandb
+        self._run = self._started(last_step)
+
+    def _started(self, last_step: int) -> Any:
+        config, wandb = self._config, self._wandb
         name = Path(config.run.dir).resolve().name
         mode = os.environ.get("WANDB_MODE") or config.log.wandb
         try:
-            self._run = wandb.init(
+            return wandb.init(
                 project=config.log.wandb_project,
                 group=name,
                 name=f"{name} from step {last_step}",
@@ -61,11 +69,19 @@ class WeightsAndBiases:
     def show(self, step: int, values: Shown) -> None:
         """Log one step's values as scalars and histograms."""
         shown = {
-            name: self._histogram(value) if isinstance(value, np.ndarray) else value
+            name: self._wandb.Histogram(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
         with self._its_errors():
             self._run.log(shown, step=step)
+
+    def rewind(self, last_step: int) -> None:
+        """Begin another wandb run, since wandb takes no earlier step."""
+        self.close()
+        try:
+            self._run = self._started(last_step)
+        except ConfigError as error:
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Send pending records and finish the wandb run."""
@@ -76,7 +92,7 @@ class WeightsAndBiases:
     def _its_errors(self) -> Iterator[None]:
         try:
             yield
-        except self._error as error:
+        except self._wandb.Error as error:
             raise OSError(first_line(error)) from error
 
 

@@ -65,7 +65,7 @@ class FusedSteps:
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
         has_targets = (of_steps[1] > 0).any(1).all()
         norms = jnp.sqrt(outputs.squares)
-        goes_on = state.guard.in_row <= config.train.skip_non_finite
+        goes_on = ~state.guard.stops(config.train)
         most = (config.optimizer.clip_norm or _MOST) * (1 - _MARGIN)
         metrics = [
             self._metrics_of(*jax.tree.map(lambda a, n=n: a[n], (norms, *of_steps)))
@@ -76,8 +76,8 @@ class FusedSteps:
 
         def accept() -> tuple[State, dict[str, jax.Array]]:
             guard = state.guard
-            for _ in range(self.count):
-                guard, _ = guard.after(jnp.bool_(True), config.train.skip_non_finite)
+            for loss, norm in zip(metrics["loss"], norms):
+                guard, _ = guard.after(loss, norm, config.train)
             more = {"skipped_steps": jnp.full(self.count, guard.skipped)}
             step = state.step + self.count
             after = State(outputs.params, outputs.moments, step, state.variables, guard)

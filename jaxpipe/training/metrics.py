@@ -35,7 +35,7 @@ class MetricsLog:
         guard: WriteGuard | None = None,
     ):
         self._path = directory / "metrics.jsonl"
-        self._file = AppendedFile(self._path, lambda: _keep_until(self._path, last_step))
+        self._file = self._opened(last_step)
         self._guard, self._boards = guard or WriteGuard(print), boards
         with self._guard.attempt(str(self._path)):
             self._file.flush()
@@ -51,6 +51,18 @@ class MetricsLog:
         for board in self._boards:
             with self._guard.attempt(board.name):
                 board.close()
+
+    def rewind(self, last_step: int) -> None:
+        """Drop the records after `last_step`, from which the run goes on."""
+        with self._guard.attempt(str(self._path)):
+            self._file.close()
+        self._file = self._opened(last_step)
+        for board in self._boards:
+            with self._guard.attempt(board.name):
+                board.rewind(last_step)
+
+    def _opened(self, last_step: int) -> AppendedFile:
+        return AppendedFile(self._path, lambda: _keep_until(self._path, last_step))
 
     def write(self, step: int, values: dict[str, Value]) -> None:
         """Log one step's values."""

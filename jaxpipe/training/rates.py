@@ -22,10 +22,10 @@ Report = Callable[[Aux], Mapping[str, jax.Array]]
 # the held-out loss; the progress line adds the smoothed loss.
 NAMES = (
     "step", "loss", "aux_loss", "z_loss", "loss_max", "target_tokens", "grad_norm", "lr",
-    "skipped_steps", "loss_scale", "tokens_seen", "padded_tokens", "packing_efficiency",
-    "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu",
-    "step_seconds", "data_seconds", "save_seconds", "eval_seconds", "peak_memory_bytes",
-    "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
+    "skipped_steps", "spikes_in_row", "loss_scale", "tokens_seen", "padded_tokens",
+    "packing_efficiency", "tokens_per_second", "tokens_per_second_per_device",
+    "tflops_per_device", "mfu", "step_seconds", "data_seconds", "save_seconds", "eval_seconds",
+    "peak_memory_bytes", "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
 
 

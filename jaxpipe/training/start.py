@@ -31,11 +31,13 @@ class DataPosition(NamedTuple):
     samples: int = 0  # trained on in the run so far
     tokens: int = 0  # trained on in the run so far, without padding
     restarted_at: int = 0  # `samples` when the run changed to its present data (`data.restart`)
+    passed_over: int = 0  # samples of the present data that rollbacks passed over
+    rollbacks: int = 0  # rollbacks of the run so far (`train.spike_rollbacks`)
 
     @property
     def position(self) -> int:
         """The index of the next sample in the present data."""
-        return self.samples - self.restarted_at
+        return self.samples - self.restarted_at + self.passed_over
 
 
 def start(
@@ -110,6 +112,8 @@ def describe(trainer: Trainer, data: RunData, seen: DataPosition, guard: Guard) 
     return {
         "position": seen.position,
         "restarted_at": seen.restarted_at,
+        "passed_over": seen.passed_over,
+        "rollbacks": seen.rollbacks,
         "tokens": seen.tokens,
         "guard": guard.saved(),
         "data": data.train.fingerprint,
@@ -132,7 +136,7 @@ def _resumed(
     say: Say,
     but: str = "",
 ) -> tuple[State, DataPosition]:
-    seen, restarts = _seen(meta, trainer.config), not data.train.has(meta["data"])
+    seen, restarts = position_in(meta, trainer.config), not data.train.has(meta["data"])
     if restarts and not trainer.config.data.restart:
         raise ConfigError(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
@@ -142,7 +146,7 @@ def _resumed(
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
     if restarts:
-        seen = seen._replace(restarted_at=seen.samples)
+        seen = seen._replace(restarted_at=seen.samples, passed_over=0)
         say(
             f"data.restart: after {meta['data']} the run goes on with {data.train.fingerprint}, "
             f"from its beginning"
@@ -153,14 +157,15 @@ def _resumed(
     return trainer.state_of(parts, meta.get("guard", {})), seen
 
 
-def _seen(meta: dict[str, Any], config: Config) -> DataPosition:
+def position_in(meta: dict[str, Any], config: Config) -> DataPosition:
     """The data position in a checkpoint's metadata.
 
     Older metadata has no `tokens`; the rows of these checkpoints had no padding.
     """
-    restarted_at = meta.get("restarted_at", 0)
-    samples = restarted_at + meta["position"]
-    return DataPosition(samples, meta.get("tokens", samples * config.train.seq_len), restarted_at)
+    restarted_at, passed_over = meta.get("restarted_at", 0), meta.get("passed_over", 0)
+    samples = restarted_at + meta["position"] - passed_over
+    tokens = meta.get("tokens", samples * config.train.seq_len)
+    return DataPosition(samples, tokens, restarted_at, passed_over, meta.get("rollbacks", 0))
 
 
 def _read(

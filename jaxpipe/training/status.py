@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jaxpipe.checkpoint.store import list_steps
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in

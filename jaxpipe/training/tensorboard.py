@@ -33,10 +33,8 @@ class TensorBoard:
         self.name = str(directory)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(directory / name)
-        self._before = [  # written with the first step, since a file must start with the version
-            Event(file_version="brain.Event:2"),
-            Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START)),
-        ]
+        # Written with the first step, since a file must start with the version.
+        self._before = [Event(file_version="brain.Event:2"), _start_after(last_step)]
 
     def show(self, step: int, values: Shown) -> None:
         """Write one step's values as scalars and histograms."""
@@ -45,9 +43,17 @@ class TensorBoard:
             events.append(Event(step=step, summary=_summary(name, value)))
         self._file.append(b"".join(map(_record, events)))
 
+    def rewind(self, last_step: int) -> None:
+        """Make TensorBoard discard the events of steps after `last_step`."""
+        self._before.append(_start_after(last_step))
+
     def close(self) -> None:
         """Write pending records and close the file."""
         self._file.close()
+
+
+def _start_after(last_step: int) -> Event:
+    return Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START))
 
 
 def _summary(name: str, value: np.ndarray | int | float) -> Summary:

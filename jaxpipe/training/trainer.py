@@ -16,17 +16,7 @@ from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import GroupedProduct
-from jaxpipe.parallel import (
-    PP,
-    REPLICA_AXES,
-    TP,
-    ParamSharding,
-    ReplicaFactors,
-    Sharding,
-    StageLayout,
-    is_stage_stacked,
-    make_mesh,
-)
+from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, is_stage_stacked, make_mesh
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.planning import Devices, RunPlan, resolve
@@ -36,6 +26,7 @@ from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training.feed import Feed
 from jaxpipe.training.guard import Guard
+from jaxpipe.training.initial import full_parameters, parameters_on_rank
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
 
@@ -178,7 +169,7 @@ class Trainer:
         return init(params)
 
     def state_of(
-        self, parts: dict[str, Tree], guarded: Mapping[str, float] = MappingProxyType({})
+        self, parts: dict[str, Tree], guarded: Mapping[str, Any] = MappingProxyType({})
     ) -> State:
         """The state from a checkpoint's entries (`State.parts`) and the guard's saved numbers.
 
@@ -204,11 +195,12 @@ class Trainer:
     def train_step(self) -> Any:
         """Compiled `(state, batch) -> (state, metrics)`; the state is donated.
 
-        A step whose loss or gradient norm is not finite makes no update. It is skipped, or it stops
-        the run (`Guard`): then later steps leave the state unchanged, so a loop that reads metrics
-        one step late still has the state before the failure. A step without targets has the loss
-        NaN and makes no update either. Metrics are grad_norm, skipped_steps, loss_scale (float16),
-        the losses (`losses_of`), and the layers' auxiliary outputs by name.
+        A step whose loss or gradient norm is not finite, or a spike, makes no update. It is
+        skipped, or it stops the run (`Guard`): then later steps leave the state unchanged, so a
+        loop that reads metrics one step late still has the state before the failure. A step without
+        targets has the loss NaN and makes no update either. Metrics are grad_norm, skipped_steps,
+        spikes_in_row (`train.spike_sigma`), loss_scale (float16), the losses (`losses_of`), and the
+        layers' auxiliary outputs by name.
         """
         return self.compiled(self.step)
 
@@ -245,21 +237,20 @@ class Trainer:
     ) -> tuple[State, dict[str, jax.Array]]:  # fmt: skip
         """The state after an update, and the metrics; pure, for use within compiled functions.
 
-        There is no update if the loss or the gradient norm is not finite, or without targets.
+        There is no update where the guard does not accept the step (`Guard.after`).
         Raises `ValueError` where an auxiliary output has the name of another metric.
         """
-        norm, limit = optimizers.global_norm(gradients), self.config.train.skip_non_finite
+        norm, train = optimizers.global_norm(gradients), self.config.train
         metrics = step_metrics(loss, norm, side, self.model.functions.report)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        guard, stops = state.guard.after(finite, limit, has_targets)
-        metrics["skipped_steps"] = guard.skipped
-        if guard.loss_scale is not None:
+        guard, updates = state.guard.after(loss, norm, train, has_targets)
+        step = state.step + ~guard.stops(train)
+        metrics |= guard.metrics()
+        if guard.loss_scale is not None:  # that of this step
             metrics["loss_scale"] = state.guard.loss_scale
         if self.config.debug.skip_update:
-            return state._replace(step=state.step + ~stops, guard=guard), metrics
-        updates = finite & has_targets & ~stops
+            return state._replace(step=step, guard=guard), metrics
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
-        offloads, before = self.config.train.offload_moments, state.optimizer
+        offloads, before = train.offload_moments, state.optimizer
         if offloads:
             before, updates = moments.fetched(before, updates)
         params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
@@ -267,7 +258,7 @@ class Trainer:
         if following is not None:
             variables = optimizers.chosen(updates, following(variables, side), variables)
         after = moments.returned(after) if offloads else after
-        return State(params, after, state.step + ~stops, variables, guard), metrics
+        return State(params, after, step, variables, guard), metrics
 
     @cached_property
     def eval_step(self) -> Any:
@@ -317,37 +308,10 @@ class Trainer:
 
     def _init(self) -> State:
         """The full padded state on one device; only its shapes are used."""
-        key = jax.random.key(self.config.train.seed)
-        layers = [self.model.init_layer(key, i, kind) for i, kind in enumerate(self.layout.kinds)]
-        params = {
-            "embed_head": self.model.init_embed_head(key),
-            "layers": self.layout.stack(layers),
-        }
+        params = full_parameters(self.model, self.layout, self.config.train.seed)
         params = self.sharding.cast_frozen(params, self.execution.compute_dtype)
         return self.unplaced(self.sharding.pad(params))
 
     def _init_on_rank(self) -> Tree:
-        """This device's shards of the parameters: it draws full layers and keeps its shard."""
-        key = jax.random.key(self.config.train.seed)
         stored = self.sharding.param_shardings(self.state_shapes.params)
-        rank = jax.lax.axis_index(PP)
-
-        def own_part(how: ParamSharding, leaf: jax.Array) -> jax.Array:
-            return how.without_stage_axis.shard(leaf, {TP, *REPLICA_AXES})
-
-        def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
-            index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
-            layer = self.model.init_layer(key, index, kind)
-            owned = jax.tree.map(lambda leaf: jnp.where(index >= 0, leaf, 0), layer)
-            return jax.tree.map(lambda leaf, how: own_part(how, leaf)[None], owned, leaves)
-
-        return {
-            "embed_head": jax.tree.map(
-                lambda leaf, s: s.shard(leaf, {TP, PP, *REPLICA_AXES}),
-                self.model.init_embed_head(key),
-                stored["embed_head"],
-            ),
-            "layers": tuple(
-                map(slot, zip(*self.layout.layer_table), self.layout.slot_kinds, stored["layers"])
-            ),
-        }
+        return parameters_on_rank(self.model, self.layout, self.config.train.seed, stored)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxpipe.checkpoint.__main__ as command
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.store import list_steps
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import Config, TrainConfig
 
 

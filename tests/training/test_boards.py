@@ -109,6 +109,17 @@ def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
     assert said.count("\n") == 1
 
 
+def test_a_rollback_begins_another_run_at_wandb(tmp_path, stand_in):
+    config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
+    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+        log.write(5, {"loss": 1})
+        log.rewind(4)
+        log.write(5, {"loss": 2})
+    given, logged, _ = stood_in(tmp_path)
+    assert given["name"].endswith("from step 4")
+    assert logged == [5, {"loss": 2}]
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch, capsys, folder):
     """Also if there is a folder named wandb, which wandb itself creates."""

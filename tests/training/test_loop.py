@@ -15,6 +15,7 @@ from routed import batches, restored, run, trainer_of
 from jaxpipe.config import load
 from jaxpipe.training import loop
 from jaxpipe.training.compiled import CompiledSteps
+from jaxpipe.training import loop, unread
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
@@ -67,11 +68,11 @@ class Recorder:
     def train_step(self, state, batch):
         self.events.append(("dispatch", batch))
         loss = self.losses.get(batch, 1.0)
-        limit = self.config.train.skip_non_finite
-        guard, stops = state.guard.after(np.isfinite(loss), limit)
-        numbers = {"loss": Number(self.events, batch, loss), "grad_norm": np.float32(1)}
-        numbers |= {"skipped_steps": guard.skipped, "target_tokens": [3, 5]}
-        return State(None, None, state.step + (not stops), None, guard), numbers
+        norm, train = np.float32(1), self.config.train
+        guard, _ = state.guard.after(np.float32(loss), norm, train)
+        numbers = {"loss": Number(self.events, batch, loss), "grad_norm": norm}
+        numbers |= {"target_tokens": [3, 5]} | guard.metrics()
+        return State(None, None, state.step + (not guard.stops(train)), None, guard), numbers
 
     def eval_step(self, state, batch):
         self.events.append(("evaluate", state.step))
@@ -229,7 +230,8 @@ def timed(tmp_path, monkeypatch, **takes):
         tmp_path, "train.steps=6", "checkpoint.every=3", "train.eval_every=3", "train.eval_steps=1"
     )
     now = lambda: sum(takes.get(event[0], 0) for event in recorder.events)  # noqa: E731
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))
+    for module in (loop, unread):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
     assert recorder.run() == 0
     return recorder.lines()
 

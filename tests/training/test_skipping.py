@@ -114,7 +114,8 @@ def test_the_loss_scale_doubles_after_finite_steps():
     now = guard.Guard.fresh(train)
     for finite, factor in ((True, 2), (False, 1), (True, 1)):
         last = now.restored({"loss_scale": float(now.loss_scale), "finite_steps": 1999})
-        before, now = now.loss_scale, last.after(np.bool_(finite), 50)[0]
+        loss = jnp.float32(1 if finite else jnp.nan)
+        before, now = now.loss_scale, last.after(loss, jnp.float32(1), train)[0]
         assert now.loss_scale == before * (2 if finite else 0.5), factor
 
 

@@ -1,0 +1,51 @@
+"""The sections that say how a run is watched: its log, its devices and its debugging."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxpipe.model.family import INT32_MAX, Count, Positive
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section of the configuration: a frozen record that refuses unknown keys."""
+
+
+class LogConfig(Section, kw_only=True):
+    """`[log]`: what is printed and written."""
+
+    every: Positive = 1  # steps between printed lines when the output is not a terminal
+    tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
+    wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
+    wandb_project: str = "jaxpipe"  # W&B project; the group is the last folder of run.dir
+    progress: bool = True  # show a progress line on terminals
+    profile_start: Count = 0  # first step that jax's profiler records; 0: none
+    profile_steps: Positive = 3  # number of steps that jax's profiler records
+    bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
+
+
+class RuntimeConfig(Section, kw_only=True):
+    """`[runtime]`: devices."""
+
+    # virtual CPU devices per process; 0: use the devices that jax finds
+    cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
+    # seconds in one step, batch, held-out batch or save after which the run hangs and ends (exit
+    # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
+    # Starting, restoring and compiling have at least 1800
+    hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
+    # directory of compiled programs, which the next start loads; auto: one in the user's cache
+    # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
+    compile_cache: str = "auto"
+
+
+class DebugConfig(Section, kw_only=True):
+    """`[debug]`: settings to inspect steps, not to train with."""
+
+    skip_update: bool = False  # run steps without changing parameters, moments and variables
+    # print every message between pipeline ranks with its norm, in every step; slow
+    print_messages: bool = False
+    ticks: tuple[int, ...] = ()  # first and last tick printed; empty: all
+    pp_ranks: tuple[int, ...] = ()  # pipeline ranks printed; empty: all
+    # fill idle messages and free buffer slots with NaN, so that any result that reads one is NaN
+    poison_messages: bool = False

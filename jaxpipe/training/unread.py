@@ -1,0 +1,77 @@
+"""Dispatched steps whose metrics have not been read."""
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.data.batches import DocumentLengths
+from jaxpipe.training.start import DataPosition
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A dispatched step whose metrics have not been read."""
+
+    step: int
+    program: range  # numbers of all steps of its program
+    before: DataPosition  # data position before the step
+    after: DataPosition
+    contents: DocumentLengths | None  # documents and padding of its rows; None: no padding
+    metrics: dict[str, Any]  # stacked over the steps of its program if there are several
+    started: float  # host time before its batch was read [s]
+    spent: dict[str, float]  # host time since the previous step by purpose [s]
+    first: bool  # whether the time of its program includes compilation
+
+    def numbers(self) -> dict[str, Any]:
+        """Wait for the step; return its metrics as numbers or nested lists."""
+        found = {name: np.asarray(value) for name, value in self.metrics.items()}
+        if len(self.program) > 1:
+            found = {name: value[self.program.index(self.step)] for name, value in found.items()}
+        found["target_tokens"] = found["target_tokens"].sum(dtype=np.int64)
+        return {name: value.tolist() for name, value in found.items()}
+
+
+class UnreadSteps:
+    """A queue of dispatched steps whose metrics have not been read, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Dispatched] = deque()
+        self._read_last = -math.inf  # host time when the previous program was read [s]
+        self._seconds = 0.0  # time of a step of the program read last
+        self.not_finite = 0  # consecutive non-finite steps up to the step read last
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest step."""
+        return self._steps[0].step
+
+    def add(self, dispatched: Dispatched) -> None:
+        """Append a step."""
+        self._steps.append(dispatched)
+
+    def read(self) -> tuple[Dispatched, dict[str, Any], float]:
+        """Wait for the oldest step; return it, its metrics and its time [s].
+
+        The time counts from the end of the previous step, or from the step's own start if that is
+        later. The times therefore add up to the run's time without held-out losses and saves.
+        Steps of one program get equal shares of its time.
+        """
+        dispatched = self._steps.popleft()
+        values = dispatched.numbers()
+        of_targets = math.isfinite(values["loss"]) or not values["target_tokens"]
+        if not (of_targets and math.isfinite(values["grad_norm"])):
+            self.not_finite += 1
+        elif values["target_tokens"]:
+            self.not_finite = 0
+        if dispatched.step == dispatched.program.start:
+            before, self._read_last = self._read_last, time.perf_counter()
+            taken = self._read_last - max(before, dispatched.started)
+            self._seconds = taken / len(dispatched.program)
+        return dispatched, values, self._seconds

@@ -1,0 +1,192 @@
+"""Loss spikes: which steps are skipped, and runs that skip them, go back, or stop."""
+
+import copy
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from commands import SMALL, complete, metrics
+from rich.console import Console
+from routed import batches, restored, run, trainer_of
+from test_loop import Recorder
+from test_run_directory import events
+from toy import LENGTH
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.training.boards import boards
+from jaxpipe.training.guard import Guard
+from jaxpipe.training.metrics import MetricsLog
+
+SETTINGS = [
+    "optimizer.decay=constant", "train.spike_sigma=6", "train.spike_window=4", "parallel.pp=2",
+]  # fmt: skip
+SAMPLES = 16  # in a step of the toy
+
+
+def spiking(*steps):
+    """Return the toy's batches; those of `steps`, counted by the data, have large gradients."""
+
+    def data(position, **sizes):
+        for number, batch in enumerate(batches(position, **sizes), start=position // SAMPLES + 1):
+            ones = np.ones_like(batch["inputs"])
+            yield batch | ({"inputs": 0 * ones, "targets": ones} if number in steps else {})
+
+    return data
+
+
+def without(*steps):
+    """Return the toy's batches but those."""
+
+    def data(position, **sizes):
+        for number, batch in enumerate(batches(position, **sizes), start=1):
+            if number not in steps:
+                yield batch
+
+    return data
+
+
+def until(steps, trainer):
+    """Return the trainer for so many steps; with a constant rate its programs stay the same."""
+    other, config = copy.copy(trainer), trainer.config
+    train = msgspec.structs.replace(config.train, steps=steps)
+    config = msgspec.structs.replace(config, train=train)
+    object.__setattr__(other, "plan", dataclasses.replace(trainer.plan, config=config))
+    return other
+
+
+def printing(*given, **named):
+    """Run, and return the exit code and the printed lines."""
+    out = io.StringIO()
+    code = run(*given, console=Console(file=out, width=400), **named)
+    return code, out.getvalue().splitlines()
+
+
+def states(*directories):
+    """Return the keyed states without step, and the guards, of the newest checkpoints."""
+    found = [restored(trainer_of(*SETTINGS), directory) for directory in directories]
+    return [({**state, "step": 0}, meta["guard"]) for state, meta in found]
+
+
+def same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def skips_by_numpy(numbers, sigma, size):
+    """Return by step whether it makes no update, from losses and norms `[steps, 2]` in float64."""
+    window, skipped = [], []
+    for pair in numbers.astype(np.float64):
+        recent = np.array(window[-size:]).reshape(-1, 2)
+        is_judged = 2 * len(recent) >= size and np.isfinite(pair).all()
+        above = is_judged and (pair > recent.mean(0) + sigma * recent.std(0)).any()
+        skipped.append(bool(above or not np.isfinite(pair).all()))
+        window += [] if skipped[-1] else [pair]
+    return skipped
+
+
+@pytest.mark.parametrize(("sigma", "size"), [(2.5, 7), (4.0, 64)])
+def test_the_criterion_is_that_of_numpy(sigma, size):
+    random = np.random.default_rng(1)
+    numbers = np.float32([3, 1]) + random.normal(size=(400, 2)).astype(np.float32) * 0.3
+    numbers[:, 0] += np.linspace(1, -1, 400)
+    numbers[random.choice(400, 30), random.choice(2, 30)] += 2
+    numbers[[50, 51, 300], [0, 1, 0]] = np.nan, np.inf, -np.inf
+    wide = [f"train.spike_sigma={sigma}", f"train.spike_window={size}", "train.spike_limit=400"]
+    train = configs.load(SMALL, [*wide, "train.skip_non_finite=400"]).train
+
+    def step(guard, pair):
+        guard, updates = guard.after(*pair, train)
+        return guard, ~updates
+
+    _, skipped = jax.jit(lambda: jax.lax.scan(step, Guard.fresh(train), jnp.asarray(numbers)))()
+    want = skips_by_numpy(numbers, sigma, size)
+    assert skipped.tolist() == want
+    assert 10 < sum(want) < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])
+def test_a_run_that_skips_a_spike_is_one_that_never_saw_its_data(tmp_path, mesh):
+    trainer = trainer_of(*SETTINGS, mesh, "checkpoint.every=0")
+    code, said = printing(until(8, trainer), tmp_path / "spike", data=spiking(6))
+    assert code == 0
+    assert run(until(7, trainer), tmp_path / "never", data=without(6)) == 0
+    (got, guard), (want, other) = states(tmp_path / "spike", tmp_path / "never")
+    same(got, want)
+    assert guard["spikes"] == other["spikes"]
+    lines = metrics(tmp_path / "spike")
+    assert [line["skipped_steps"] for line in lines.values()] == [0] * 5 + [1] * 3
+    assert [line["spikes_in_row"] for line in lines.values()] == [0] * 5 + [1, 0, 0]
+    assert sum("at step 6: left out as a spike, 1 in a row of" in each for each in said) == 1
+
+
+def test_after_too_many_spikes_the_run_goes_back_and_on_with_later_data(tmp_path):
+    """Step 3 is a spike, and 6, 7 and 8; so is a run resumed after the first of these."""
+    how = [*SETTINGS, "train.spike_limit=2", "train.spike_rollbacks=1", "checkpoint.every=2"]
+    at_once, resumed, never = (tmp_path / name for name in ("once", "resumed", "never"))
+    data, trainer = spiking(3, 6, 7, 8), trainer_of(*how)
+    code, said = printing(until(9, trainer), at_once, data=data)
+    assert code == 0
+    for steps in (6, 9):
+        assert run(until(steps, trainer), resumed, data=data) == 0
+    assert run(until(8, trainer), never, data=without(3, 5, 6, 7, 8)) == 0
+    (once, guard), again, (wanted, other) = states(at_once, resumed, never)
+    same((once, guard), again)
+    same((once, guard["spikes"]), (wanted, other["spikes"]))
+    assert any("rolled back to step 4; samples 64..127 of the training" in each for each in said)
+    for directory in (at_once, resumed):
+        assert complete(directory) == [2, 4, 6, 8, 9]
+        lines = metrics(directory)
+        assert [line["skipped_steps"] for line in lines.values()] == [0, 0] + [1] * 7
+        meta = restored(trainer_of(*SETTINGS), directory)[1]
+        assert (meta["position"], meta["passed_over"], meta["rollbacks"]) == (13 * 16, 4 * 16, 1)
+        assert lines[9]["tokens_seen"] == meta["tokens"] == 9 * SAMPLES * LENGTH
+
+
+@pytest.mark.parametrize("rollbacks", [0, 1])
+def test_without_a_rollback_the_run_stops(tmp_path, rollbacks):
+    """No rollback is allowed, or there is no checkpoint to go back to."""
+    limits = ["train.spike_limit=1", f"train.spike_rollbacks={rollbacks}", "checkpoint.every=0"]
+    recorder = Recorder(tmp_path, *SETTINGS[1:3], *limits, losses={6: 9.0, 7: 8.0, 8: 1.0})
+    recorder.wait, recorder.steps = lambda: None, []
+    assert recorder.run() == 1
+    assert recorder.order("save") == [("save", 6)]
+    said = [message for _, message in recorder.order("say")]
+    assert "at step 6: left out as a spike, 1 in a row of at most train.spike_limit=1" in said[0]
+    assert "step 7, number 2 in a row of steps left out since a spike, samples 48..55" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["train.spike_rollbacks=1"], "with train.spike_sigma=0: no step is a spike"),
+        (
+            ["train.spike_rollbacks=1", "train.spike_sigma=6", "checkpoint.keep=2"],
+            "checkpoint.every=4 and checkpoint.keep=2 keep none that is train.spike_limit=8",
+        ),
+        (["train.spike_sigma=6", "train.fused_steps=2"], "train.spike_sigma=6.0: ranks update"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(configs.load(SMALL, settings))
+
+
+def test_a_log_goes_back(tmp_path):
+    """Steps after the checkpoint are dropped; TensorBoard drops them at a START event."""
+    config = configs.load(SMALL, [f"run.dir={tmp_path}", "log.tensorboard=true"])
+    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"loss": 1.0})
+        log.rewind(1)
+        log.write(2, {"loss": 2.0})
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0)]
+    found = [(event.step, event.session_log.status) for event in events(tmp_path / "tensorboard")]
+    assert found == [(0, 0), (1, 1), (1, 0), (2, 0), (3, 0), (2, 1), (2, 0)]
