@@ -168,6 +168,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.progress import Progress
     from jaxpipe.training.routes import record
     from jaxpipe.training.start import DataPosition, describe, resolve_on_one_device, start
+    from jaxpipe.training.status import recordings
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
@@ -218,7 +219,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
             return 0
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
-        for part in (*messages, summary(trainer), *data_warnings(data.train, samples)):
+        warnings = data_warnings(data.train, samples)
+        for part in (*messages, summary(trainer), *warnings, *recordings(directory)):
             progress.say(part)
         position.enter("restore")
         state, seen = start(trainer, data, checkpoints, progress.say)

@@ -19,6 +19,9 @@ class LogConfig(Section, kw_only=True):
     tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
     wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
     wandb_project: str = "jaxpipe"  # W&B project; the group is the last folder of run.dir
+    # port at which process 0 serves the newest step's metrics to Prometheus, to all hosts without
+    # authentication; 0: none; needs the extra `prometheus`
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     progress: bool = True  # show a progress line on terminals
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
     profile_steps: Positive = 3  # number of steps that jax's profiler records

@@ -93,19 +93,24 @@ def _check_spikes(config: Config) -> None:
 def _check_log(config: Config) -> None:
     """Raise `ConfigError` if what a run should log cannot be recorded.
 
-    `log.wandb` needs the package wandb.
+    `log.wandb` needs the package wandb, and `log.prometheus_port` the package prometheus_client.
 
     `log.profile_start` excludes `log.bubble_every`: jax records one of them at a time.
 
     `log.profile_start` must be at most `train.steps`.
     """
-    # A folder named wandb, such as wandb writes its logs to, is also found, but has no origin.
-    found = find_spec("wandb") if config.log.wandb else None
-    if config.log.wandb and (found is None or found.origin is None):
-        raise ConfigError(
-            f"log.wandb={config.log.wandb!r} needs the package wandb, which is not installed: "
-            f"pip install wandb, or leave log.wandb out."
-        )
+    log = config.log
+    for name, value, package in (
+        ("wandb", log.wandb, "wandb"),
+        ("prometheus_port", log.prometheus_port, "prometheus_client"),
+    ):
+        # A folder named wandb, such as wandb writes its logs to, is also found, but has no origin.
+        found = find_spec(package) if value else None
+        if value and (found is None or found.origin is None):
+            raise ConfigError(
+                f"log.{name}={value!r} needs the package {package}, which is not installed: pip "
+                f"install {package}, or leave log.{name} out."
+            )
     if config.log.profile_start and config.log.bubble_every:
         raise ConfigError(
             f"log.profile_start={config.log.profile_start} and log.bubble_every="

@@ -1,4 +1,4 @@
-"""Loggers besides metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Loggers besides metrics.jsonl: TensorBoard, Prometheus, and Weights & Biases."""
 
 import contextlib
 import os
@@ -106,6 +106,10 @@ def boards(config: Config, last_step: int, guard: WriteGuard | None = None) -> l
         from jaxpipe.training.tensorboard import TensorBoard  # import tensorboardX only if used
 
         found.append(TensorBoard(config, last_step))
+    if config.log.prometheus_port:
+        from jaxpipe.training.prometheus import Prometheus  # needs the extra `prometheus`
+
+        found.append(Prometheus(config))
     if config.log.wandb:
         with guard.attempt(f"{config.run.dir}/wandb"):
             found.append(WeightsAndBiases(config, last_step))

@@ -14,7 +14,7 @@ _RECENT = 20.0  # seconds since the last report of a process that still runs
 
 
 def status(directory: Path) -> str:
-    """Lines on the last step, the checkpoints, every process, and stacks of a hang.
+    """Lines on the last step, the checkpoints, every process, profiles, and stacks of hangs.
 
     It reads no lock and asks no process, so it does not disturb the run. A process whose host's
     clock differs by more than 20 seconds from this one's may be described wrongly.
@@ -24,7 +24,27 @@ def status(directory: Path) -> str:
     """
     if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
         raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
-    return "\n".join([*_step(directory), *_saved(directory), *_running(directory)])
+    lines = [*_step(directory), *_saved(directory), *_running(directory)]
+    return "\n".join([*lines, *recordings(directory)])
+
+
+def recordings(directory: Path) -> Iterator[str]:
+    """A line for the profiles in a run's directory, and one for every start that hung."""
+    profiles = sorted((directory / "profile").glob("process-*/plugins/profile/*"))
+    if profiles:
+        times = ", ".join(dict.fromkeys(path.name for path in profiles))
+        yield f"profiles in {directory / 'profile'}, recorded at {times}"
+    for start in sorted((directory / STACKS).glob("*")):
+        if any(map(_size, start.glob("*.txt"))):
+            yield f"the run hung: stacks of all threads are in {start}"
+
+
+def _size(path: Path) -> int:
+    """The size of a file; 0 if a starting run has just removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _step(directory: Path) -> Iterator[str]:
@@ -49,16 +69,13 @@ def _saved(directory: Path) -> Iterator[str]:
 
 
 def _running(directory: Path) -> Iterator[str]:
-    """A line for every process of the newest start, and one for its stacks if it hung."""
+    """A line for every process of the newest start."""
     files = sorted((directory / FILES).glob("process-*.json"))
     reports = list(reports_in([file.read_text() for file in files]))
     newest = max((report.started for report in reports), default="")
     for report in sorted(reports, key=lambda report: report.process):
         if report.started == newest:
             yield f"{report.name} {_doing(report)}"
-    stacks = directory / STACKS / newest
-    if newest and any(file.stat().st_size for file in stacks.glob("*.txt")):
-        yield f"the run hung: stacks of all threads are in {stacks}"
 
 
 def _doing(report: Report) -> str:

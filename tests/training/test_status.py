@@ -52,7 +52,15 @@ def test_a_run_that_is_over(tmp_path, capsys):
     folder = tmp_path / "hangs" / stacks.split('"')[0]
     folder.mkdir(parents=True)
     (folder / "process-0.txt").write_text("a stack")
-    assert f"stacks of all threads are in {folder}" in status(tmp_path)
+    (tmp_path / "profile" / "process-0" / "plugins" / "profile" / "2026_11_25").mkdir(parents=True)
+    listed = [
+        f"profiles in {tmp_path / 'profile'}, recorded at 2026_11_25",
+        f"the run hung: stacks of all threads are in {folder}",
+    ]
+    assert status(tmp_path).splitlines()[-2:] == listed
+    assert train.main([str(SMALL), f"run.dir={tmp_path}", *sizes]) == 0  # nothing to do
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(line in said for line in listed)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

@@ -1,0 +1,68 @@
+"""Metrics for Prometheus, read over HTTP with the official client's parser."""
+
+import sys
+import urllib.request
+
+import pytest
+from commands import SMALL
+from several import free_port
+
+from jaxpipe import train
+from jaxpipe.config import load
+from jaxpipe.training.boards import boards
+from jaxpipe.training.metrics import MetricsLog
+
+pytest.importorskip("prometheus_client")
+
+
+def scraped(port):
+    """Return the value by gauge and index."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics") as page:
+        text = page.read().decode()
+    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    assert all(sample.labels["run"] == "mine" for sample in samples)
+    return {(sample.name, sample.labels.get("index", "")): sample.value for sample in samples}
+
+
+def test_the_newest_step_is_served(tmp_path):
+    port = free_port()
+    config = load(SMALL, [f"run.dir={tmp_path / 'mine'}", f"log.prometheus_port={port}"])
+    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+        log.write(1, {"loss": 2.5, "eval_loss": 3.0, "counts": [[1, 2]], "many": [0] * 100})
+        log.write(2, {"loss": float("inf"), "tokens_seen": 2**40, "counts": [[3, 4]]})
+        assert scraped(port) == {
+            ("jaxpipe_step", ""): 2,
+            ("jaxpipe_loss", ""): float("inf"),
+            ("jaxpipe_eval_loss", ""): 3.0,
+            ("jaxpipe_tokens_seen", ""): 2**40,
+            ("jaxpipe_counts", "0/0"): 3,
+            ("jaxpipe_counts", "0/1"): 4,
+        }
+    for board in boards(config, 0):  # the port is free again
+        board.close()
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path, capsys):
+    port = free_port()
+    how = [f"run.dir={tmp_path / 'mine'}", f"log.prometheus_port={port}"]
+    (first,) = boards(load(SMALL, how), 0)
+    try:
+        alone = ["parallel.pp=1", "parallel.dp=8", "train.eval_every=0"]
+        assert train.main([str(SMALL), *how, *alone]) == 2
+    finally:
+        first.close()
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: log.prometheus_port={port} cannot be used (Address already in")
+    assert said.count("\n") == 1
+
+
+def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    assert train.main([str(SMALL), f"run.dir={tmp_path}/run", "log.prometheus_port=9100"]) == 2
+    said = capsys.readouterr().err
+    assert "log.prometheus_port=9100 needs the package prometheus_client, which is not" in said
