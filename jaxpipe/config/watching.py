@@ -26,6 +26,9 @@ class LogConfig(Section, kw_only=True):
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
     profile_steps: Positive = 3  # number of steps that jax's profiler records
     bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
+    # with several processes, name the one that slows the others by its data loader or host, and in
+    # the steps of bubble_every the slow op or link; costs a message per process every 10 steps
+    stragglers: Literal["auto", "off"] = "auto"
 
 
 class RuntimeConfig(Section, kw_only=True):

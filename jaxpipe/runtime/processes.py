@@ -119,7 +119,7 @@ def several() -> bool:
 
 def largest(value: int) -> int:
     """The largest of the processes' values, on every process."""
-    return max(map(int, _met[0].service.gather("largest", str(value)))) if several() else value
+    return max(map(int, gather("largest", str(value))))
 
 
 def from_first(name: str, text_of: Callable[[], str]) -> str:
@@ -129,10 +129,26 @@ def from_first(name: str, text_of: Callable[[], str]) -> str:
     return _met[0].service.gather(name, text_of() if first() else "")[0]
 
 
+def gather(name: str, text: str) -> list[str]:
+    """The texts of all processes, by process; all of them call it, and wait for each other."""
+    return _met[0].service.gather(name, text) if several() else [text]
+
+
+def post(key: str, text: str) -> None:
+    """Leave a text of this process under a key for the others, in place of the one before."""
+    if several():
+        service = _met[0].service
+        service.client.key_value_set(f"{key}/{service.index}", text, allow_overwrite=True)
+
+
+def posted(key: str) -> dict[int, str]:
+    """The texts under a key by process; without those of processes that have left none yet."""
+    return _met[0].service.numbered(key) if several() else {}
+
+
 def refuse(reason: str) -> None:
     """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it."""
-    reasons = _met[0].service.gather("refuse", reason) if several() else [reason]
-    if reason := next(filter(None, reasons), ""):
+    if reason := next(filter(None, gather("refuse", reason)), ""):
         raise ConfigError(reason)
 
 

@@ -33,16 +33,24 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to a rank not adjacent.
     """
-    routes, grid = list_permute_pairs(schedule, lockstep.turns), place(schedule, lockstep)
+    grid = place(schedule, lockstep)
+    waits, meetings = scan_waits(schedule, grid, lockstep)
     times = _cell_times(grid, costs)
+    return grid, cell_starts(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+
+
+def scan_waits(
+    schedule: Schedule, grid: Grid, lockstep: Lockstep
+) -> tuple[np.ndarray, Iterable[int]]:
+    """Return the arguments `neighbours` and `meetings` of `cell_starts` for a schedule's grid."""
+    routes = list_permute_pairs(schedule, lockstep.turns)
     meetings: Iterable[int] = range(len(grid)) if lockstep.synchronizes_all else ()
     if lockstep.vocab_parallel and not lockstep.synchronizes_all:
         actions = ((t, a) for t, row in enumerate(grid) for cell in row for a in cell.actions)
         meetings = vocab_parallel_ticks(
             ((t, op.name, stage) for t, (op, stage, _) in actions), schedule.stages
         )
-    waits = np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes])
-    return grid, cell_starts(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+    return np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes]), meetings
 
 
 def _cell_times(grid: Grid, costs: Costs) -> np.ndarray:
@@ -110,7 +118,7 @@ def neighbour_ranks(pairs: PermutePairs, pp: int) -> np.ndarray:
 def cell_starts(
     times: np.ndarray,
     neighbours: np.ndarray,
-    transfer: float,
+    transfer: float | np.ndarray,
     transfer_ticks: int,
     meetings: Iterable[int] = (),
 ) -> np.ndarray:
@@ -118,8 +126,8 @@ def cell_starts(
 
     Args:
       times: time of every cell, `[T, P]`.
-      waits: the result of `neighbour_ranks` for every phase of the permutes, `[turns, 3, P]`.
-      transfer: time of a message.
+      neighbours: the result of `neighbour_ranks` for every phase of permutes, `[turns, 3, P]`.
+      transfer: time of a message; of the messages of each rank, if it is `[P]`.
       transfer_ticks: as in `Lockstep`.
       meetings: ticks in which all ranks start together.
 

@@ -3,17 +3,19 @@
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.ticks import closing_tick
 from jaxpipe.schedule import simulate
+from jaxpipe.schedule.cells import Grid
 from jaxpipe.schedule.lower import build_grid
 from jaxpipe.schedule.recording import Event, ProfileError, RankTicks, match_ticks, rank_bubbles
 from jaxpipe.training.compiled import CompiledSteps
@@ -28,12 +30,17 @@ class BubbleMeter:
     """Runs steps and records every `log.bubble_every`-th of them, except the first of the run.
 
     A recorded step starts after the steps before it have ended. Its metrics get `bubble`, the mean
-    over this process's pipeline ranks, and `bubble_predicted`, the simulator's value for the scan.
-    Steps of one program (`train.fused_steps`) all get the values of the program.
+    over this process's pipeline ranks in one replica, and `bubble_predicted`, the simulator's value
+    for the scan. Steps of one program (`train.fused_steps`) all get the values of the program.
+    `note_ticks` gets the ticks of a recorded step by replica, for those that this process has.
     """
 
-    def __init__(self, trainer: Trainer, steps: CompiledSteps, say: Callable[[str], None]):
+    def __init__(
+        self, trainer: Trainer, steps: CompiledSteps, say: Callable[[str], None],
+        note_ticks: Callable[[Mapping[int, RankTicks]], None] = lambda ticks: None,
+    ):  # fmt: skip
         self._trainer, self._steps, self._say = trainer, steps, say
+        self._note_ticks = note_ticks
         self._every = trainer.config.log.bubble_every
         self._compiled = False
 
@@ -57,7 +64,11 @@ class BubbleMeter:
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
-                found = rank_bubbles(ticks(pipeline, events))
+                events = list(events)
+                by_replica = {r: ticks(pipeline, events, r) for r in local_replicas(pipeline)}
+                found = rank_bubbles(next(iter(by_replica.values())))
+                if not several:
+                    self._note_ticks(by_replica)
         except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
             self._say(f"log.bubble_every: {error}; no more steps are recorded")
             self._every = 0
@@ -89,21 +100,39 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
     return result, events_of(newest)
 
 
-def ticks(pipeline: Pipeline, events: Iterator[Event]) -> RankTicks:
-    """The ticks of a recorded step, for this process's pipeline ranks of the first replica.
+def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> RankTicks:
+    """The ticks of a recorded step, for this process's pipeline ranks of one replica.
 
     Only ticks within the scan are included: ticks after it (`overlap_sums`) are other operations.
     Raises `ProfileError` where the recording does not show the ticks.
     """
-    first = enumerate(pipeline.mesh.devices[:, 0, 0, 0, 0])
     own, how = jax.process_index(), pipeline.execution
+    devices = enumerate(devices_by_replica(pipeline.mesh)[:, replica])
     return match_ticks(
         events,
-        build_grid(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)],
-        {device.id: rank for rank, device in first if device.process_index == own},
+        recorded_grid(pipeline),
+        {device.id: rank for rank, device in devices if device.process_index == own},
         turns=how.lockstep.turns,
         labels_stages=pipeline.schedule.labels_stages,
     )
+
+
+def recorded_grid(pipeline: Pipeline) -> Grid:
+    """The cells of the ticks within the scan, `[T][P]`."""
+    how = pipeline.execution
+    return build_grid(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)]
+
+
+def devices_by_replica(mesh: Mesh) -> np.ndarray:
+    """The devices, `[pipeline rank, replica]`; devices that share a layer count as replicas."""
+    return mesh.devices.reshape(len(mesh.devices), -1)
+
+
+def local_replicas(pipeline: Pipeline) -> list[int]:
+    """Numbers of the replicas in which this process has a device."""
+    devices = devices_by_replica(pipeline.mesh).T
+    own = jax.process_index()
+    return [r for r, of in enumerate(devices) if any(d.process_index == own for d in of)]
 
 
 def events_of(recording: Path) -> Iterator[Event]:

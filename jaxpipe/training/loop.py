@@ -25,6 +25,7 @@ from jaxpipe.training.rollback import Failure, can_roll_back, describe_loss, rol
 from jaxpipe.training.signals import stop_signals
 from jaxpipe.training.start import DataPosition, describe
 from jaxpipe.training.state import State
+from jaxpipe.training.stragglers import Stragglers
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.training.unread import Dispatched, UnreadSteps
 
@@ -44,6 +45,11 @@ class Run:
         """The compiled steps."""
         return CompiledSteps(self.trainer, self.progress.say)
 
+    @cached_property
+    def stragglers(self) -> Stragglers:
+        """What names the process that slows the run."""
+        return Stragglers(self.trainer, self.progress.say)
+
     def loop(self, state: State, seen: DataPosition) -> int:
         """Train until the last step, a signal, or too many skipped steps; return the exit code.
 
@@ -56,7 +62,7 @@ class Run:
             self.progress.say(f"nothing to do: {last} is reached; raise it")
             return 0
         window = Window(config, self.progress.say)
-        with self.steps, window, stop_signals() as received:
+        with self.steps, self.stragglers, window, stop_signals() as received:
             window.turn(done)
             while not isinstance(end := self._train(state, seen, window, received), int):
                 if not can_roll_back(self.trainer.config, self.checkpoints, end):
@@ -73,7 +79,8 @@ class Run:
         trainer, train = self.trainer, self.trainer.config.train
         batches = self.data.train.batches(seen.position, **trainer.feed.sizes)
         unread, spent, ran = UnreadSteps(), {}, set()
-        meter = BubbleMeter(trainer, self.steps, self.progress.say)
+        meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
+        was_interrupted = True  # whether something else happened since the last program
         with contextlib.closing(batches):
             for program in _programs(int(state.step), train.steps, train.fused_steps):
                 started = time.perf_counter()
@@ -81,7 +88,14 @@ class Run:
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(_joined(batches, len(program)), seen.samples)
                 position.enter("step")
+                dispatched = time.perf_counter()
                 state, metrics = meter.run(program, state, batch)
+                is_recorded = "bubble" in metrics
+                self.stragglers.note(
+                    program, started, dispatched, metrics["loss"],
+                    is_regular=not (was_interrupted or is_recorded),
+                )  # fmt: skip
+                was_interrupted = is_recorded or window.turns_at(program[-1])
                 first = len(program) not in ran
                 ran.add(len(program))
                 for step in program:
@@ -101,6 +115,7 @@ class Run:
                 number = processes.stops_after(seen.position, max(received, default=0))
                 if not (number or self._evaluates_at(step) or self._saves_at(step)):
                     continue
+                was_interrupted = True
                 if failed := self._log_all_but(0, unread, state):
                     return failed
                 if number or self._saves_at(step):
@@ -131,7 +146,7 @@ class Run:
             skipped = values["skipped_steps"]
             if not (limit or train.spike_sigma or skipped):
                 del values["skipped_steps"]
-            values |= dispatched.spent
+            values |= dispatched.spent | self.stragglers.take()
             values |= self.trainer.rates(
                 dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
             )

@@ -1,0 +1,126 @@
+"""From the reports of all processes to a sentence about the one that slows the run."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from jaxpipe.schedule.lost_time import ALL, LINK, LostTime, RankSeconds
+
+_SHARE = 0.05  # of a step's time: what costs less is not named
+_STEPS = 20  # what lasts for no more steps is not named
+
+
+class Window(msgspec.Struct):
+    """What one process has measured in a few consecutive steps.
+
+    Attributes:
+      number: of the window.
+      name: host and mesh coordinates of the process.
+      steps: steps in the window.
+      step: the last of them.
+      counted: steps in whose times no process did something else, such as a save.
+      seconds: mean time of a counted step [s].
+      data: mean time in which devices waited for this process's data loader [s].
+      host: mean time in which devices waited for other work of this process's host [s].
+      ops: times of ops by "pipeline rank/replica", if a step was recorded.
+    """
+
+    number: int
+    name: str
+    steps: int = 0
+    step: int = 0
+    counted: int = 0
+    seconds: float = 0.0
+    data: float = 0.0
+    host: float = 0.0
+    ops: dict[str, RankSeconds] = {}
+
+    def add(self, before: float, asked: float, dispatched: float, done: float, steps: int) -> None:
+        """Add the steps of a program.
+
+        Args:
+          before: when the program before it had ended [s].
+          asked: when its batch was asked for.
+          dispatched: when it was dispatched.
+          done: when it had ended.
+          steps: number of its steps.
+        """
+        asked = max(asked, before)
+        total = self.counted + steps
+        for name, seconds in (
+            ("seconds", done - before),
+            ("data", max(dispatched - asked, 0)),
+            ("host", asked - before),
+        ):
+            mean = (getattr(self, name) * self.counted + seconds) / total
+            setattr(self, name, mean)
+        self.counted = total
+
+
+class Finding(NamedTuple):
+    """What costs most: the process, the cause in words, and the lost time of a step [s]."""
+
+    process: int
+    name: str
+    words: str
+    lost: float
+
+
+def find_process(windows: Sequence[Window], cost: Callable[[int, float], float]) -> Finding:
+    """The process whose host makes its devices wait most, compared with the others' median.
+
+    Args:
+      windows: of every process, in order; at least two.
+      cost: the time that a step loses if the devices of a process start so late [s].
+    """
+    words = {
+        "data": "its devices wait for its data loader",
+        "host": "its devices wait for its host",
+    }
+
+    def excess(process: int, cause: str) -> float:
+        others = [getattr(each, cause) for i, each in enumerate(windows) if i != process]
+        return getattr(windows[process], cause) - median(others)
+
+    both = [(p, cause) for p in range(len(windows)) for cause in words]
+    process, cause = max(both, key=lambda each: excess(*each))
+    lost = cost(process, max(excess(process, cause), 0.0))
+    return Finding(process, windows[process].name, words[cause], lost)
+
+
+def find_op(lost: LostTime, window: Window, process: int) -> Finding:
+    """The finding about an op or a link of a recorded step."""
+    if lost.cause == LINK:
+        words = f"the link between pipeline ranks {lost.pp_rank} and {lost.pp_rank + 1} is slow"
+    else:
+        what = "every op" if lost.cause == ALL else f"the op {lost.cause}"
+        words = f"{what} of pipeline rank {lost.pp_rank} takes longer than that of its peers"
+    return Finding(process, window.name, words, lost.seconds)
+
+
+class Blame:
+    """Names what costs more than 5 % of every step for more than 20 steps, once, and its end."""
+
+    def __init__(self) -> None:
+        self._suspect: tuple[int, str] | None = None
+        self._since = 0
+        self._named = False
+
+    def add(self, found: Finding, seconds: float, first: int, last: int) -> str | None:
+        """The sentence to print after the steps `first` to `last`, each of which took `seconds`."""
+        suspect = (found.process, found.words) if found.lost > _SHARE * seconds else None
+        if suspect != self._suspect:
+            before, named = self._suspect, self._named
+            self._suspect, self._since, self._named = suspect, first, False
+            if before and named:
+                return f"process {before[0]} no longer slows the steps: {before[1]} no more"
+        if suspect and not self._named and last - self._since >= _STEPS:
+            self._named = True
+            return (
+                f"process {found.process} ({found.name}) slows the steps since step {self._since}: "
+                f"{found.words}, which costs {found.lost:.3f} of {seconds:.3f} s a step "
+                f"({found.lost / seconds:.0%})"
+            )
+        return None

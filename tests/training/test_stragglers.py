@@ -1,0 +1,100 @@
+"""Runs in which one process is slow: which one is named, and what of it."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import SMALL, metrics
+from several import ends, start_all
+
+from jaxpipe.schedule.lost_time import LINK, LostTime
+from jaxpipe.training.blame import Blame, Finding, Window, find_op, find_process
+
+SCRIPT = Path(__file__).parent / "slow.py"
+
+
+def window(index, **seconds):
+    return Window(4, f"host{index}, pp={index}", steps=10, step=50, counted=8, **seconds)
+
+
+def test_a_window_holds_what_devices_wait_for():
+    """Devices end a step at 10 and get the next at 13, whose batch was asked for at 11."""
+    found = Window(0, "")
+    found.add(before=10.0, asked=11.0, dispatched=13.0, done=20.0, steps=1)
+    assert (found.seconds, found.host, found.data, found.counted) == (10.0, 1.0, 2.0, 1)
+    # a step that is dispatched before the one before it ends adds no wait; two steps a program
+    found.add(before=20.0, asked=14.0, dispatched=15.0, done=26.0, steps=2)
+    assert (found.host, found.data, found.counted) == (1 / 3, 2 / 3, 3)
+    np.testing.assert_allclose(found.seconds, 16 / 3)
+    half = Window(0, "")
+    half.add(before=10.0, asked=9.0, dispatched=12.0, done=20.0, steps=1)
+    assert (half.host, half.data) == (0.0, 2.0)
+
+
+def test_the_process_that_others_wait_for_is_found():
+    """All devices wait 0.2 s for their hosts, those of process 2 0.3 s more for their data."""
+    windows = [window(i, host=0.2, data=0.3 * (i == 2), seconds=1.0) for i in range(4)]
+    asked = []
+    found = find_process(windows, lambda *late: asked.append(late) or 0.25)
+    assert asked == [(2, 0.3)]
+    assert found == Finding(2, "host2, pp=2", "its devices wait for its data loader", 0.25)
+
+
+def test_what_is_slow_for_more_than_20_steps_is_named_once():
+    blame, seconds = Blame(), 1.0
+    found = find_op(LostTime(0.1, 1, 0, LINK), window(3), 3)
+    cheap = found._replace(lost=0.04)
+    said = [
+        blame.add(each, seconds, first, first + 9)
+        for first, each in enumerate([found, cheap] + [found] * 4 + [cheap] * 2)
+        for first in [10 * first + 1]
+    ]
+    assert [step for step, sentence in enumerate(said) if sentence] == [4, 6]
+    assert said[4] == (
+        "process 3 (host3, pp=3) slows the steps since step 21: the link between pipeline ranks 1 "
+        "and 2 is slow, which costs 0.100 of 1.000 s a step (10%)"
+    )
+    assert said[6].startswith("process 3 no longer slows the steps")
+
+
+def run(directory, way, seconds, slow, *overrides):
+    """Run four processes, pp=2 x dp=2, of which one is slow; return what process 0 names."""
+    command = [sys.executable, str(SCRIPT), str(slow), way, str(seconds), str(SMALL)]
+    sizes = ["parallel.pp=2", "parallel.dp=2", "runtime.cpu_devices=1", "train.eval_every=0"]
+    steps = [f"run.dir={directory}", "train.steps=61", "checkpoint.every=0", *overrides]
+    first, *others = ends(start_all(4, [*command, *sizes, *steps]))
+    assert [code for code, _ in (first, *others)] == [0] * 4, first
+    return re.findall(r"process (\d) \(.*\) slows the steps since step \d+: (.*), which", first[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "slow", "words"),
+    [
+        ("in_data", 3, "its devices wait for its data loader"),
+        ("on_host", 1, "its devices wait for its host"),
+    ],
+)
+def test_a_process_whose_host_is_slow_is_named(tmp_path, way, slow, words):
+    assert run(tmp_path, way, 0.15, slow) == [(str(slow), words)]
+    lines = metrics(tmp_path)
+    found = [line["lost_seconds"] for line in lines.values() if "lost_seconds" in line]
+    np.testing.assert_allclose(np.median(found), 0.15, rtol=0.2)
+    idle = lines[max(s for s in lines if "lost_seconds" in lines[s])]
+    assert np.argmax(np.add(idle["data_idle_seconds"], idle["host_idle_seconds"])) == slow
+
+
+@pytest.mark.slow
+def test_a_process_whose_ops_are_slow_is_named(tmp_path):
+    """A sleep in a host callback of every tick."""
+    how = ["log.bubble_every=10", "debug.print_messages=true"]
+    ((process, words),) = run(tmp_path, "in_ops", 0.02, 2, *how)
+    assert process == "2"
+    assert re.fullmatch(r"(every op|the op \w+) of pipeline rank 1 takes longer than .*", words)
+
+
+@pytest.mark.slow
+def test_of_processes_alike_none_is_named(tmp_path):
+    assert run(tmp_path, "in_data", 0, 0, "log.bubble_every=10") == []
