@@ -187,6 +187,11 @@ class TrainConfig(Section, kw_only=True):
     # times that the run goes back to the checkpoint before the spikes and on with the data after
     # them, before it stops; 0: it stops at once. Needs checkpoint.every
     spike_rollbacks: Count = 0
+    # steps between checks for devices that compute wrong numbers: forward and backward run twice
+    # more, once with the devices in another order, and all bits are compared; 0: never. Needs
+    # deterministic, three devices, and memory for another copy of parameters and gradients
+    corruption_check_every: Count = 0
+    on_corruption: Literal["stop", "warn"] = "stop"  # what a run does when a check fails
     loss_chunks: Positive = 1  # sequence chunks of the loss; only one chunk's logits are live
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     eval_every: Count = 0  # steps between held-out losses; 0: never

@@ -36,6 +36,8 @@ class Execution:
       poison_bubbles: fill idle messages and free slots with NaN, to show that no result depends on
         them.
       printer: prints messages between pipeline ranks.
+      fingerprints: return a fingerprint of every device's gradient sums; not with `overlap_sums`
+        and `reshard_after_forward`, which reduce sums before they are complete.
 
     >>> how = Execution(Lockstep(in_flight=7), remat="selective", compute_dtype=jnp.bfloat16)
     >>> how.zero_stage, how.divides_at_end
@@ -52,6 +54,7 @@ class Execution:
     overlap_sums: bool = False
     poison_bubbles: bool = False
     printer: MessagePrinter | None = None
+    fingerprints: bool = False
 
     @property
     def policy(self) -> Policy:

@@ -197,6 +197,7 @@ class Pipeline:
                 rows,
                 all_have,
                 all_have,
+                PartitionSpec(*self.mesh.axis_names) if self.execution.fingerprints else None,
             ),
             check_vma=False,  # not differentiated; psums in layers have their own VJPs
         )

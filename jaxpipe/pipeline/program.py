@@ -21,6 +21,7 @@ from jaxpipe.pipeline.ends import (
     VocabParallelEmbedHead,
 )
 from jaxpipe.pipeline.execution import Execution
+from jaxpipe.pipeline.fingerprint import fingerprint
 from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.reference import StepOutput, total_count
@@ -76,10 +77,11 @@ class DeviceProgram:
         if not self.tables.has_gradients:
             return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
         sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
+        marks = fingerprint(sums).reshape((1,) * 5) if self.execution.fingerprints else None
         gradients = own.gradients(*sums, reduced=closing is not None)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
-        return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses)
+        return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses, marks)
 
     @property
     def _reads_embed_head(self) -> bool:

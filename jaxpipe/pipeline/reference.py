@@ -28,6 +28,8 @@ class StepOutput(NamedTuple):
       counts: number of terms of the head's losses in each microbatch, `[M]`.
       aux_losses: each microbatch's share of the auxiliary losses of layers, `[M]`; their sum is the
         mean over the tokens of the batch, summed over layers; None: no layer has one.
+      fingerprints: uint32, of every device's own gradient sums before any reduction, in the shape
+        of the mesh; None: `Execution.fingerprints` is off.
     """
 
     losses: jax.Array
@@ -36,6 +38,7 @@ class StepOutput(NamedTuple):
     outputs: Tree = None
     counts: jax.Array | None = None
     aux_losses: jax.Array | None = None
+    fingerprints: jax.Array | None = None
 
 
 def total_count(counts: jax.Array, dtype: jnp.dtype) -> jax.Array:

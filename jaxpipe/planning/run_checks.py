@@ -90,6 +90,30 @@ def _check_spikes(config: Config) -> None:
         )
 
 
+def _check_corruption(config: Config) -> None:
+    """Raise `ConfigError` if steps could not be checked for corruption.
+
+    `train.corruption_check_every` needs `train.deterministic`, at least 3 devices, so that two of
+    three results agree, and excludes `train.fused_steps` above 1, `train.variable_length` and
+    `parallel.reshard_after_forward`.
+    """
+    train, parallel = config.train, config.parallel
+    unmet = {
+        "train.deterministic=false": not train.deterministic,
+        f"{parallel.devices} devices": 0 < parallel.devices < 3,
+        f"train.fused_steps={train.fused_steps}": train.fused_steps > 1,
+        "train.variable_length=true": train.variable_length,
+        "parallel.reshard_after_forward=true": parallel.reshards,
+    }
+    if train.corruption_check_every and any(unmet.values()):
+        raise ConfigError(
+            f"train.corruption_check_every={train.corruption_check_every} compares the bits of "
+            f"single steps, of one length, on three orders of the devices, but there is "
+            f"{next(what for what, is_so in unmet.items() if is_so)}: change it, or leave "
+            f"corruption_check_every out."
+        )
+
+
 def _check_log(config: Config) -> None:
     """Raise `ConfigError` if what a run should log cannot be recorded.
 
@@ -124,4 +148,4 @@ def _check_log(config: Config) -> None:
         )
 
 
-RUN_CHECKS = (_check_optimizer, _check_start, _check_spikes, _check_log)
+RUN_CHECKS = (_check_optimizer, _check_start, _check_spikes, _check_corruption, _check_log)

@@ -18,6 +18,7 @@ from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
+from jaxpipe.training.corruption import EXIT_CODE, CorruptionCheck
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
@@ -49,6 +50,11 @@ class Run:
     def stragglers(self) -> Stragglers:
         """What names the process that slows the run."""
         return Stragglers(self.trainer, self.progress.say)
+
+    @cached_property
+    def corruption(self) -> CorruptionCheck:
+        """The check for devices that compute wrong numbers."""
+        return CorruptionCheck(self.trainer, self.progress.say)
 
     def loop(self, state: State, seen: DataPosition) -> int:
         """Train until the last step, a signal, or too many skipped steps; return the exit code.
@@ -87,6 +93,9 @@ class Run:
                 position.enter("data", program.start)
                 with _timed(spent, "data_seconds"):
                     batch = trainer.put(_joined(batches, len(program)), seen.samples)
+                if wrong := self._check(program.start, state, batch):
+                    return self._log_all_but(0, unread, state) or self._stop_at_corruption(wrong)
+                was_interrupted |= self.corruption.is_due(program.start)
                 position.enter("step")
                 dispatched = time.perf_counter()
                 state, metrics = meter.run(program, state, batch)
@@ -226,6 +235,26 @@ class Run:
             self.progress.say("no held-out row has a target: there is no held-out loss")
             return math.nan
         return total / targets
+
+    def _check(self, step: int, state: State, batch: Any) -> str:
+        """What a check of the step finds wrong with the devices; "" if the run goes on."""
+        if not self.corruption.is_due(step):
+            return ""
+        position.enter("check", step)
+        wrong = self.corruption.find(step, state, batch)
+        if wrong and self.trainer.config.train.on_corruption == "warn":
+            self.progress.say(f"warning: {wrong}; the run goes on (train.on_corruption)")
+            return ""
+        return wrong
+
+    def _stop_at_corruption(self, wrong: str) -> int:
+        """Save nothing, since the state may be wrong; return the exit code."""
+        every = self.trainer.config.train.corruption_check_every
+        self.progress.say(
+            f"error: {wrong}: stopped, and nothing is saved; leave the host of the device out, and "
+            f"go on from a checkpoint that is older than the last {every} steps"
+        )
+        return EXIT_CODE
 
     def _stop(self, failed: Failure) -> int:
         """Save the state before the step, which later steps left unchanged; return 1."""

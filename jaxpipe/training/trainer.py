@@ -211,7 +211,7 @@ class Trainer:
             in_shardings=(self.state_shardings, self.feed.sharding),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
-            compiler_options=self._compiler_options,
+            compiler_options=self.compiler_options,
         )
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -279,7 +279,7 @@ class Trainer:
         return jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.feed.sharding),
-            compiler_options=self._compiler_options,
+            compiler_options=self.compiler_options,
         )
 
     @cached_property
@@ -302,7 +302,8 @@ class Trainer:
         return Rates(self.config, self.mesh)
 
     @cached_property
-    def _compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA options of the compiled steps."""
         platform = self.mesh.devices.flat[0].platform
         return compiler.options(platform, *compiler.purposes_of(self.config))
 

@@ -52,10 +52,10 @@ def without(*steps):
     return data
 
 
-def until(steps, trainer):
+def until(steps, trainer, **train):
     """Return the trainer for so many steps; with a constant rate its programs stay the same."""
     other, config = copy.copy(trainer), trainer.config
-    train = msgspec.structs.replace(config.train, steps=steps)
+    train = msgspec.structs.replace(config.train, steps=steps, **train)
     config = msgspec.structs.replace(config, train=train)
     object.__setattr__(other, "plan", dataclasses.replace(trainer.plan, config=config))
     return other

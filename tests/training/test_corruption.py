@@ -1,0 +1,140 @@
+"""Devices that flip a bit: found and named, with evidence kept; devices alike raise no alarm."""
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import SMALL, complete, metrics
+from jax import lax
+from routed import batch_at, run, trainer_of
+from test_spikes import printing, until
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.pipeline import program
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.training import corruption
+from jaxpipe.training.corruption import CorruptionCheck, outvoted
+
+HOW = [
+    "parallel.pp=2", "parallel.dp=2", "optimizer.decay=constant", "train.deterministic=true",
+    "train.corruption_check_every=3", "checkpoint.every=2",
+]  # fmt: skip
+
+
+def flipping(monkeypatch, victim, orders=(0, 1, 2), bit=12):
+    """Let a device flip a bit of its own gradient sums in these orders of the devices."""
+    at, real_program, real_ticks = [], corruption.gradient_program, program.run_ticks
+    first = jax.devices()[0].id
+
+    def program_of(trainer):
+        compiled, devices = real_program(trainer), trainer.mesh.devices
+        order = devices.flat[0].id - first
+
+        def called(*inputs):
+            at[:] = [i for i, device in np.ndenumerate(devices) if device.id == victim]
+            at[:] = at if order in orders else []
+            try:
+                return compiled(*inputs)
+            finally:
+                at.clear()
+
+        return called
+
+    def ticks(work, carry, *more):
+        carry = real_ticks(work, carry, *more)
+        if not at:
+            return carry
+        axes = ("pp", "rp", "dp", "ep", "tp")
+        is_hit = jnp.stack([lax.axis_index(a) == i for a, i in zip(axes, at[0])]).all()
+        leaves, tree = jax.tree.flatten(carry.layer_gradients)
+        words = lax.bitcast_convert_type(leaves[0], jnp.uint32)
+        flipped = words.reshape(-1).at[0].set(words.reshape(-1)[0] ^ (is_hit << bit))
+        leaves[0] = lax.bitcast_convert_type(flipped.reshape(words.shape), leaves[0].dtype)
+        return carry._replace(layer_gradients=jax.tree.unflatten(tree, leaves))
+
+    monkeypatch.setattr(corruption, "gradient_program", program_of)
+    monkeypatch.setattr(program, "run_ticks", ticks)
+
+
+@cache
+def trainer():
+    return trainer_of(*HOW)
+
+
+def test_a_run_stops_at_a_device_that_flips_a_bit(tmp_path, monkeypatch):
+    """It flips in every order; the run has found nothing wrong in steps 1 and 2."""
+    flipping(monkeypatch, victim=2)
+    own = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    code, said = printing(until(7, trainer()), own)
+    assert code == corruption.EXIT_CODE
+    assert said[-1].startswith(
+        "error: the gradients of step 3 have other bits on other devices, at 3 of 4 places of the "
+        "mesh: device 2 (process 0, pp=1 dp=0) computes wrong numbers, which two others contradict"
+    )
+    assert (complete(own), list(metrics(own))) == ([2], [1, 2])
+    (kept,) = tmp_path.glob("runs/*/corruption/step-3")
+    report = json.loads((kept / "report.json").read_text())
+    assert report["wrong_devices"] == [2]
+    assert report["orders"] == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1]]
+    assert "jax" in report
+    shards = np.load(kept / "process-0.npz")
+    batch = batch_at(2 * 16, 4, 4)
+    np.testing.assert_array_equal(shards["batch/inputs/device-0"], batch["inputs"][:, :2])
+    assert any(name.startswith("gradients-2/layers/0/") for name in shards)
+
+
+def test_a_device_that_flips_a_bit_once_is_named_and_the_run_may_go_on(tmp_path, monkeypatch):
+    """The check changes no number of the run."""
+    monkeypatch.chdir(tmp_path)
+    unchecked = until(4, trainer(), corruption_check_every=0)
+    assert run(unchecked, tmp_path / "good") == 0
+    flipping(monkeypatch, victim=1, orders=[1], bit=0)
+    going = until(4, trainer(), on_corruption="warn")
+    code, said = printing(going, tmp_path / "warned")
+    assert code == 0
+    (warning,) = [line for line in said if line.startswith("warning: the gradients of step 3")]
+    assert "at 1 of 4 places of the mesh: device 1 (process 0, pp=0 dp=1) computes" in warning
+    good, warned = (metrics(tmp_path / name) for name in ("good", "warned"))
+    assert [line["loss"] for line in good.values()] == [line["loss"] for line in warned.values()]
+
+
+def test_devices_alike_raise_no_alarm():
+    """Forty checks, each with other parameters."""
+    check, state = CorruptionCheck(trainer(), pytest.fail), trainer().init()
+    for step in range(40):
+        batch = trainer().put(batch_at(step, 4, 4))
+        assert check.find(step, state, batch) == ""
+        state, _ = trainer().train_step(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("results", "want"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 3, 4]], [2]),  # once, in the third order
+        ([[1, 9, 3, 4], [8, 2, 3, 4], [1, 2, 3, 7]], [1]),  # device 1 in every order
+        ([[1, 9, 8, 4], [7, 2, 3, 6], [1, 2, 3, 5]], [1]),  # and what it spoils
+        ([[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]], []),
+    ],
+)
+def test_who_is_outvoted(results, want):
+    devices = np.array([[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1]])
+    assert outvoted(np.array(results), devices) == want
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        (["train.deterministic=false"], "train.deterministic=false"),
+        (["parallel.pp=2", "parallel.dp=1"], "2 devices"),
+        (["train.fused_steps=2"], "train.fused_steps=2"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(settings, what):
+    how = ["train.corruption_check_every=2", "train.deterministic=true", *settings]
+    with pytest.raises(ConfigError, match=f"but there is {what}: change it"):
+        check_settings(configs.load(SMALL, how))
