@@ -5,9 +5,9 @@ The same command resumes a run that was stopped or has finished.
 Exit codes: 0 done; 1 stopped at a non-finite loss or gradient or at loss spikes; 2 bad input to
 this process or another, out of memory, or run.dir is in use by another run; 3 another process of
 the run has exited or never connected; 4 the run ended but its last step could not be saved; 5 the
-run hung, with a sentence on the process that is stuck (runtime.hang_timeout); 128 + n stopped by
-signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was
-finished and saved.
+run hung, with a sentence on the process that is stuck (runtime.hang_timeout); 6 a device computes
+wrong numbers (train.corruption_check_every); 128 + n stopped by signal n (129: SIGHUP, 130: Ctrl-C,
+138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and saved.
 """
 
 import argparse

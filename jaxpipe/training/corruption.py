@@ -53,6 +53,7 @@ class CorruptionCheck:
     def __init__(self, trainer: Trainer, say: Callable[[str], None]):
         self._trainer, self._say = trainer, say
         self._every = trainer.config.train.corruption_check_every
+        self._compiled: dict[int, Any] = {}  # gradient programs by order
 
     def is_due(self, step: int) -> bool:
         """Whether this step is checked."""
@@ -83,14 +84,17 @@ class CorruptionCheck:
 
     def _compute(self, order: int, state: State, batch: Tree) -> CheckedGradients:
         """Gradients with the devices moved on by `order` places; 0: as in the run."""
-        trainer, program = self._trainer_of(order), self._program_of(order)
+        trainer = self._trainer_of(order)
         how = trainer.state_shardings
         inputs = state.params, batch, state.variables, state.guard.loss_scale
         shardings = how.params, trainer.feed.sharding, how.variables, how.guard.loss_scale
         if order:
             shardings = (shardings[0], {name: shardings[1] for name in batch}, *shardings[2:])
             inputs = jax.device_put(inputs, shardings)
-        marks, gradients = program(*inputs)
+        if order not in self._compiled:
+            self._compiled[order] = gradient_program(trainer).lower(*inputs).compile()
+            processes.largest(0)  # gloo gives up on processes that compile for longer than others
+        marks, gradients = self._compiled[order](*inputs)
         return CheckedGradients(_gathered(marks), list(trainer.mesh.devices.flat), gradients)
 
     @cached_property
@@ -104,10 +108,6 @@ class CorruptionCheck:
             return replace(self._trainer, devices=[*devices[order:], *devices[:order]])
 
         return of
-
-    @cached_property
-    def _program_of(self) -> Callable[[int], Any]:
-        return cache(lambda order: gradient_program(self._trainer_of(order)))
 
     def _named(self, wrong: Sequence[int]) -> str:
         """The devices in words."""

@@ -35,7 +35,7 @@ def action(exit_code=None, condition=None):
 
 
 def test_exit_codes():
-    assert action(exit_code=2) == "FailJobSet"
+    assert action(exit_code=2) == action(exit_code=6) == "FailJobSet"
     assert action(exit_code=143) == "RestartJobSetAndIgnoreMaxRestarts"
     assert action(exit_code=143, condition="DisruptionTarget") == action(exit_code=143)
     assert action(exit_code=137, condition="DisruptionTarget") == action(exit_code=143)

@@ -31,25 +31,16 @@ def flipping(monkeypatch, victim, orders=(0, 1, 2), bit=12):
     first = jax.devices()[0].id
 
     def program_of(trainer):
-        compiled, devices = real_program(trainer), trainer.mesh.devices
-        order = devices.flat[0].id - first
-
-        def called(*inputs):
-            at[:] = [i for i, device in np.ndenumerate(devices) if device.id == victim]
-            at[:] = at if order in orders else []
-            try:
-                return compiled(*inputs)
-            finally:
-                at.clear()
-
-        return called
+        if trainer.mesh.devices.flat[0].id - first in orders:
+            at.extend(i for i, d in np.ndenumerate(trainer.mesh.devices) if d.id == victim)
+        return real_program(trainer)
 
     def ticks(work, carry, *more):
         carry = real_ticks(work, carry, *more)
         if not at:
             return carry
         axes = ("pp", "rp", "dp", "ep", "tp")
-        is_hit = jnp.stack([lax.axis_index(a) == i for a, i in zip(axes, at[0])]).all()
+        is_hit = jnp.stack([lax.axis_index(a) == i for a, i in zip(axes, at.pop())]).all()
         leaves, tree = jax.tree.flatten(carry.layer_gradients)
         words = lax.bitcast_convert_type(leaves[0], jnp.uint32)
         flipped = words.reshape(-1).at[0].set(words.reshape(-1)[0] ^ (is_hit << bit))
