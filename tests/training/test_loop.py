@@ -13,9 +13,8 @@ from commands import SMALL, complete, metrics
 from routed import batches, restored, run, trainer_of
 
 from jaxpipe.config import load
-from jaxpipe.training import loop
-from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training import loop, unread
+from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.guard import Guard
 from jaxpipe.training.loop import Run
 from jaxpipe.training.metrics import MetricsLog
