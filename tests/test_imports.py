@@ -20,9 +20,9 @@ ROWS = [
     {"planning"},
     {"checkpoint", "data"},
     {"training"},
-    {"gpu"},
+    {"gpu", "inference"},
     {"bench"},
-    {"train", "plan", "profile"},
+    {"train", "plan", "profile", "score"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # `pipeline` takes stage functions as arguments: it must not know the model.

@@ -124,7 +124,8 @@ def test_commands_are_understood(page, monkeypatch):
             patch.chdir(HOME)
             arguments = parse(patch, *run)
             if hasattr(arguments, "overrides"):
-                configs.load(arguments.config, arguments.overrides)
+                path = getattr(arguments, "config", STANDS_FOR["CONFIG"])
+                configs.load(path, arguments.overrides)
 
 
 @every_page

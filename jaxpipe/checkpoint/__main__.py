@@ -14,12 +14,10 @@ import contextlib
 import shlex
 import signal
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
@@ -30,7 +28,7 @@ from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
-from jaxpipe.config import Config, ConfigError, from_builtins
+from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import SETTINGS
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
@@ -149,7 +147,7 @@ def _export(arguments: argparse.Namespace) -> None:
         config = configs.load(arguments.config)
         check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
     else:
-        config = _stored_config(checkpoint)
+        config = checkpoint.config
     if not checkpoint.checked_files:
         print(
             f"checkpoint {checkpoint.directory} was saved by a version that wrote no checksums: "
@@ -181,16 +179,6 @@ def _inspect(arguments: argparse.Namespace) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(
         describe_checkpoint(arguments.checkpoint)
     )
-
-
-def _stored_config(checkpoint: StoredCheckpoint) -> Config:
-    try:
-        return from_builtins(tomllib.loads(checkpoint.meta["config"]))
-    except (KeyError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(
-            f"checkpoint {checkpoint.directory} holds no configuration that this version reads: "
-            f"give --config."
-        ) from error
 
 
 if __name__ == "__main__":

@@ -100,12 +100,8 @@ def import_huggingface(
     `ConfigError`, with nothing written, where config.json does not describe `model`, tensors are
     missing, unknown or of another shape, or `checkpoints` already holds checkpoints.
     """
-    hf_config, form = read_config(source), hf_format(model)
-    check_same_model(hf_config, model, source)
-    serving = ServingFiles.read(source, form.with_defaults(hf_config))
-    files = TensorFiles(source, without=form.BUFFERS)
-    wanted = locate_parameters(model, files)
-    _check_tensors(files, wanted, model)
+    check_same_model(read_config(source), model, source)
+    serving, (files, wanted) = read_serving_files(source, model), open_tensors(source, model)
 
     def lazy(parameter: NamedParameter) -> LazyArray:
         return LazyArray(
@@ -117,6 +113,22 @@ def import_huggingface(
     state = nest_by_path({parameter.stored_path: lazy(parameter) for parameter in wanted})
     about = {"source": str(source.absolute())} | serving.as_meta()
     return save_parameters(checkpoints, state, meta | about)
+
+
+def open_tensors(source: Path, model: ModelConfig) -> tuple[TensorFiles, list[NamedParameter]]:
+    """The tensors in `source`, and the parameters of `model` with the names that they have there.
+
+    Raises `ConfigError` where tensors are missing, unknown or of another shape.
+    """
+    files = TensorFiles(source, without=hf_format(model).BUFFERS)
+    wanted = locate_parameters(model, files)
+    _check_tensors(files, wanted, model)
+    return files, wanted
+
+
+def read_serving_files(source: Path, model: ModelConfig) -> ServingFiles:
+    """What generation needs besides the weights in `source`, with transformers' defaults."""
+    return ServingFiles.read(source, hf_format(model).with_defaults(read_config(source)))
 
 
 def export_huggingface(

@@ -5,11 +5,16 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 
 
-def find_newest(path: Path) -> Path:
+def find_newest(path: Path, name: str, others: str = "") -> Path:
     """The directory of the newest checkpoint in `path`.
 
-    `path` is a run's directory, a directory of checkpoints, or a checkpoint, which is returned as
-    it is. Raises `ConfigError` where there is no checkpoint.
+    Args:
+      path: a run's directory, a directory of checkpoints, or a checkpoint, which is returned as it
+        is.
+      name: the argument that gave the path, for the message.
+      others: other values that it may have, for the message.
+
+    Raises `ConfigError` where there is no checkpoint.
     """
     path = path.absolute()
     for directory in (path, path / "checkpoints"):
@@ -18,8 +23,8 @@ def find_newest(path: Path) -> Path:
         if steps := list_steps(directory):
             return directory / str(steps[-1])
     raise ConfigError(
-        f"checkpoint.resume={str(path)!r} holds no checkpoint: give 'auto', 'none', a run's "
-        f"directory, or that of one checkpoint."
+        f"{name}={str(path)!r} holds no checkpoint: give {others}a run's directory, or that of one "
+        f"checkpoint."
     )
 
 

@@ -8,12 +8,14 @@ files, and they need not fit into memory: a `LazyArray` is read only when it is 
 import contextlib
 import functools
 import operator
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
@@ -29,7 +31,7 @@ from jaxpipe.checkpoint.integrity import (
     read_meta,
     succeed_on_all_processes,
 )
-from jaxpipe.config import ConfigError
+from jaxpipe.config import Config, ConfigError, from_builtins
 
 Tree = Any
 # A reader decompresses a full chunk for any element of it, and a writer holds one compressed chunk
@@ -145,6 +147,20 @@ class StoredCheckpoint:
             raise self._not_a_checkpoint("it is not a complete checkpoint of Orbax")
         with self._report_damage():
             return read_meta(self.directory)
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that saved it.
+
+        Raises `ConfigError` where it holds none that this version reads.
+        """
+        try:
+            return from_builtins(tomllib.loads(self.meta["config"]))
+        except (KeyError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"checkpoint {self.directory} holds no configuration that this version reads: use "
+                f"the version that saved it, or export it with --config."
+            ) from error
 
     @functools.cached_property
     def checked_files(self) -> int:

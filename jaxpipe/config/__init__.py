@@ -1,7 +1,7 @@
 """The settings of a run and how they are read. Imports no jax."""
 
 from jaxpipe.config.errors import ConfigError, first_line
-from jaxpipe.config.reading import from_builtins, load, to_toml
+from jaxpipe.config.reading import build, from_builtins, load, read_overrides, to_toml
 from jaxpipe.config.sections import (
     CheckpointConfig,
     Config,
@@ -29,8 +29,10 @@ __all__ = [
     "RuntimeConfig",
     "SourceConfig",
     "TrainConfig",
+    "build",
     "first_line",
     "from_builtins",
     "load",
+    "read_overrides",
     "to_toml",
 ]

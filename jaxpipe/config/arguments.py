@@ -2,10 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_type_hints
 
 from jaxpipe.config.errors import ConfigError
+from jaxpipe.config.paths import local_path
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
 
@@ -17,8 +18,14 @@ SETTINGS = (
 )
 
 
+MODEL = "a run's directory, one of its checkpoints, or a model's directory from Hugging Face"
+
+
 def parser_of(
-    command: str, doc: str, example: str = "configs/quickstart.toml"
+    command: str,
+    doc: str,
+    example: str = "configs/quickstart.toml",
+    paths: Mapping[str, str] | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the arguments CONFIG and section.key=value.
 
@@ -26,13 +33,17 @@ def parser_of(
       command: name of the module below `jaxpipe`.
       doc: docstring of the command's module; its last paragraph, the exit codes, ends the help.
       example: a configuration to name in the help.
+      paths: paths to take instead of CONFIG: what each is, by name.
     """
     about, _, codes = doc.strip().rpartition("\n\n")
     parser = argparse.ArgumentParser(
         prog=f"python -m jaxpipe.{command}", description=about, epilog=codes, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
+    for name, what in (paths or {}).items():
+        parser.add_argument(name, type=local_path, metavar=name.upper(), help=what)
+    if not paths:
+        parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=SETTINGS)
     return parser
 

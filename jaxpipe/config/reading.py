@@ -35,20 +35,31 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     check_local("CONFIG", str(path))
     path = Path(path)
-    tree = _read(path)
-    for override in overrides:
-        tree = _merge(tree, _parse_override(override))
-    tree = _with_preset(tree)
+    config = build(_read(path), overrides)
+    if config.run.dir:
+        return config
+    run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
+    return msgspec.structs.replace(config, run=run)
+
+
+def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a tree as TOML has it, with overrides applied, checked as by `load`."""
+    tree = _with_preset(_merge(tree, read_overrides(overrides)))
     sections = _sections(tree)
     _check_names(tree, sections)
     _check_values(tree, sections)
     config = from_builtins(tree)
     _check_floats(config)
     _check_paths(config)
-    if config.run.dir:
-        return config
-    run = msgspec.structs.replace(config.run, dir=f"runs/{path.stem}")
-    return msgspec.structs.replace(config, run=run)
+    return config
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of overrides `section.key=value`, as a tree of sections; later ones win."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    return tree
 
 
 def from_builtins(tree: Mapping[str, Any]) -> Config:

@@ -17,7 +17,14 @@ from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.fp8 import PLAIN, Precision
-from jaxpipe.model.loss import chunked_cross_entropy_sum, count_valid, cross_entropy_sum
+from jaxpipe.model.loss import (
+    TokenScores,
+    chunked_cross_entropy_sum,
+    count_valid,
+    cross_entropy_sum,
+    map_chunks,
+    score_targets,
+)
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
@@ -204,6 +211,16 @@ class CausalDecoder:
         if self.loss_chunks > 1:
             return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
         return cross_entropy_sum(x @ head, targets, devices, *last)
+
+    def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
+        """The scores of the targets, `[B, L]` each: an output of the head (`StageFunctions`)."""
+        x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
+        devices, size = self._embed_head_devices, self.config.vocab_size
+
+        def of_chunk(x: jax.Array, targets: jax.Array) -> TokenScores:
+            return score_targets(x @ head, targets, devices, size)
+
+        return map_chunks(of_chunk, (x, rows["targets"]), self.loss_chunks)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that count in the loss."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxpipe.contract import StageFunctions
+    from jaxpipe.model.loss import TokenScores
 
 Tree = Any
 INT32_MAX = 2**31 - 1  # devices count steps, tokens and sizes in int32
@@ -156,6 +157,9 @@ class Model(Protocol):
 
         They depend on key, index and names alone, whatever the layout.
         """
+
+    def token_scores(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "TokenScores":
+        """The scores of a microbatch's targets, as `StageFunctions.outputs` returns them."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Shapes: B examples, L tokens, V vocabulary (this device's shard of it, where devices share it).
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,52 @@ def cross_entropy_sum(
     `vocabulary` is the size of the full vocabulary (None: that of all shards). Logits beyond it are
     padding, which neither counts nor has a gradient.
     """
+    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary)
+    loss = jnp.sum(jnp.where(picked.valid_BL, picked.logsumexp_BL - picked.target_BL, 0))
+    if not z_loss:
+        return loss
+    squares_BL = jnp.where(picked.valid_BL, picked.logsumexp_BL, 0) ** 2
+    return jnp.stack([loss, z_loss * jnp.sum(squares_BL)])
+
+
+class TokenScores(NamedTuple):
+    """How likely each target is after the tokens before it.
+
+    Attributes:
+      logprobs_BL: natural logarithm of the target's probability, float32 or wider; 0 at ignored
+        targets.
+      greedy_BL: int32, 1 where no other token is more likely.
+    """
+
+    logprobs_BL: jax.Array
+    greedy_BL: jax.Array
+
+
+def score_targets(
+    logits_BLV: jax.Array,
+    targets_BL: jax.Array,
+    devices: OneDevice = ONE_DEVICE,
+    vocabulary: int | None = None,
+) -> TokenScores:
+    """Score each target; arguments as those of `cross_entropy_sum`."""
+    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary)
+    logprobs_BL = jnp.where(picked.valid_BL, picked.target_BL - picked.logsumexp_BL, 0)
+    greedy_BL = picked.valid_BL & (picked.target_BL >= picked.largest_BL)
+    return TokenScores(logprobs_BL, greedy_BL.astype(jnp.int32))
+
+
+class _Picked(NamedTuple):
+    """Logits `[B, L]` of the targets, and the largest and the log-sum-exp over the vocabulary."""
+
+    target_BL: jax.Array
+    largest_BL: jax.Array
+    logsumexp_BL: jax.Array
+    valid_BL: jax.Array  # bool: the target is not ignored
+
+
+def _pick_targets(
+    logits_BLV: jax.Array, targets_BL: jax.Array, devices: OneDevice, vocabulary: int | None
+) -> _Picked:
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
     logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
     valid_BL = targets_BL != IGNORE
@@ -45,10 +92,7 @@ def cross_entropy_sum(
     most_BL = devices.largest(lax.stop_gradient(logits_BLV.max(-1)))
     exponentials_BL = jnp.exp(logits_BLV - most_BL[..., None]).sum(-1)
     logsumexp_BL = jnp.log(devices.total(exponentials_BL)) + most_BL
-    loss = jnp.sum(jnp.where(valid_BL, logsumexp_BL - at_target_BL, 0))
-    if not z_loss:
-        return loss
-    return jnp.stack([loss, z_loss * jnp.sum(jnp.where(valid_BL, logsumexp_BL, 0) ** 2)])
+    return _Picked(at_target_BL, most_BL, logsumexp_BL, valid_BL)
 
 
 def _without_padding(
@@ -152,6 +196,23 @@ def _backward(
 
 
 chunked_cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def map_chunks(function: Callable[..., Any], arrays: tuple[jax.Array, ...], chunks: int) -> Any:
+    """Apply a function of arrays `[B, L, ...]` to `chunks` equal parts of L, one after the other.
+
+    Returns its tree of results `[B, L, ...]`.
+    """
+    if chunks == 1:
+        return function(*arrays)
+    parts = tuple(_split_chunks(array, chunks) for array in arrays)
+    return jax.tree.map(_join_chunks, lax.map(lambda part: function(*part), parts))
+
+
+def _join_chunks(parts: jax.Array) -> jax.Array:
+    """Undo `_split_chunks`."""
+    chunks, b, length, *rest = parts.shape
+    return jnp.moveaxis(parts, 0, 1).reshape(b, chunks * length, *rest)
 
 
 def _split_chunks(values_BL: jax.Array, chunks: int) -> jax.Array:

@@ -79,7 +79,8 @@ def _started(
         )
     if resume in ("auto", "none"):
         return trainer.init(), DataPosition(), {}
-    path, patterns = find_newest(Path(resume)), trainer.config.checkpoint.exclude
+    path = find_newest(Path(resume), "checkpoint.resume", "'auto', 'none', ")
+    patterns = trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
         exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})

@@ -1,0 +1,1 @@
+"""Use of a trained model: scores of given tokens, and generation of new ones."""

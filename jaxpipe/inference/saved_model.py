@@ -1,0 +1,94 @@
+"""A model on disk: a run's newest checkpoint, one checkpoint, or a Hugging Face directory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from jaxpipe.checkpoint import find_newest
+from jaxpipe.checkpoint.huggingface import (
+    model_settings,
+    open_tensors,
+    read_config,
+    read_serving_files,
+)
+from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
+from jaxpipe.config import Config, ConfigError, build
+from jaxpipe.model import ModelConfig
+
+Tree = Any
+ParamPath = tuple[str, ...]  # ("layers", "17", "attn", "wq") or ("embed_head", "embed")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A trained model before it is on devices.
+
+    Attributes:
+      place: its directory, for messages.
+      model: its `[model]`.
+      serving: token ids and the tokenizer's files, as far as they are known.
+      trained_by: configuration of the run that saved it; None: it is from Hugging Face.
+      read: reads the parameters at these paths, in the order of the paths.
+      variables: the model's state that is no parameter, as nested dicts of arrays; empty: none.
+    """
+
+    place: Path
+    model: ModelConfig
+    serving: ServingFiles
+    trained_by: Config | None
+    read: Callable[[Sequence[ParamPath]], list[np.ndarray]]
+    variables: Tree
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a model; a directory with a config.json is one from Hugging Face.
+
+        Raises `ConfigError` where there is no model, or it cannot be read.
+        """
+        if not path.exists():
+            raise ConfigError(
+                f"{path} does not exist: give a run's directory, one of its checkpoints, or a "
+                f"model's directory from Hugging Face."
+            )
+        return cls._published(path) if (path / "config.json").is_file() else cls._trained(path)
+
+    @classmethod
+    def _published(cls, path: Path) -> Self:
+        tree = {"model": model_settings(read_config(path), path), "train": _ANY_TRAIN}
+        model = build(tree).model
+        files, parameters = open_tensors(path, model)
+        by_path = {parameter.path: parameter for parameter in parameters}
+
+        def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
+            return [by_path[path].from_hf(files.read) for path in paths]
+
+        return cls(path, model, read_serving_files(path, model), None, read, {})
+
+    @classmethod
+    def _trained(cls, path: Path) -> Self:
+        checkpoint = StoredCheckpoint(
+            find_newest(path, "MODEL", "a model's directory from Hugging Face, ")
+        )
+        config, names = checkpoint.config, [n for n in checkpoint.leaves if n[0] == "variables"]
+        variables = nest_by_path(dict(zip(names, checkpoint.read(names)))) if names else {}
+        return cls(
+            path,
+            config.model,
+            ServingFiles.from_meta(checkpoint.meta),
+            config,
+            checkpoint.parameters,
+            variables.get("variables", {}),
+        )
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the model is made for [tokens]; 0: any."""
+        return self.model.max_seq_len
+
+
+# `build` wants these settings, which no model depends on.
+_ANY_TRAIN = {"steps": 1, "microbatch_size": 1, "seq_len": 2}

@@ -1,0 +1,93 @@
+"""Scores of given tokens by the forward-only pass, on any mesh."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpipe.inference.loaded_model import LoadedModel
+from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.moe.balance import REAL
+
+Tree = Any
+
+
+class SequenceScores(NamedTuple):
+    """Scores of the tokens 1 .. n - 1 of a sequence of n, each after all tokens before it.
+
+    Attributes:
+      logprobs: natural logarithms of probabilities, float32 `[n - 1]`.
+      greedy: whether no other token was more likely, bool `[n - 1]`.
+    """
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores sequences with one compiled program for every padded length.
+
+    Attributes:
+      loaded: the model on its mesh.
+    """
+
+    loaded: LoadedModel
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[SequenceScores]:
+        """Score sequences of integer token ids `[n]`, of differing lengths n >= 1, in their order.
+
+        Sequences of similar length share a batch.
+        """
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+        scores = (
+            score
+            for batch in self._batches([sequences[i] for i in order])
+            for score in self._score_batch(batch)
+        )
+        by_number = dict(zip(order, scores))
+        return [by_number[i] for i in range(len(sequences))]
+
+    def _batches(self, sequences: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
+        size = self.loaded.trainer.samples_per_step
+        for begin in range(0, len(sequences), size):
+            yield sequences[begin : begin + size]
+
+    def _score_batch(self, sequences: Sequence[np.ndarray]) -> list[SequenceScores]:
+        trainer, lengths = self.loaded.trainer, [len(tokens) - 1 for tokens in sequences]
+        shape = *trainer.config.batch_shape.values(), trainer.config.length_of(max(*lengths, 1))
+        batch = {
+            "inputs": np.zeros(shape, np.int32),
+            "targets": np.full(shape, IGNORE, np.int32),
+            REAL: np.zeros(shape, np.int32),
+        }
+        flat = {name: leaf.reshape(-1, shape[-1]) for name, leaf in batch.items()}
+        for row, (tokens, length) in enumerate(zip(sequences, lengths)):
+            flat["inputs"][row, :length] = tokens[:-1]
+            flat["targets"][row, :length] = tokens[1:]
+            flat[REAL][row, :length] = 1
+        made = self._program(self.loaded.params, trainer.put(batch), self.loaded.variables)
+        logprobs, greedy = (self._in_order(np.asarray(array), shape) for array in made)
+        return [
+            SequenceScores(logprobs[row, :length].astype(np.float32), greedy[row, :length] > 0)
+            for row, length in enumerate(lengths)
+        ]
+
+    def _in_order(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Undo `Feed.deal`: values as the devices return them, as `[M * B, L]`."""
+        places = np.arange(np.prod(shape)).reshape(shape)
+        whole = np.empty(places.size, values.dtype)
+        whole[self.loaded.trainer.feed.deal({"inputs": places})["inputs"]] = values
+        return whole.reshape(-1, shape[-1])
+
+    @cached_property
+    def _program(self) -> Any:
+        pipeline = self.loaded.pipeline(self.loaded.trainer.model.token_scores)
+
+        def outputs(params: Tree, batch: Tree, variables: Tree) -> Tree:
+            return pipeline.forward(params, batch, variables).outputs
+
+        return jax.jit(outputs, compiler_options=self.loaded.trainer.compiler_options)

@@ -1,0 +1,44 @@
+"""Small trained models on disk: what transformers wrote, and what a run saved."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import jax
+import numpy as np
+import transformers
+from checkpoint.test_huggingface_transformers import MODELS, logits_of, made_by_transformers
+
+from jaxpipe import config as configs
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
+from jaxpipe.training.trainer import Trainer
+
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+ONE_DEVICE = "parallel.pp=1", "parallel.dp=1", "model.n_layers=2", "train.grad_accum_steps=2"
+__all__ = ["MODELS", "logits_of", "published", "saved_run"]
+
+
+@cache
+def published(name):
+    """Return transformers' model of that name in `MODELS`, and a directory that holds it."""
+    transformers.utils.logging.disable_progress_bar()
+    theirs, directory = made_by_transformers(MODELS[name]), Path(mkdtemp()) / name
+    theirs.save_pretrained(directory)
+    return theirs, directory
+
+
+def saved_run(directory, *overrides, steps=2):
+    """Train steps of a smaller `data/small.toml`; return the trainer, the state, and ids."""
+    config = configs.load(SMALL, [*ONE_DEVICE, *overrides, f"run.dir={directory}"])
+    trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
+    shape = (*config.batch_shape.values(), config.train.seq_len + 1)
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
+    batch, state = {"inputs": ids[..., :-1], "targets": ids[..., 1:]}, trainer.init()
+    for _ in range(steps):
+        state, _ = trainer.train_step(state, trainer.put(batch))
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(
+        Path(directory) / "checkpoints", keep=1, asynchronous=False, keying=keying
+    ) as store:
+        store.save(steps, state.parts(), {"config": configs.to_toml(config), "position": 0})
+    return trainer, state, ids
