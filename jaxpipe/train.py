@@ -162,6 +162,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.boards import boards
+    from jaxpipe.training.exports import Exports
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loop import Run
     from jaxpipe.training.metrics import MetricsLog
@@ -235,7 +236,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             shown_on = boards(config, step, guard)
             log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
             stack.enter_context(log)
-        return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
+        exports = stack.enter_context(Exports(config, progress.say))
+        return Run(trainer, data, checkpoints, progress, log, exports).loop(state, seen)
 
 
 def _data(config: Config, directory: Path) -> "RunData":

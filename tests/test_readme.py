@@ -16,7 +16,13 @@ HOME = Path(__file__).parents[1]
 HOUSE = HOME / "jaxpipe"
 PAGES = pages()
 STANDS_FOR = {"CONFIG": "configs/quickstart.toml"}
-SCRIPTS = {"train.sh": "train", "plan.sh": "plan", "bench.sh": "bench", "data.sh": "data"}
+SCRIPTS = {
+    "train.sh": "train",
+    "plan.sh": "plan",
+    "bench.sh": "bench",
+    "data.sh": "data",
+    "generate.sh": "generate",
+}
 
 
 def name(path):

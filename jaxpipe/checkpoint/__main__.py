@@ -167,9 +167,8 @@ def _export(arguments: argparse.Namespace) -> None:
         max_shard_bytes=arguments.max_shard_size,
         serving=serving,
     )
-    ends = serving.generation.get("eos_token_id", serving.token_ids.get("eos_token_id"))
     missing = ["the tokenizer's files"] if not serving.files else []
-    if ends is None:
+    if not serving.eos_token_ids:
         missing.append("a token that ends text, without which generation does not stop")
     unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""
     print(f"exported {model.parameter_count():,} parameters to {arguments.out}{unknown}")

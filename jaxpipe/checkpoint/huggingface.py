@@ -12,7 +12,7 @@ during an export it holds one layer without its experts, or one stacked expert p
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxpipe.checkpoint.naming import NamedParameter, hf_format, list_parameters, locate_parameters
+from jaxpipe.checkpoint.naming import (
+    VARIABLES,
+    NamedParameter,
+    hf_format,
+    list_parameters,
+    locate_parameters,
+)
 from jaxpipe.checkpoint.safetensors_directory import TensorFiles, write_tensors
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
@@ -156,6 +162,10 @@ def export_huggingface(
     config_json = _build_config_json(model, str(kind), max_positions, serving)
     wanted = list_parameters(model)
     _check_stored(checkpoint, wanted)
+
+    def read(paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
+        return checkpoint.read(paths) if paths[0][0] == VARIABLES else checkpoint.parameters(paths)
+
     target = target.absolute()
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -165,7 +175,7 @@ def export_huggingface(
         write_tensors(
             partial,
             {name: parameter.hf_shape for parameter in wanted for name in parameter.hf_names},
-            _convert_tensors(checkpoint, wanted),
+            convert_tensors(read, wanted),
             dtype=kind,
             wide=frozenset(
                 name for parameter in wanted if parameter.is_variable for name in parameter.hf_names
@@ -248,14 +258,16 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[NamedParameter]) ->
             )
 
 
-def _convert_tensors(
-    checkpoint: StoredCheckpoint, wanted: list[NamedParameter]
+def convert_tensors(
+    read: Callable[[Sequence[tuple[str, ...]]], list[np.ndarray]], wanted: list[NamedParameter]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and tensor of all parameters; at most one layer is in memory at a time."""
+    """Yield name and tensor of all parameters; at most one layer is in memory at a time.
+
+    `read` returns the arrays of parameters by their paths, `("layers", "17", "attn", "wq")`.
+    """
     for _, group in groupby(wanted, key=_read_group):
         parameters = list(group)
         paths = [parameter.path for parameter in parameters]
-        read = checkpoint.read if parameters[0].is_variable else checkpoint.parameters
         arrays = dict(zip(paths, read(paths)))
         for parts in _group_by_name(parameters).values():  # pop frees an array once it is written
             first, tensors = parts[0], _fuse([arrays.pop(parameter.path) for parameter in parts])

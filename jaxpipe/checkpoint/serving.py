@@ -51,6 +51,12 @@ class ServingFiles:
     generation: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens at which generation stops; empty: none is known."""
+        ids = self.generation.get("eos_token_id", self.token_ids.get("eos_token_id"))
+        return tuple(_as_list(ids))
+
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
         """Read them from a Hugging Face directory.
@@ -134,8 +140,8 @@ class ServingFiles:
     def write(self, directory: Path) -> None:
         """Write the tokenizer's files and generation_config.json to a directory."""
         files = dict(self.files)
-        if self.generation:
-            files[GENERATION] = (json.dumps(self.generation, indent=2) + "\n").encode()
+        if generation := self.generation or self.token_ids:
+            files[GENERATION] = (json.dumps(generation, indent=2) + "\n").encode()
         for name, content in files.items():
             path = directory / name
             path.parent.mkdir(exist_ok=True)

@@ -261,6 +261,9 @@ class CheckpointConfig(Section, kw_only=True):
     """`[checkpoint]`: saves to `<run.dir>/checkpoints`, and what a run starts from."""
 
     every: Count = 0  # steps between saves; 0: only at the end
+    # steps between exports for transformers to <run.dir>/exports, which a process of its own writes
+    # from a checkpoint while training continues; a multiple of every; 0: none
+    export_every: Count = 0
     keep: Positive = 2  # number of newest checkpoints that stay on disk
     keep_every: Count = 0  # checkpoints at multiples of this step also stay; 0: none
     # auto: resume from the run's newest checkpoint, if any; a path: if there is none, start from

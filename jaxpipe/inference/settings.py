@@ -36,6 +36,23 @@ def start_devices(overrides: Sequence[str]) -> None:
     check_devices()
 
 
+def check_generation(config: Config) -> None:
+    """Raise `ConfigError` for a mesh on which tokens cannot be generated.
+
+    Every token goes through all layers before the next one can, so pipeline ranks would wait for
+    each other.
+    """
+    parallel = config.parallel
+    alone = parallel.pp, parallel.dp, parallel.slices, parallel.sequence_parallel
+    if alone != (1, 1, 1, False):
+        raise ConfigError(
+            f"tokens are generated on one device or over parallel.tp, but the mesh is "
+            f"{parallel.mesh} slices={parallel.slices} sequence_parallel="
+            f"{str(parallel.sequence_parallel).lower()}: set parallel.tp alone; a model of any "
+            f"mesh is put there."
+        )
+
+
 def inference_config(
     model: ModelConfig, overrides: Sequence[str], *, rows: int, longest: int
 ) -> Config:

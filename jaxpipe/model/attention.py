@@ -141,6 +141,7 @@ class CausalAttention:
     ) -> bool:
         """Whether attention runs block by block: in a ring, over slices, and over exchanged heads.
 
+        Slices of one token, as in generation, do not: their scores are few, and blocks as many.
         cuDNN's kernel masks no block. It computes slices in blocks if this device has all tokens of
         a slice and there are neither documents nor a window; without slices it takes all tokens in
         one call.
@@ -150,7 +151,7 @@ class CausalAttention:
         if self.kernel == "cudnn":
             whole = tokens == length and documents is None and not self.window
             return past is not None and whole
-        return past is not None or bool(self.sequence.heads)
+        return (past is not None and length > 1) or bool(self.sequence.heads)
 
     def _blocks(self, length: int) -> BlockKernel:
         """The kernel that computes blocks of `length` queries."""

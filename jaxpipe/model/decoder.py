@@ -212,6 +212,11 @@ class CausalDecoder:
             return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
         return cross_entropy_sum(x @ head, targets, devices, *last)
 
+    def logits(self, embed_head: Tree, x: jax.Array) -> jax.Array:
+        """Logits `[B, L, V]` of the next tokens; V are this device's shard of the vocabulary."""
+        x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
+        return x @ head
+
     def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
         """The scores of the targets, `[B, L]` each: an output of the head (`StageFunctions`)."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)

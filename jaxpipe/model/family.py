@@ -158,6 +158,9 @@ class Model(Protocol):
         They depend on key, index and names alone, whatever the layout.
         """
 
+    def logits(self, embed_head: Tree, x: "jax.Array") -> "jax.Array":
+        """Logits `[B, L, V]` of the next tokens; V are this device's shard of the vocabulary."""
+
     def token_scores(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "TokenScores":
         """The scores of a microbatch's targets, as `StageFunctions.outputs` returns them."""
 

@@ -50,6 +50,13 @@ def _check_start(config: Config) -> None:
     `checkpoint.allow_changed` may only name fields of `model`.
     """
     checkpoint = config.checkpoint
+    saves = checkpoint.every or config.train.steps
+    if checkpoint.export_every % saves:
+        raise ConfigError(
+            f"checkpoint.export_every={checkpoint.export_every} must be a multiple of the {saves} "
+            f"steps between saves (checkpoint.every, or train.steps): an export is made of a "
+            f"checkpoint; change one of them."
+        )
     if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
         raise ConfigError(
             f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "

@@ -36,6 +36,7 @@ PHASES = {
     "check": Phase("checking a step for corruption", 600, 600),
     "profile": Phase("writing a profile", 600, 600),
     "save": Phase("saving", 0, 600),
+    "export": Phase("waiting for an export", 1800, 1800),
 }
 _AUTO_SECONDS = 60.0  # smallest limit where `runtime.hang_timeout` is "auto"
 _AUTO_STEPS = 5.0  # the limit in median steps, if that is larger

@@ -19,6 +19,7 @@ from jaxpipe.runtime import position, processes
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.corruption import EXIT_CODE, CorruptionCheck
+from jaxpipe.training.exports import Exports
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
@@ -33,13 +34,17 @@ from jaxpipe.training.unread import Dispatched, UnreadSteps
 
 @dataclass(frozen=True)
 class Run:
-    """The training loop of a started run; `log` is None except on the first process."""
+    """The training loop of a started run.
+
+    `log` is None except on the first process; `exports` is told of every save, unless it is None.
+    """
 
     trainer: Trainer
     data: RunData
     checkpoints: CheckpointStore
     progress: Progress
     log: MetricsLog | None
+    exports: Exports | None = None
 
     @cached_property
     def steps(self) -> CompiledSteps:
@@ -195,6 +200,8 @@ class Run:
         position.enter("save", step)
         meta = describe(self.trainer, self.data, seen, state.guard)
         self.checkpoints.save(step, state.parts(), meta)
+        if self.exports:
+            self.exports.add(step)
 
     def _end(self, code: int, step: int) -> int:
         """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
@@ -211,11 +218,13 @@ class Run:
 
     def _closing_words(self, step: int) -> str:
         """The message after the last step: where the results are, and what to do next."""
-        saved = f"{self.trainer.config.run.dir}/checkpoints/{step}"
+        directory = self.trainer.config.run.dir
+        saved = f"{directory}/checkpoints/{step}"
         return (
             f"done: {step} steps; saved in {saved}, numbers of all steps in "
-            f"{self.trainer.config.run.dir}/metrics.jsonl; next: a larger train.steps to train on, "
-            f"or `python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+            f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
+            f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers, or to let it "
+            f"write `./launch/generate.sh {directory} --prompt 'def '`"
         )
 
     def _heldout_loss(self, state: State) -> float:

@@ -1,0 +1,95 @@
+"""`python -m jaxpipe.generate MODEL --prompt TEXT [section.key=value ...]`: continue a text.
+
+MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face.
+Without --temperature the most likely token is taken. The text ends at the model's end-of-text
+token, or after --max-tokens. The model is put on one device, or on several with parallel.tp,
+whatever mesh trained it.
+
+Exit codes: 0 done; 2 bad input; 130 Ctrl-C.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from jaxpipe.config import ConfigError
+from jaxpipe.config.arguments import MODEL, parse, parser_of
+from jaxpipe.inference.settings import check_generation, inference_config, start_devices
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = parser_of("generate", __doc__ or "", paths={"model": MODEL})
+    add = parser.add_argument
+    add("--prompt", required=True, metavar="TEXT")
+    add("--max-tokens", type=int, default=200, metavar="N", help="the most new tokens (200)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the most likely token (0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="share of probability to draw from")
+    add("--seed", type=int, default=0, help="of the draws (0)")
+    add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
+    try:
+        arguments = parse(parser, argv)
+        _check_numbers(arguments)
+        generate(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {arguments.max_tokens}: give 1 or more.")
+    if arguments.temperature < 0:
+        raise ConfigError(f"--temperature {arguments.temperature}: give 0 or more.")
+    if not 0 < arguments.top_p <= 1:
+        raise ConfigError(f"--top-p {arguments.top_p}: give a share above 0 and at most 1.")
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Print the prompt and its continuation as it is generated; the arguments are those of `main`.
+
+    Raises:
+        ConfigError: the model, its tokenizer, the prompt or a setting cannot be used.
+    """
+    start_devices(arguments.overrides)
+    # jax must not be imported earlier: it reads the environment set above when it starts.
+    from jaxpipe.inference.generation import Generator
+    from jaxpipe.inference.loaded_model import LoadedModel
+    from jaxpipe.inference.sampling import Sampling
+    from jaxpipe.inference.saved_model import SavedModel
+    from jaxpipe.inference.text import encode_prompt, tokenizer_of
+
+    saved = SavedModel.open(arguments.model)
+    tokenizer = tokenizer_of(saved, arguments.tokenizer)
+    prompt = encode_prompt(saved, tokenizer, arguments.prompt)
+    room = saved.longest - len(prompt) if saved.longest else arguments.max_tokens
+    config = inference_config(saved.model, arguments.overrides, rows=1, longest=len(prompt))
+    check_generation(config)
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    shown, ends = "", saved.serving.eos_token_ids
+
+    def show(made: list[int], *, complete: bool) -> None:
+        """Print what is new; a last character that is not complete only if the text is."""
+        nonlocal shown
+        text = tokenizer.decode(prompt + [token for token in made if token not in ends])
+        if complete or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    def is_finished(_: int, made: list[int]) -> bool:
+        show(made, complete=False)
+        return made[-1] in ends
+
+    show([], complete=True)
+    generator = Generator(LoadedModel.load(saved, config), sampling)
+    (made,) = generator.generate([prompt], min(arguments.max_tokens, room), is_finished)
+    show(made, complete=True)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

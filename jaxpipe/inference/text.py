@@ -1,0 +1,121 @@
+"""Text of a trained model: its tokenizer, and the tokens that end a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpipe.checkpoint.serving import TOKENIZER
+from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.data.manifest import read_manifest
+from jaxpipe.data.optional import import_optional
+from jaxpipe.data.token_files import find_prepared_folders
+from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, tokenizer_file
+from jaxpipe.inference.saved_model import SavedModel
+
+
+class TextTokenizer(Protocol):
+    """Converts a text to token ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with the special tokens that the tokenizer puts before it."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without special tokens."""
+
+
+class ByteText:
+    """One token per byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of bytes."""
+        return ByteTokenizer().decode(np.array(ids))
+
+
+@dataclass(frozen=True)
+class FileText:
+    """A `tokenizers.Tokenizer`."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with the special tokens that the tokenizer puts before it."""
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return self.tokenizer.decode(ids)
+
+
+def tokenizer_of(saved: SavedModel, given: str = "") -> TextTokenizer:
+    """The tokenizer of a model.
+
+    Args:
+      saved: the model.
+      given: "bytes", or the path of a tokenizer.json or its directory; "": the model's own.
+
+    Raises `ConfigError` where the model has none, or it cannot be read.
+    """
+    if given == BYTES or (not given and saved.trained_by and _is_of_bytes(saved.trained_by)):
+        return ByteText()
+    if given:
+        return _of_file(tokenizer_file(Path(given)).read_text(), given)
+    if TOKENIZER in saved.serving.files:
+        return _of_file(saved.serving.files[TOKENIZER].decode(), f"{TOKENIZER} of {saved.place}")
+    raise ConfigError(
+        f"{saved.place} has no {TOKENIZER}: give --tokenizer the path of one, or 'bytes'."
+    )
+
+
+def _is_of_bytes(config: Config) -> bool:
+    """Whether a run's data are bytes, as far as its prepared folders are still there."""
+    data = config.data
+    paths = [source.path for source in data.sources] or ([data.path] if data.path else [])
+    if not paths:
+        return data.source == "stdlib"
+    try:
+        folders = [folder for path in paths for folder in find_prepared_folders(path)]
+    except ConfigError:
+        return False
+    return bool(folders) and read_manifest(folders[0]).tokenizer.name == BYTES
+
+
+def _of_file(content: str, name: str) -> FileText:
+    library = import_optional("tokenizers", f"the tokenizer {name}")
+    try:
+        tokenizer = library.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"{name} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
+            f"give --tokenizer another."
+        ) from error
+    tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
+    tokenizer.no_padding()
+    return FileText(tokenizer)
+
+
+def encode_prompt(saved: SavedModel, tokenizer: TextTokenizer, text: str) -> list[int]:
+    """The ids of a prompt, from which at least one token can be generated.
+
+    Raises `ConfigError` where there is no token, an id is not of the model, or the prompt is longer
+    than the model.
+    """
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise ConfigError("the prompt has no token: give --prompt at least one character.")
+    if max(ids) >= saved.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer gives the id {max(ids)}, but model.vocab_size="
+            f"{saved.model.vocab_size}: give --tokenizer the one that the model was trained with."
+        )
+    if saved.longest and len(ids) >= saved.longest:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, but the model is made for model.max_seq_len="
+            f"{saved.longest}, and the next token needs room too: shorten the prompt."
+        )
+    return ids

@@ -1,0 +1,80 @@
+"""The weights of a running model in Hugging Face's names, for an inference server."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpipe import optimizer as optimizers
+from jaxpipe.checkpoint.huggingface import convert_tensors
+from jaxpipe.checkpoint.naming import VARIABLES, list_parameters
+from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding
+from jaxpipe.training import moments
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
+
+Tree = Any
+ParamPath = tuple[str, ...]
+
+
+def stream_weights(trainer: Trainer, state: State) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (Hugging Face name, full array) of every parameter, in the order of an export.
+
+    One pipeline rank sends at a time: a layer's owner broadcasts it to all devices, tensor by
+    tensor, so that every process of a run gets all arrays. All processes must iterate to the end,
+    and no step may run in between. Memory holds one layer on the host, and one parameter besides
+    the state on a device. The parameters are those that a held-out loss evaluates.
+
+    Raises `ConfigError` where the model's family has no form at Hugging Face.
+    """
+    before = state.optimizer
+    if trainer.config.train.offload_moments:
+        before, _ = moments.fetched(before, state.step)
+    params = optimizers.averaged(before, state.params)
+    shardings = trainer.sharding.param_shardings(params)
+
+    def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
+        if paths[0][0] == VARIABLES:  # replicated
+            return [np.asarray(state.variables[name]) for _, name in paths]
+        return [np.asarray(_broadcast(trainer, params, shardings, path)) for path in paths]
+
+    yield from convert_tensors(read, list_parameters(trainer.config.model))
+
+
+def _broadcast(trainer: Trainer, params: Tree, shardings: Tree, path: ParamPath) -> jax.Array:
+    """The full array of a parameter by its path on disk, on every device."""
+    rank = None
+    if path[0] == "layers":
+        rank, slot = trainer.layout.slot_of(int(path[1]))
+        params, shardings = params["layers"][slot], shardings["layers"][slot]
+        path = path[2:]
+    for key in path:
+        params, shardings = params[key], shardings[key]
+    program = _program(trainer.mesh, shardings, rank is not None)
+    return program(params, jnp.int32(rank or 0))
+
+
+@cache
+def _program(mesh: Mesh, stored: ParamSharding, of_layer: bool) -> Any:
+    """Compiled `(leaf, pp_rank) -> full array`; the rank is read only for a layer's leaf."""
+
+    def gather(leaf: jax.Array, rank: jax.Array) -> jax.Array:
+        if not of_layer:
+            return stored.gather(leaf, {PP, TP, *REPLICA_AXES})
+        full = stored.without_stage_axis.gather(leaf[0], {TP, *REPLICA_AXES})
+        return lax.psum(jnp.where(lax.axis_index(PP) == rank, full, 0), PP)
+
+    return jax.jit(
+        jax.shard_map(
+            gather,
+            mesh=mesh,
+            in_specs=(stored.partition_spec, PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )

@@ -1,0 +1,125 @@
+"""Generated text: transformers' own greedy tokens, draws from the nucleus, and where it stops."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from trained_models import MODELS, published, saved_run  # noqa: E402
+
+from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
+from jaxpipe.generate import main  # noqa: E402
+from jaxpipe.inference.generation import Generator  # noqa: E402
+from jaxpipe.inference.loaded_model import LoadedModel  # noqa: E402
+from jaxpipe.inference.sampling import GREEDY, Sampling  # noqa: E402
+from jaxpipe.inference.saved_model import SavedModel  # noqa: E402
+from jaxpipe.inference.settings import inference_config  # noqa: E402
+
+
+def generator(directory, *overrides, sampling=GREEDY):
+    saved = SavedModel.open(directory)
+    config = inference_config(saved.model, overrides, rows=1, longest=40)
+    return Generator(LoadedModel.load(saved, config), sampling)
+
+
+def greedy(theirs, prompt, tokens):
+    """Return the tokens that transformers adds, without stopping."""
+    ids = torch.tensor([prompt])
+    made = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow(unless=["mistral-", "gpt2-*tp*", "qwen3_moe-"])
+@pytest.mark.parametrize("overrides", ["", "parallel.tp=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(name, overrides):
+    """Of prompts of differing lengths, one of them read in slices."""
+    theirs, directory = published(name)
+    longest = MODELS[name].max_seq_len or 200
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 96, length).tolist() for length in (61, 50, 1)]
+    prompts = [prompt[: max(longest - 64, 20)] for prompt in prompts]
+    tokens = min(64, longest - max(map(len, prompts)))
+    made = generator(directory, *overrides.split()).generate(prompts, tokens, lambda *_: False)
+    for prompt, found in zip(prompts, made, strict=True):
+        assert found == greedy(theirs, prompt, tokens)
+
+
+def test_the_nucleus_is_that_of_transformers():
+    logits = np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32) * 3
+    for temperature, top_p in ((0.5, 0.9), (1.0, 0.3), (2.0, 1.0), (1.0, 1e-6)):
+        ours = Sampling(temperature, top_p).allowed(jnp.asarray(logits))
+        theirs = torch.from_numpy(logits) / temperature
+        if top_p < 1:
+            theirs = transformers.TopPLogitsWarper(top_p)(None, theirs)
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+
+
+def test_draws_have_the_probabilities_of_the_logits_and_depend_on_the_seed():
+    probabilities = np.array([0.5, 0.25, 0.2, 0.05], np.float32)
+    logits = jnp.broadcast_to(jnp.log(probabilities), (20_000, 4))
+    draws = np.asarray(Sampling(1.0, top_p=0.9).draw(logits, jnp.int32(3)))
+    shares = np.bincount(draws, minlength=4) / len(draws)
+    np.testing.assert_allclose(shares, [0.5 / 0.95, 0.25 / 0.95, 0.2 / 0.95, 0], atol=0.015)
+    for other in (Sampling(1.0, 0.9, seed=1).draw(logits, jnp.int32(3)),
+                  Sampling(1.0, 0.9).draw(logits, jnp.int32(4))):  # fmt: skip
+        assert (np.asarray(other) != draws).any()
+
+
+def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
+    """Bytes; any eos of a list ends the text, and what transformers generates is the same."""
+    saved_run(tmp_path / "run", "data.source=stdlib", "optimizer.lr=0.1", steps=8)
+    words = [str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "12"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("def ")
+    assert len(text) > len("def \n")
+
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "8")
+    out = tmp_path / "out"
+    assert checkpoint_command(["export", checkpoint, str(out)]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    made = greedy(theirs, list(b"def "), 12)
+    assert text == bytes([*b"def ", *made]).decode(errors="replace") + "\n"
+
+    stop = made[3]
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [255, stop]}))
+    capsys.readouterr()
+    assert main([str(out), *words[1:], "--tokenizer", "bytes"]) == 0
+    first = made.index(stop)
+    expected = bytes([*b"def ", *made[:first]]).decode(errors="replace")
+    assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--prompt", "x"], "has no tokenizer.json: give --tokenizer"),
+        (["--prompt", "", "--tokenizer", "bytes"], "the prompt has no token"),
+        (["--prompt", "x", "--tokenizer", "bytes"], "gives the id 120, but model.vocab_size=96"),
+        (["--prompt", "!" * 64, "--tokenizer", "bytes"], "the prompt has 64 tokens"),
+        (["--prompt", "!", "--tokenizer", "bytes", "parallel.pp=2"], "over parallel.tp, but"),
+        (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
+    ],
+)
+def test_refusals(capsys, words, sentence):
+    assert main([str(published("gpt2")[1]), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert sentence in error
+
+
+def test_prompts_of_other_lengths_need_no_further_programs():
+    made = generator(published("mistral")[1])
+    for length in (40, 33, 47):  # read in a slice of 32 tokens, and the others one by one
+        made.generate([[1] * length], 2, lambda *_: False)
+    programs = made.cached_model(64)
+    assert (programs.read._cache_size(), programs.next._cache_size()) == (1, 1)

@@ -1,0 +1,62 @@
+"""Weights out of a run: streamed in Hugging Face's names, and exported while it trains."""
+
+import numpy as np
+import pytest
+from commands import SMALL
+from hf_models import all_tensors, export
+from trained_models import saved_run
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.train import train
+from jaxpipe.training.weights import stream_weights
+
+MESHES = {
+    "experts": (
+        "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=16", "model.qk_norm=true",
+        "parallel.pp=2", "parallel.dp=2", "parallel.ep=2", "parallel.zero_stage=3",
+    ),
+    "uneven": (
+        "model.vocab_size=251", "parallel.pp=2", "parallel.tp=2", "parallel.schedule=zbv",
+        "model.n_layers=5", "parallel.vocab_parallel_pp=true", "parallel.sequence_parallel=true",
+        "optimizer.name=schedule_free", "optimizer.decay=constant",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow(only=["experts"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_streamed_weights_are_those_of_an_export(tmp_path, mesh):
+    trainer, state, _ = saved_run(tmp_path / "run", *MESHES[mesh])
+    streamed = list(stream_weights(trainer, state))
+    step = tmp_path / "run" / "checkpoints" / "2"
+    written = all_tensors(export(step, trainer.config.model, tmp_path / "out"))
+    assert sorted(name for name, _ in streamed) == sorted(written)
+    layers = [int(name.split(".")[2]) for name, _ in streamed if ".layers." in name]
+    assert layers == sorted(layers)
+    for name, array in streamed:
+        np.testing.assert_allclose(array, written[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_a_run_exports_while_it_trains(tmp_path, capfd):
+    overrides = [
+        f"run.dir={tmp_path}", "parallel.pp=1", "parallel.dp=8", "model.n_layers=2",
+        "train.steps=4", "train.eval_every=0", "checkpoint.every=2", "checkpoint.export_every=2",
+        "data.source=dummy",
+    ]  # fmt: skip
+    config = configs.load(SMALL, overrides)
+    assert train(config) == 0
+    said = capfd.readouterr().out
+    for step in (2, 4):
+        exported = all_tensors(tmp_path / "exports" / str(step))
+        checkpoint = tmp_path / "checkpoints" / str(step)
+        expected = all_tensors(export(checkpoint, config.model, tmp_path / f"by-hand-{step}"))
+        assert all((exported[name] == expected[name]).all() for name in expected)
+        assert f"parameters to {tmp_path}/exports/{step}" in said
+
+
+def test_an_export_is_of_a_checkpoint():
+    config = configs.load(SMALL, ["checkpoint.every=4", "checkpoint.export_every=6"])
+    with pytest.raises(ConfigError, match="export_every=6 must be a multiple of the 4 steps"):
+        check_settings(config)
