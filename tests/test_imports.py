@@ -22,7 +22,7 @@ ROWS = [
     {"training"},
     {"gpu", "inference"},
     {"bench"},
-    {"train", "plan", "profile", "score", "generate"},
+    {"train", "plan", "profile", "score", "generate", "evaluate"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # `pipeline` takes stage functions as arguments: it must not know the model.

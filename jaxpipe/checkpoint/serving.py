@@ -57,6 +57,13 @@ class ServingFiles:
         ids = self.generation.get("eos_token_id", self.token_ids.get("eos_token_id"))
         return tuple(_as_list(ids))
 
+    @property
+    def prefix_token_id(self) -> int | None:
+        """The token before a text that has none before it: BOS, or else EOS; None: not known."""
+        known = self.token_ids | _special_token_ids(self.files)
+        ids = _as_list(known.get("bos_token_id")) or _as_list(known.get("eos_token_id"))
+        return ids[0] if ids else None
+
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
         """Read them from a Hugging Face directory.
@@ -140,8 +147,8 @@ class ServingFiles:
     def write(self, directory: Path) -> None:
         """Write the tokenizer's files and generation_config.json to a directory."""
         files = dict(self.files)
-        if generation := self.generation or self.token_ids:
-            files[GENERATION] = (json.dumps(generation, indent=2) + "\n").encode()
+        if self.generation:
+            files[GENERATION] = (json.dumps(self.generation, indent=2) + "\n").encode()
         for name, content in files.items():
             path = directory / name
             path.parent.mkdir(exist_ok=True)

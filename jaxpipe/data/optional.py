@@ -6,8 +6,8 @@ from types import ModuleType
 from jaxpipe.config import ConfigError
 
 
-def import_optional(package: str, purpose: str) -> ModuleType:
-    """Import a module of a package from the extra `data`.
+def import_optional(package: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Import a module of a package from one of jaxpipe's extras.
 
     `purpose` starts the message. Raises `ConfigError` where the package is not installed.
     """
@@ -15,5 +15,5 @@ def import_optional(package: str, purpose: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"{purpose} needs the package {package.split('.')[0]}: pip install 'jaxpipe[data]'."
+            f"{purpose} needs the package {package.split('.')[0]}: pip install 'jaxpipe[{extra}]'."
         ) from error

@@ -16,23 +16,23 @@ from jaxpipe.inference.saved_model import SavedModel
 
 
 class TextTokenizer(Protocol):
-    """Converts a text to token ids and back."""
+    """Converts a text to token ids and back; `special` says whether to add, or keep, marks."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with the special tokens that the tokenizer puts before it."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the ids of a text, with the special tokens that the tokenizer puts around it."""
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special tokens."""
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Return the text of ids."""
 
 
 class ByteText:
-    """One token per byte of UTF-8."""
+    """One token per byte of UTF-8, without special tokens."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
         """Return the text of bytes."""
         return ByteTokenizer().decode(np.array(ids))
 
@@ -43,13 +43,13 @@ class FileText:
 
     tokenizer: Any
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with the special tokens that the tokenizer puts before it."""
-        return self.tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the ids of a text, with the special tokens that the tokenizer puts around it."""
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special tokens."""
-        return self.tokenizer.decode(ids)
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Return the text of ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
 
 def tokenizer_of(saved: SavedModel, given: str = "") -> TextTokenizer:

@@ -1,0 +1,101 @@
+"""`python -m jaxpipe.evaluate MODEL --tasks NAMES [section.key=value ...]`: tasks of lm-eval.
+
+MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face. Prints
+the harness's table. Settings choose a mesh, devices and a dtype: parallel.pp=2
+runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text need one device or
+parallel.tp.
+
+Exit codes: 0 done; 2 bad input.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.config import ConfigError
+from jaxpipe.config.arguments import MODEL, parse, parser_of
+from jaxpipe.config.paths import local_path
+from jaxpipe.data.optional import import_optional
+from jaxpipe.inference.settings import inference_config, start_devices
+from jaxpipe.schedule import ScheduleError
+
+_LONGEST = 2048  # tokens of a sequence for a model of any length, as in the harness
+_ROWS = 2**20  # more sequences than a batch has
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = parser_of("evaluate", __doc__ or "", paths={"model": MODEL})
+    add = parser.add_argument
+    add("--tasks", required=True, metavar="NAMES", help="names of tasks, separated by commas")
+    add("--include-path", type=local_path, metavar="DIR", help="a folder of tasks of your own")
+    add("--limit", type=int, metavar="N", help="examples per task; default: all")
+    add("--num-fewshot", type=int, metavar="N", help="examples in the context; default: the task's")
+    add("--apply-chat-template", action="store_true", help="write contexts as conversations")
+    add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
+    add("--out", type=local_path, metavar="JSON", help="a file for all results")
+    try:
+        arguments = parse(parser, argv)
+        results = evaluate(arguments)
+        if arguments.out:
+            _write(arguments.out, results)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate tasks and return the harness's results; the arguments are those of `main`.
+
+    Raises:
+        ConfigError: the model, its tokenizer, a task or a setting cannot be used.
+    """
+    purpose = "`python -m jaxpipe.evaluate`"
+    harness = import_optional("lm_eval", purpose, "eval")
+    start_devices(arguments.overrides)
+    # jax must not be imported earlier: it reads the environment set above when it starts.
+    from jaxpipe.inference.harness import harness_model
+    from jaxpipe.inference.loaded_model import LoadedModel
+    from jaxpipe.inference.saved_model import SavedModel
+    from jaxpipe.inference.text import tokenizer_of
+
+    saved = SavedModel.open(arguments.model)
+    tokenizer = tokenizer_of(saved, arguments.tokenizer)
+    longest = saved.longest or _LONGEST
+    config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
+    tasks = import_optional("lm_eval.tasks", purpose, "eval")
+    folder = arguments.include_path and str(arguments.include_path)
+    manager = tasks.TaskManager(include_path=folder)
+    names = [name for name in arguments.tasks.split(",") if name]
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise ConfigError(
+            f"lm-eval has no task {unknown[0]!r}: `lm-eval ls tasks` lists them, and "
+            f"--include-path adds yours."
+        )
+    return harness.simple_evaluate(
+        model=harness_model(LoadedModel.load(saved, config), tokenizer, longest),
+        tasks=names,
+        task_manager=manager,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+        apply_chat_template=arguments.apply_chat_template,
+    )
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(results, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path} cannot be written ({error.strerror}): choose a directory that exists "
+            f"and is writable."
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

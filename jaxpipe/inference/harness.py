@@ -1,0 +1,177 @@
+"""A trained model as one of lm-eval, the EleutherAI evaluation harness.
+
+Numbers are those of the harness's own `hf` model (`lm_eval/models/huggingface.py`).
+"""
+
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.config import ConfigError
+from jaxpipe.data.optional import import_optional
+from jaxpipe.inference.generation import Generator
+from jaxpipe.inference.loaded_model import LoadedModel
+from jaxpipe.inference.sampling import Sampling
+from jaxpipe.inference.scoring import Scorer
+from jaxpipe.inference.settings import check_generation
+from jaxpipe.inference.text import TextTokenizer
+
+PURPOSE = "`python -m jaxpipe.evaluate`"
+_BATCH = 8  # contexts that are continued together
+_NEW_TOKENS = 256  # where a task sets no limit, as in the harness
+
+
+class HarnessMethods:
+    """The methods of `lm_eval.api.model.TemplateLM`, without that base class.
+
+    Args:
+      loaded: the model on its mesh.
+      tokenizer: its tokenizer.
+      max_length: the longest sequence to read [tokens].
+    """
+
+    def __init__(self, loaded: LoadedModel, tokenizer: TextTokenizer, max_length: int):
+        super().__init__()
+        self.loaded, self.text, self.max_length = loaded, tokenizer, max_length
+        self.serving, self.scorer = loaded.saved.serving, Scorer(loaded)
+        self._generators: dict[Sampling, Generator] = {}
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return (*self.serving.eos_token_ids, self.prefix_token_id)[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context."""
+        token = self.serving.prefix_token_id
+        if token is None:
+            raise ConfigError(
+                f"{self.loaded.saved.place} has neither a BOS nor an EOS token, which stands for "
+                f"an empty context in this task: export the model with --tokenizer DIR first."
+            )
+        return token
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the ids of a text, with special tokens unless it starts with one."""
+        if add_special_tokens is None:
+            token = self.serving.prefix_token_id
+            prefix = "" if token is None else self.text.decode([token], special=True)
+            add_special_tokens = not (prefix and string.startswith(prefix))
+        return self.text.encode(string, special=add_special_tokens)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-probability, and whether it is the greedy one."""
+        longest = self.max_length + 1  # the last token is a target alone
+        rows = [(context + continuation)[-longest:] for _, context, continuation in requests]
+        lengths = [len(continuation) for _, _, continuation in requests]
+        scores = self.scorer.score(rows)
+        return [
+            (
+                float(one.logprobs[-length:].sum(dtype="float64")),
+                bool(one.greedy[-length:].all()),
+            )
+            for one, length in zip(scores, lengths)
+        ]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Return the log-probability of whole texts, in windows that do not overlap."""
+        utils = import_optional("lm_eval.utils", PURPOSE, "eval")
+        windows = [
+            [
+                (None, *utils.make_disjoint_window(window))
+                for window in utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        scores = iter(self._loglikelihood_tokens([one for own in windows for one in own]))
+        return [sum(next(scores)[0] for _ in own) for own in windows]
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """Return the continuation of each context, up to a stop sequence."""
+        check_generation(self.loaded.trainer.config)
+        utils = import_optional("lm_eval.models.utils", PURPOSE, "eval")
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        made: dict[int, str] = {}
+        for numbers in groups.values():
+            settings = utils.normalize_gen_kwargs(requests[numbers[0]].args[1], _NEW_TOKENS)
+            contexts = {number: requests[number].args[0] for number in numbers}
+            for begin in range(0, len(numbers), _BATCH):
+                part = numbers[begin : begin + _BATCH]
+                texts = self._continue([contexts[number] for number in part], settings)
+                made |= zip(part, texts)
+        return [made[number] for number in range(len(requests))]
+
+    def _continue(self, contexts: list[str], settings: dict[str, Any]) -> list[str]:
+        """Return continuations with the harness's settings, cut at the first stop sequence."""
+        tokens, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
+        room = self.max_length - tokens
+        if room < 1:
+            raise ConfigError(
+                f"a task generates up to {tokens} tokens, but the model is made for "
+                f"{self.max_length}: evaluate another task."
+            )
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        ends = self.serving.eos_token_ids
+
+        def text_of(made: list[int]) -> str:
+            return self.text.decode([token for token in made if token not in ends])
+
+        def is_finished(_: int, made: list[int]) -> bool:
+            return made[-1] in ends or any(stop in text_of(made) for stop in stops)
+
+        sampling = Sampling(settings.get("temperature", 0.0), settings.get("top_p", 1.0))
+        generator = self._generators.setdefault(sampling, Generator(self.loaded, sampling))
+        texts = map(text_of, generator.generate(prompts, tokens, is_finished))
+        return [
+            min((text.split(stop)[0] for stop in stops), key=len, default=text) for text in texts
+        ]
+
+    def apply_chat_template(self, history: list[dict[str, str]], **options: Any) -> str:
+        """Return the text of a conversation by the model's chat template."""
+        return self._chat_tokenizer.apply_chat_template(
+            history, tokenize=False, **({"add_generation_prompt": True} | options)
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the model's chat template; "" if none is asked for."""
+        return self._chat_tokenizer.chat_template or "" if chat_template else ""
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name of the tokenizer, by which the harness keys what it caches."""
+        return str(self.loaded.saved.place).replace("/", "__")
+
+    @cached_property
+    def _chat_tokenizer(self) -> Any:
+        """The tokenizer of transformers, which renders chat templates."""
+        transformers = import_optional("transformers", "--apply-chat-template", "hf")
+        with tempfile.TemporaryDirectory() as directory:
+            self.serving.write(Path(directory))
+            return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def harness_model(loaded: LoadedModel, tokenizer: TextTokenizer, max_length: int) -> Any:
+    """A model as `lm_eval.simple_evaluate` takes it; arguments as those of `HarnessMethods`.
+
+    Raises `ConfigError` where lm-eval is not installed.
+    """
+    api = import_optional("lm_eval.api.model", PURPOSE, "eval")
+
+    class Model(HarnessMethods, api.TemplateLM):
+        """A trained model of jaxpipe."""
+
+    return Model(loaded, tokenizer, max_length)
