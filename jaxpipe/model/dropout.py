@@ -9,6 +9,7 @@ never interrupted.
 Shapes: B examples, L tokens, D model, H heads, S keys.
 """
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -72,6 +73,13 @@ class Masks(NamedTuple):
         key_BL2 = _fold_in(self._at(site)[:, None], place_L[None])
         return _apply_dropout(x_BLD, key_BL2, width, self.dropout.rate)
 
+    def inputs(self, x_BLX: jax.Array, site: str, rate: float, *, local: bool) -> jax.Array:
+        """Apply dropout to the input of a product; `local`: X are this device's columns."""
+        first = self.devices.index() * x_BLX.shape[-1] if local else 0
+        key_B2 = _fold_in(self.key_B2, jnp.uint32(zlib.crc32(site.encode())))
+        key_BL2 = _fold_in(key_B2[:, None], self.place_L[None])
+        return _apply_dropout(x_BLX, key_BL2, x_BLX.shape[-1], rate, first)
+
     def shares(self, share_BHLS: jax.Array, query: int = 0, key: int = 0) -> jax.Array:
         """Apply dropout to attention probabilities.
 
@@ -102,7 +110,7 @@ def _fold_in(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _apply_dropout(
-    x: jax.Array, keys: jax.Array, count: int, rate: float, first: int = 0
+    x: jax.Array, keys: jax.Array, count: int, rate: float, first: jax.Array | int = 0
 ) -> jax.Array:
     """Keep values of the last dim whose random bits reach `rate`, divided by 1 - `rate`."""
     bits = _fold_in(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]

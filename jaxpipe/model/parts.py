@@ -85,7 +85,29 @@ class Dot:
         Keywords are the weights' names in their layer. Products of E experts are
         `[E, ..., in] x [E, in, out] -> [E, ..., out]`.
         """
-        return tuple(x @ weight.astype(x.dtype) for weight in weights.values())
+        return tuple(self.multiply(x, weight.astype(x.dtype)) for weight in weights.values())
+
+    def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Multiply x with one weight of its dtype."""
+        return x @ weight
+
+    def grouped(self, product: Callable[[jax.Array, jax.Array], jax.Array]) -> "Dot":
+        """The same products in x's dtype, of rows with their groups' matrices, by `product`."""
+        return GroupedDot(product)
+
+
+@dataclass(frozen=True)
+class GroupedDot(Dot):
+    """Products of rows `[S, in]` with the matrices `[E, in, out]` of their groups."""
+
+    product: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Multiply rows with one matrix per group."""
+        return self.product(x, weight)
+
+
+PLAIN_DOT = Dot()
 
 
 class LayerInputs(NamedTuple):
@@ -101,7 +123,7 @@ class LayerInputs(NamedTuple):
     past: CachedKeys | None = None
     masks: Masks = NO_MASKS
     documents: RowDocuments | None = None
-    dot: Dot = Dot()
+    dot: Dot = PLAIN_DOT
 
 
 class LayerParts(NamedTuple):

@@ -6,7 +6,6 @@ the last product, so that the experts' outputs need not be stored for the weight
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +29,6 @@ from jaxpipe.model.parts import Dot, Init
 from jaxpipe.partition.experts import AllExperts
 from jaxpipe.partition.leaf import EP, TP, ParamSpec
 
-Multiply = Callable[..., tuple[jax.Array, ...]]  # called as `Dot`, with the experts' matrices
 Made = tuple[jax.Array, jax.Array]
 PRODUCTS = "expert_gate", "expert_up", "expert_down"  # names under which `dot` gets the matrices
 
@@ -46,7 +44,7 @@ class Experts(nnx.Module):
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
 
-    def __call__(self, x: jax.Array, weights: jax.Array, dot: Multiply) -> jax.Array:
+    def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
         gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
         (down,) = dot(jax.nn.silu(gate) * up * weights, expert_down=self.w_down[...])
@@ -67,8 +65,7 @@ class Dispatch(Protocol):
         """Return the weighted sum of each token's expert outputs, `[B, L, D]`, and dropped rows.
 
         A token whose choice is the number of routed experts or more is padding: it is sent nowhere,
-        takes no slot, and is not counted. `dot` computes the batched products, which have one
-        shape.
+        takes no slot, and is not counted. `dot` computes the products.
         """
 
 
@@ -102,7 +99,7 @@ class DroplessDispatch:
         copies, x_ND = choice_BLK.shape[-1], x_BLD.reshape(-1, x_BLD.shape[-1])
         weights_R1, expert_R = weights_BLK.reshape(-1, 1), choice_BLK.reshape(-1)
         if self.replicas.size == 1:
-            y_ND = self._grouped(x_ND, weights_R1, expert_R, experts)
+            y_ND = self._grouped(x_ND, weights_R1, expert_R, experts, dot)
             return y_ND.reshape(x_BLD.shape), jnp.int32(0)
         own, room = self.count // self.replicas.size, self.room(len(x_ND), copies)
         places = assign_equally(expert_R // own, self.replicas.size, room)
@@ -113,7 +110,7 @@ class DroplessDispatch:
         x_SD, weights_S1, number_S1 = jnp.split(came, [x_ND.shape[1], x_ND.shape[1] + 1], axis=-1)
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
-        made_SD = self._grouped(x_SD, weights_S1, expert_S, experts)
+        made_SD = self._grouped(x_SD, weights_S1, expert_S, experts, dot)
         y_SD = _exchange_rows(self.replicas, made_SD, "tokens")
         dropped = count_dropped(places, expert_R // own, self.replicas.size)
         return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
@@ -126,7 +123,12 @@ class DroplessDispatch:
         return min(math.ceil(mean), most) if mean else most
 
     def _grouped(
-        self, x_ND: jax.Array, weights_R1: jax.Array, expert_R: jax.Array, experts: Experts
+        self,
+        x_ND: jax.Array,
+        weights_R1: jax.Array,
+        expert_R: jax.Array,
+        experts: Experts,
+        dot: Dot,
     ) -> jax.Array:
         """Weighted sum of each token's outputs from this device's experts, `[N, D]`.
 
@@ -135,15 +137,12 @@ class DroplessDispatch:
         copies, places = len(expert_R) // len(x_ND), assign_sorted(expert_R)
         sizes = count_values(expert_R, self.count // self.replicas.size)
 
-        def dot(rows: jax.Array, **matrices: jax.Array) -> tuple[jax.Array, ...]:
-            every = (each.astype(rows.dtype) for each in matrices.values())
-            return tuple(self.product(rows, each, sizes) for each in every)
-
+        grouped = dot.grouped(lambda rows, each: self.product(rows, each, sizes))
         x_SD, weights_S1 = (
             gather_into_slots(x_ND, places, copies),
             gather_into_slots(weights_R1, places, 1),
         )
-        return sum_from_slots(experts(x_SD, weights_S1, dot), places, copies)
+        return sum_from_slots(experts(x_SD, weights_S1, grouped), places, copies)
 
 
 @dataclass(frozen=True)

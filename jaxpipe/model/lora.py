@@ -1,0 +1,310 @@
+"""Low-rank adapters of a decoder whose own parameters are frozen (Hu et al. 2021, "LoRA").
+
+A layer's product x w becomes x w + alpha / rank * drop(x) a b, with a `[in, rank]` and b
+`[rank, out]`. Adapters are the parameters `lora/<name of w>/a` and `/b` of their layer. Products
+with experts' matrices have an adapter per expert, `[E, in, rank]` and `[E, rank, out]`.
+
+No gradient of w is computed: w is frozen (`ParamSpec.trained`), and the products with a and b stand
+beside the one with w.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.contract import Context, LayerOutput, StageFunctions
+from jaxpipe.model.decoder import CausalDecoder
+from jaxpipe.model.dropout import Dropout, Masks
+from jaxpipe.model.fp8 import Precision
+from jaxpipe.model.loss import TokenScores
+from jaxpipe.model.parts import PLAIN_DOT, Dot
+from jaxpipe.partition.devices import OneDevice
+from jaxpipe.partition.leaf import TP, ParamSpec
+
+Tree = Any
+NAME = "lora"  # of the adapters among a layer's parameters
+_SAMPLES = "samples"
+ParamPath = tuple[str, ...]
+
+
+class Adapter(NamedTuple):
+    """The two matrices of an adapter."""
+
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which products have adapters, and their size.
+
+    Attributes:
+      rank: inner width of an adapter.
+      alpha: adapters count alpha / rank times.
+      targets: names of weights, as a layer passes them to `Dot`; empty: all of them.
+      dropout: rate in training, of what an adapter multiplies.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
+
+    def paths(self, specs: Tree) -> Iterator[tuple[ParamPath, ParamSpec]]:
+        """Yield path and spec of the weights of a layer that have adapters."""
+        for path, spec in jax.tree.flatten_with_path(specs)[0]:
+            names = tuple(key.key for key in path)
+            is_target = not self.targets or product_of(names) in self.targets
+            if is_target and names[-1].startswith("w") and spec.matrix is not None:
+                yield names, spec
+
+
+def product_of(path: ParamPath) -> str:
+    """The name under which a layer passes the weight at a path to `Dot`.
+
+    >>> product_of(("attn", "wq")), product_of(("moe", "experts", "w_up"))
+    ('wq', 'expert_up')
+    """
+    return path[-1].replace("w_", "expert_", 1) if "experts" in path else path[-1]
+
+
+@dataclass(frozen=True)
+class LoraDecoder:
+    """A decoder with adapters; it has the functions of a `Model`.
+
+    Raises `ValueError` where a target is no weight of the model, and where adapters of experts
+    should drop inputs, or those of keys and values have no equal shares on the tp devices.
+
+    Attributes:
+      base: the decoder, all of whose parameters are frozen.
+      adapters: which products have adapters.
+    """
+
+    base: CausalDecoder
+    adapters: Adapters
+
+    def __post_init__(self) -> None:
+        known = {
+            product_of(path) for path, _ in self._every_path(replace(self.adapters, targets=()))
+        }
+        if unknown := [name for name in self.adapters.targets if name not in known]:
+            raise ValueError(
+                f"lora.targets has {unknown[0]!r}, but the weights of the layers are "
+                f"{', '.join(sorted(known))}: name some of these, or leave it out for all."
+            )
+        for path, spec in self._every_path(self.adapters):
+            name, experts = product_of(path), "experts" in path
+            if experts and self.adapters.dropout:
+                raise ValueError(
+                    f"lora.dropout={self.adapters.dropout} with an adapter of {name}: the inputs "
+                    f"of experts have no positions to draw masks by; set lora.dropout=0, or "
+                    f"lora.targets without experts."
+                )
+            if self.base.devices.size > 1 and TP in spec.partial_grad_axes:
+                raise ValueError(
+                    f"an adapter of {name}, of which every device has all heads: parallel.tp="
+                    f"{self.base.devices.size} must divide model.n_kv_heads, or leave {name} out "
+                    f"of lora.targets."
+                )
+
+    def _every_path(self, adapters: Adapters) -> Iterator[tuple[ParamPath, ParamSpec]]:
+        for kind in self.base.kinds:
+            yield from adapters.paths(self.base.leaves[kind])
+
+    def init_embed_head(self, key: jax.Array) -> Tree:
+        """Initial values of the base's parameters that belong to no layer."""
+        return self.base.init_embed_head(key)
+
+    def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
+        """Initial values of a layer: a uniform as torch's `Linear`, b zero, as in PEFT."""
+        layer, flat = self.base.init_layer(key, index, kind), {}
+        for path, spec in self.adapters.paths(self.base.leaves[kind]):
+            shapes = adapter_shapes(spec.shape, self.adapters.rank)
+            own = jax.random.fold_in(
+                jax.random.fold_in(key, index), zlib.crc32("/".join(path).encode())
+            )
+            bound = spec.shape[-2] ** -0.5
+            a = jax.random.uniform(own, shapes.a, jnp.float32, -bound, bound)
+            flat[path] = Adapter(a, jnp.zeros(shapes.b, jnp.float32))
+        return layer | {NAME: _nest(flat)}
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The base's functions with adapters; all parameters but these are frozen."""
+        functions = self.base.functions
+        kinds = {
+            name: replace(
+                kind,
+                layer=partial(self._layer, kind=name),
+                param_specs=self._specs(kind.param_specs),
+            )
+            for name, kind in functions.kinds_by_name.items()
+        }
+        keys = functions.batch_keys
+        if self.adapters.dropout and _SAMPLES not in keys:
+            keys = (*keys, _SAMPLES)
+        ends = _freeze(functions.embed_head_specs)
+        return replace(functions, kinds=kinds, embed_head_specs=ends, batch_keys=keys)
+
+    def logits(self, embed_head: Tree, x: jax.Array) -> jax.Array:
+        """See `CausalDecoder.logits`."""
+        return self.base.logits(embed_head, x)
+
+    def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
+        """See `CausalDecoder.token_scores`."""
+        return self.base.token_scores(embed_head, x, rows)
+
+    def _specs(self, specs: Tree) -> Tree:
+        own = {
+            path: adapter_specs(spec, self.adapters.rank)
+            for path, spec in self.adapters.paths(specs)
+        }
+        return _freeze(specs) | {NAME: _nest(own)}
+
+    def _layer(self, params: Tree, x: jax.Array, context: Context, kind: str) -> LayerOutput:
+        base = {name: leaf for name, leaf in params.items() if name != NAME}
+        specs = self.base.leaves[kind]
+        given = {
+            product_of(path): _at(params[NAME], path) for path, _ in self.adapters.paths(specs)
+        }
+        local = {
+            product_of(path) for path, spec in self.adapters.paths(specs) if (TP, 0) in spec.sharded
+        }
+        drop = self._dropping(x, context, local)
+        adapted = _Adapted(self.base.precision, given, self.adapters.scale, drop)
+        made = replace(self.base, precision=adapted).layer(base, x, context, kind)
+        if unused := given.keys() - adapted.used:
+            raise ValueError(
+                f"lora.targets: a layer of the kind {kind!r} does not pass {min(unused)} to `Dot`, "
+                f"so that it can have no adapter: leave it out."
+            )
+        return made
+
+    def _dropping(
+        self, x: jax.Array, context: Context, local: set[str]
+    ) -> Callable[[jax.Array, str], jax.Array]:
+        """Dropout of the input of a product; of those in `local` a device has its own columns."""
+        rate, rows = self.adapters.dropout, context.rows
+        if not rate or _SAMPLES not in rows:
+            return lambda inputs, name: inputs
+        base = self.base
+        masks = Masks.of(
+            Dropout(seed=base.seed), rows[_SAMPLES][:, 0], context.index,
+            base._places(rows, base._length(x)), base.devices,
+        )  # fmt: skip
+        return lambda inputs, name: masks.inputs(inputs, name, rate, local=name in local)
+
+
+@dataclass(frozen=True)
+class LoraDot(Dot):
+    """Products with adapters beside them.
+
+    Attributes:
+      base: multiplies with the frozen weights.
+      given: adapters by the name of their product.
+      scale: factor of their products.
+      drop: drops inputs of the product of a name.
+      plain: multiplies with adapters.
+      used: gets the names of the products that were computed with an adapter.
+    """
+
+    base: Dot
+    given: Mapping[str, Adapter]
+    scale: float
+    drop: Callable[[jax.Array, str], jax.Array]
+    used: set[str]
+    plain: Dot = PLAIN_DOT
+
+    def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Multiply as `Dot` does, and add the adapters' products."""
+        made = self.base(x, **weights)
+        return tuple(self._added(name, x, y) for name, y in zip(weights, made))
+
+    def grouped(self, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Dot:
+        """The same products, of rows with their groups' matrices."""
+        return replace(self, base=self.base.grouped(product), plain=self.plain.grouped(product))
+
+    def _added(self, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        if name not in self.given:
+            return y
+        self.used.add(name)
+        adapter = self.given[name]
+        (low,) = self.plain(self.drop(x, name), a=adapter.a)
+        (up,) = self.plain(low, b=adapter.b)
+        return y + self.scale * up
+
+
+@dataclass(frozen=True)
+class _Adapted(Precision):
+    """The precision of frozen weights, with a layer's adapters beside them."""
+
+    frozen: Precision
+    given: Mapping[str, Adapter]
+    scale: float
+    drop: Callable[[jax.Array, str], jax.Array]
+    used: set[str] = field(default_factory=set)
+
+    def dot(self, products: tuple[str, ...], devices: OneDevice, context: Context) -> Dot:
+        """The `Dot` of a layer."""
+        base = self.frozen.dot(products, devices, context)
+        return LoraDot(base, self.given, self.scale, self.drop, self.used)
+
+
+def adapter_shapes(shape: tuple[int, ...], rank: int) -> Adapter:
+    """Shapes of the adapter of a weight `[..., in, out]`."""
+    *experts, inputs, outputs = shape
+    return Adapter((*experts, inputs, rank), (*experts, rank, outputs))
+
+
+def adapter_specs(spec: ParamSpec, rank: int) -> Adapter:
+    """Specs of the adapter of a weight.
+
+    `a` is sharded with the weight's inputs and `b` with its outputs. The other one is replicated on
+    those devices, and its gradient is partial: each has some of the outputs, or of the inputs.
+    """
+    dims = len(spec.shape)
+    axes = {dim: tuple(axis for axis, of in spec.sharded if of == dim) for dim in range(dims)}
+
+    def one(kept: int, other: int, shape: tuple[int, ...]) -> ParamSpec:
+        sharded = tuple((axis, dim) for axis, dim in spec.sharded if dim != other)
+        partial_axes = (*spec.partial_grad_axes, *axes[other])
+        return ParamSpec(sharded, partial_axes, shape, matrix=spec.matrix)
+
+    shapes = adapter_shapes(spec.shape, rank)
+    return Adapter(one(dims - 2, dims - 1, shapes.a), one(dims - 1, dims - 2, shapes.b))
+
+
+def merge_adapter(weight: Any, adapter: Adapter, scale: float) -> Any:
+    """The weight that multiplies as the frozen one and its adapter do together."""
+    return weight + scale * (adapter.a @ adapter.b)
+
+
+def _freeze(specs: Tree) -> Tree:
+    return jax.tree.map(lambda spec: replace(spec, trained=False), specs)
+
+
+def _nest(flat: Mapping[ParamPath, Adapter]) -> Tree:
+    """Nested dicts by path, with leaves `a` and `b`."""
+    tree: Tree = {}
+    for path, adapter in flat.items():
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node |= adapter._asdict()
+    return tree
+
+
+def _at(tree: Tree, path: ParamPath) -> Adapter:
+    for key in path:
+        tree = tree[key]
+    return Adapter(**tree)

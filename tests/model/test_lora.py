@@ -1,0 +1,205 @@
+"""Low-rank adapters: on any mesh the gradients of merged weights on one device, and no others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same, assert_within, relative
+
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.lora import Adapter, Adapters, LoraDecoder, merge_adapter
+from jaxpipe.parallel import (
+    ContextParallel,
+    ExpertParallel,
+    ReplicaFactors,
+    StageLayout,
+    TensorParallel,
+    VocabularyParallel,
+    make_mesh,
+    shard_batch,
+)
+from jaxpipe.partition.devices import ONE_DEVICE
+from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
+from jaxpipe.schedule import Lockstep, build
+
+SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
+SPARSE = {
+    "n_kv_heads": 2, "n_experts": 4, "d_expert": 24, "experts_per_token": 2, "shared_experts": 1,
+    "first_dense_layers": 1,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SIZES, n_kv_heads=2, qk_norm=True),
+    "gpt2": GPT2Config(**SIZES, max_seq_len=8),
+    "experts": LlamaConfig(**SIZES, **SPARSE),
+    "capacity": LlamaConfig(**SIZES, **SPARSE, capacity_factor=1.5),
+}
+MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
+FEW = ("wq", "w_down")
+
+
+def problem(name, adapters):
+    """Return the decoder on one device, its parameters with adapters that are not zero, a batch."""
+    config, key = MODELS[name], jax.random.key(0)
+    decoder = LoraDecoder(FAMILIES[config.family].build(config), adapters)
+
+    def wide(path, leaf):
+        drawn = 0.1 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape, jnp.float64)
+        return drawn if path[-1].key == "b" else leaf.astype(jnp.float64)
+
+    init = lambda i: decoder.init_layer(key, i, config.layer_kinds[i])  # noqa: E731
+    layers = [jax.tree.map_with_path(wide, init(i)) for i in range(config.n_layers)]
+    shared = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), decoder.init_embed_head(key))
+    shape = (MICROBATCHES, EXAMPLES, LENGTH + 1)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
+    return decoder, shared, layers, {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+
+
+def by_path(tree):
+    """Return the leaves of nested dicts by path."""
+    return {tuple(k.key for k in path): leaf for path, leaf in jax.tree.flatten_with_path(tree)[0]}
+
+
+def merged(layer, scale):
+    """Return the layer's frozen weights with the adapters added."""
+    flat = by_path({name: leaf for name, leaf in layer.items() if name != "lora"})
+    own = by_path(layer["lora"])
+    for path in {path[:-1] for path in own}:
+        adapter = Adapter(own[*path, "a"], own[*path, "b"])
+        flat[path] = merge_adapter(flat[path], adapter, scale)
+    tree = {}
+    for path, leaf in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def expected(decoder, shared, layers, batch):
+    """Return losses, and the adapters' gradients by the chain rule from those of merged weights."""
+    scale = decoder.adapters.scale
+    every = [merged(layer, scale) for layer in layers]
+    losses, gradients = losses_and_gradients_ref(decoder.base.functions, shared, every, batch)
+    found = []
+    for layer, gradient in zip(layers, gradients["layers"], strict=True):
+        own, at_weights, of_layer = by_path(layer["lora"]), by_path(gradient), {}
+        for path in {path[:-1] for path in own}:
+            a, b = own[*path, "a"], own[*path, "b"]
+            at_weight = at_weights[path]
+            of_layer[*path, "a"] = scale * at_weight @ b.swapaxes(-1, -2)
+            of_layer[*path, "b"] = scale * a.swapaxes(-1, -2) @ at_weight
+        found.append(of_layer)
+    return losses, found
+
+
+def on_mesh(
+    decoder, shared, layers, batch, schedule, *, dp=1, tp=1, ep=1, cp=1, sequence=False, **how
+):
+    """Return losses and gradients of a step on a mesh, the latter by layer."""
+    devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
+    sharing = {"devices": devices}
+    if ep > 1:
+        sharing["replicas"] = ExpertParallel(ep, 0)
+    if cp > 1:
+        sharing["sequence"] = ContextParallel(cp)
+    if how.get("lockstep", Lockstep()).vocab_parallel:
+        sharing["embed_head_devices"] = VocabularyParallel.of(devices, schedule.pp)
+    config = decoder.base.config
+    shared_model = LoraDecoder(FAMILIES[config.family].build(config, **sharing), decoder.adapters)
+    count = schedule.pp * dp * tp
+    mesh = make_mesh(
+        schedule.pp, dp, tp, devices=jax.devices()[:count], factors=ReplicaFactors(ep=ep)
+    )
+    stages = schedule.placement.stages
+    layout = StageLayout((len(layers) // stages,) * stages, schedule.placement, config.layer_kinds)
+    functions, counts = shared_model.functions, layout.layers_per_stage
+    pipeline = Pipeline(functions, schedule, mesh, counts, Execution(**how))
+    params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
+    batch = shard_batch(batch, slices=1, cp=cp, dp=dp)
+    losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    assert not jax.tree.leaves(gradients["embed_head"])
+    return losses, [by_path(layer) for layer in layout.unstack(gradients["layers"])]
+
+
+CASES = {
+    "tp": (
+        "llama",
+        "zb_h1",
+        (),
+        {"tp": 2, "dp": 2, "zero_stage": 3, "reshard_after_forward": True},
+    ),
+    "sequence": (
+        "llama",
+        "zbv",
+        FEW,
+        {"tp": 2, "sequence": True, "lockstep": Lockstep(vocab_parallel=True)},
+    ),
+    "dualpipe": ("gpt2", "dualpipe", (), {"dp": 2, "zero_stage": 1, "remat": "full"}),
+    "cp": ("llama", "1f1b", ("wk", "wo"), {"dp": 2, "cp": 2, "remat": "selective"}),
+    "experts": ("experts", "1f1b", (), {"dp": 2, "ep": 2, "tp": 2}),
+    "capacity": ("capacity", "zb_h1", ("expert_up", "expert_down", "w_gate"), {"dp": 2, "ep": 2}),
+}
+
+
+@pytest.mark.slow(unless=["tp", "experts"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_merged_weights(case):
+    model, name, targets, how = CASES[case]
+    schedule = build(name, pp=2, microbatches=MICROBATCHES)
+    with jax.enable_x64(True):
+        every = problem(model, Adapters(3, 6.0, targets))
+        losses, gradients = on_mesh(*every, schedule, **how)
+        want_losses, want = expected(*every)
+        np.testing.assert_allclose(losses, want_losses, rtol=1e-12)
+        for found, layer in zip(gradients, want, strict=True):
+            trained = {path[1:]: leaf for path, leaf in found.items()}
+            assert all(path[0] == "lora" for path in found)
+            assert_same(trained, layer)
+
+
+def test_new_adapters_change_nothing_and_only_targets_have_them():
+    with jax.enable_x64(True):
+        decoder, shared, layers, batch = problem("llama", Adapters(2, 2.0, FEW))
+        first = decoder.init_layer(jax.random.key(0), 1)
+        assert {path[1:-1] for path in by_path(first) if path[0] == "lora"} == {
+            ("attn", "wq"), ("mlp", "w_down"),
+        }  # fmt: skip
+        assert not first["lora"]["attn"]["wq"]["b"].any()
+        assert 0 < jnp.abs(first["lora"]["attn"]["wq"]["a"]).max() <= 32**-0.5
+        plain = [{k: v for k, v in layer.items() if k != "lora"} for layer in layers]
+        zeros = [layer | {"lora": jax.tree.map(jnp.zeros_like, layer["lora"])} for layer in layers]
+        want, _ = losses_and_gradients_ref(decoder.base.functions, shared, plain, batch)
+        got, _ = losses_and_gradients_ref(decoder.functions, shared, zeros, batch)
+        np.testing.assert_allclose(got, want, rtol=1e-14)
+
+
+def test_dropout_is_the_same_on_every_mesh():
+    schedule = build("zb_h1", pp=2, microbatches=MICROBATCHES)
+    with jax.enable_x64(True):
+        decoder, shared, layers, batch = problem("llama", Adapters(3, 6.0, dropout=0.4))
+        numbers = jnp.arange(MICROBATCHES * EXAMPLES).reshape(MICROBATCHES, EXAMPLES, 1)
+        whole = batch | {"samples": jnp.broadcast_to(numbers, batch["inputs"].shape)}
+        without, _ = losses_and_gradients_ref(decoder.functions, shared, layers, batch)
+        losses, gradients = losses_and_gradients_ref(decoder.functions, shared, layers, whole)
+        assert relative(losses, without) > 1e-4
+        how = {"tp": 2, "dp": 2, "sequence": True}
+        got, found = on_mesh(decoder, shared, layers, whole, schedule, **how)
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_within(relative, 1e-12, found, list(map(by_path, gradients["layers"])))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "tp", "sentence"),
+    [
+        ("llama", Adapters(2, 2.0, ("wz",)), 1, "lora.targets has 'wz', but the weights"),
+        ("experts", Adapters(2, 2.0, dropout=0.1), 1, "the inputs of experts have no positions"),
+        ("llama", Adapters(2, 2.0), 4, "parallel.tp=4 must divide model.n_kv_heads"),
+    ],
+)
+def test_refusals(model, adapters, tp, sentence):
+    devices = TensorParallel(tp) if tp > 1 else ONE_DEVICE
+    base = FAMILIES["llama"].build(MODELS[model], devices=devices)
+    with pytest.raises(ValueError, match=sentence):
+        LoraDecoder(base, adapters)
