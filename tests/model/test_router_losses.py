@@ -67,6 +67,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(unless=["cp", "dp and ep", "tp and sequence parallel"])
 @pytest.mark.parametrize("case", CASES)
 def test_router_losses_are_means_over_the_tokens(case):
     name, mesh, how = CASES[case]
@@ -87,6 +88,7 @@ def test_router_losses_are_means_over_the_tokens(case):
         assert int(got.counts.sum()) == int((batch["targets"] != IGNORE).sum())
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_oracle_too():
     with jax.enable_x64(True):
         decoder = problem("qwen")[0]
@@ -97,6 +99,7 @@ def test_the_reference_is_the_oracle_too():
         assert_same(got.gradients, gradients)
 
 
+@pytest.mark.slow(unless=["dp and ep"])
 @pytest.mark.parametrize("case", ["one device", "dp and ep"])
 def test_half_precision_weighs_them_alike(case):
     """float16 divides at the end: router losses must not be divided by the number of targets."""
