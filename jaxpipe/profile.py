@@ -74,8 +74,8 @@ def profile(config: Config, out: Path) -> RankTicks:
     check_devices()
     import jax
 
+    from jaxpipe.training.batch_sharder import random_batch
     from jaxpipe.training.bubble import recorded, ticks
-    from jaxpipe.training.feed import random_batch
     from jaxpipe.training.trainer import Trainer
 
     trainer = Trainer(resolve(config, Devices.present(jax.devices())))

@@ -161,10 +161,10 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.runtime.directory import WriteGuard, locked
     from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import programs_of, results_of
-    from jaxpipe.training.boards import boards
     from jaxpipe.training.exports import Exports
     from jaxpipe.training.history import note_start
-    from jaxpipe.training.loop import Run
+    from jaxpipe.training.loggers import open_loggers
+    from jaxpipe.training.loop import TrainLoop
     from jaxpipe.training.metrics import MetricsLog
     from jaxpipe.training.progress import Progress
     from jaxpipe.training.routes import record
@@ -197,7 +197,9 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         data = _data(config, directory)
         processes.check_alike("results", lambda: results_of(plan, data))
         if config.train.eval_every:
-            data.heldout.batches(0, **trainer.feed.sizes).close()  # raises if there is too little
+            data.heldout.batches(
+                0, **trainer.sharder.sizes
+            ).close()  # raises if there is too little
         shown = Progress(config.train.steps, config.log, silent=not processes.first())
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
@@ -233,11 +235,11 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             step = int(state.step)
             guard = WriteGuard(progress.say)
             note_start(config, step, guard)
-            shown_on = boards(config, step, guard)
-            log = MetricsLog(directory, last_step=step, boards=shown_on, guard=guard)
+            shown_on = open_loggers(config, step, guard)
+            log = MetricsLog(directory, last_step=step, loggers=shown_on, guard=guard)
             stack.enter_context(log)
         exports = stack.enter_context(Exports(config, progress.say))
-        return Run(trainer, data, checkpoints, progress, log, exports).loop(state, seen)
+        return TrainLoop(trainer, data, checkpoints, progress, log, exports).loop(state, seen)
 
 
 def _data(config: Config, directory: Path) -> "RunData":

@@ -95,7 +95,7 @@ def _gradients(config: Config, fp8: str | None) -> Tree:
     import jax
 
     from jaxpipe.pipeline import losses_and_gradients_ref
-    from jaxpipe.training.feed import random_batch
+    from jaxpipe.training.batch_sharder import random_batch
     from jaxpipe.training.trainer import Trainer
 
     replace = msgspec.structs.replace

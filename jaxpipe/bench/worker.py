@@ -22,7 +22,7 @@ from jaxpipe.bench import memory
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Aux, Context
 from jaxpipe.runtime.environment import use_cpu_devices
-from jaxpipe.training.feed import random_batch
+from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.op_timers import OpTimer
 from jaxpipe.training.state import State
 from jaxpipe.training.step_timers import TransferTimer, UpdateTimer

@@ -151,7 +151,7 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
     )  # fmt: skip
-    batch, steps = trainer.feed.shapes(trainer.config.train.seq_len), FusedSteps(trainer)
+    batch, steps = trainer.sharder.shapes(trainer.config.train.seq_len), FusedSteps(trainer)
     batch = {
         name: jax.ShapeDtypeStruct(
             (steps.count * one.shape[0], *one.shape[1:]), one.dtype, sharding=one.sharding

@@ -77,10 +77,10 @@ class Scorer:
         ]
 
     def _in_order(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Undo `Feed.deal`: values as the devices return them, as `[M * B, L]`."""
+        """Undo `BatchSharder.deal`: values as the devices return them, as `[M * B, L]`."""
         places = np.arange(np.prod(shape)).reshape(shape)
         whole = np.empty(places.size, values.dtype)
-        whole[self.loaded.trainer.feed.deal({"inputs": places})["inputs"]] = values
+        whole[self.loaded.trainer.sharder.deal({"inputs": places})["inputs"]] = values
         return whole.reshape(-1, shape[-1])
 
     @cached_property

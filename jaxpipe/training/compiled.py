@@ -104,7 +104,7 @@ class CompiledSteps:
 
     def _compile(self, name: str, microbatches: int, length: int) -> Any:
         trainer = self._trainer
-        batch = trainer.feed.shapes(length, trains=name == "train_step")
+        batch = trainer.sharder.shapes(length, trains=name == "train_step")
         program, took = compile_timed(getattr(trainer, name), trainer.state_shapes, batch)
         self._say(f"{name} for {microbatches} microbatches of {length:,} tokens a row: {took}")
         return program

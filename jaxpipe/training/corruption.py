@@ -87,7 +87,7 @@ class CorruptionCheck:
         trainer = self._trainer_of(order)
         how = trainer.state_shardings
         inputs = state.params, batch, state.variables, state.guard.loss_scale
-        shardings = how.params, trainer.feed.sharding, how.variables, how.guard.loss_scale
+        shardings = how.params, trainer.sharder.sharding, how.variables, how.guard.loss_scale
         if order:
             shardings = (shardings[0], {name: shardings[1] for name in batch}, *shardings[2:])
             inputs = jax.device_put(inputs, shardings)
@@ -155,7 +155,7 @@ def gradient_program(trainer: Trainer) -> Any:
 
     return jax.jit(
         run,
-        in_shardings=(how.params, trainer.feed.sharding, how.variables, how.guard.loss_scale),
+        in_shardings=(how.params, trainer.sharder.sharding, how.variables, how.guard.loss_scale),
         compiler_options=trainer.compiler_options,
     )
 

@@ -33,7 +33,7 @@ from jaxpipe.training.unread import Dispatched, UnreadSteps
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainLoop:
     """The training loop of a started run.
 
     `log` is None except on the first process; `exports` is told of every save, unless it is None.
@@ -88,7 +88,7 @@ class Run:
     ) -> int | Failure:
         """Train from a state on; return the exit code, or the step that must not be passed over."""
         trainer, train = self.trainer, self.trainer.config.train
-        batches = self.data.train.batches(seen.position, **trainer.feed.sizes)
+        batches = self.data.train.batches(seen.position, **trainer.sharder.sizes)
         unread, spent, ran = UnreadSteps(), {}, set()
         meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
         was_interrupted = True  # whether something else happened since the last program
@@ -233,7 +233,7 @@ class Run:
         It does not depend on how rows are divided into batches and microbatches.
         """
         trainer, total, targets = self.trainer, 0.0, 0
-        batches = self.data.heldout.batches(0, **trainer.feed.sizes)
+        batches = self.data.heldout.batches(0, **trainer.sharder.sizes)
         with contextlib.closing(batches):
             for batch in itertools.islice(batches, trainer.config.train.eval_steps):
                 position.enter("evaluate")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
-from jaxpipe.training.boards import Board
+from jaxpipe.training.loggers import Logger
 
 Value = float | list[Any]  # a number, or nested lists of numbers
 _SCALARS = 64  # a list of at most so many numbers is logged as scalars, a longer one as a histogram
@@ -31,12 +31,12 @@ class MetricsLog:
         directory: Path,
         *,
         last_step: int,
-        boards: Sequence[Board] = (),
+        loggers: Sequence[Logger] = (),
         guard: WriteGuard | None = None,
     ):
         self._path = directory / "metrics.jsonl"
         self._file = self._opened(last_step)
-        self._guard, self._boards = guard or WriteGuard(print), boards
+        self._guard, self._loggers = guard or WriteGuard(print), loggers
         with self._guard.attempt(str(self._path)):
             self._file.flush()
 
@@ -48,18 +48,18 @@ class MetricsLog:
             self._file.close()
         if self._file.lost:
             self._guard.say(f"warning: {self._path} lacks {self._file.lost} steps of this run")
-        for board in self._boards:
-            with self._guard.attempt(board.name):
-                board.close()
+        for logger in self._loggers:
+            with self._guard.attempt(logger.name):
+                logger.close()
 
     def rewind(self, last_step: int) -> None:
         """Drop the records after `last_step`, from which the run goes on."""
         with self._guard.attempt(str(self._path)):
             self._file.close()
         self._file = self._opened(last_step)
-        for board in self._boards:
-            with self._guard.attempt(board.name):
-                board.rewind(last_step)
+        for logger in self._loggers:
+            with self._guard.attempt(logger.name):
+                logger.rewind(last_step)
 
     def _opened(self, last_step: int) -> AppendedFile:
         return AppendedFile(self._path, lambda: _keep_until(self._path, last_step))
@@ -69,12 +69,12 @@ class MetricsLog:
         finite = {name: _for_json(value) for name, value in values.items()}
         with self._guard.attempt(str(self._path)):
             self._file.append(f"{json.dumps({'step': step} | finite)}\n".encode())
-        for board in self._boards:
-            with self._guard.attempt(board.name):
-                board.show(step, dict(_for_boards(values)))
+        for logger in self._loggers:
+            with self._guard.attempt(logger.name):
+                logger.show(step, dict(_for_loggers(values)))
 
 
-def _for_boards(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
+def _for_loggers(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
     """Yield (name, scalar), and (name, finite numbers) for histograms."""
     for name, value in values.items():
         array = np.asarray(value)

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.training.boards import Shown
+from jaxpipe.training.loggers import Shown
 
 
 class Prometheus:

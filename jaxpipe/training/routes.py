@@ -17,7 +17,7 @@ from jaxpipe.training.trainer import Trainer
 
 def record(trainer: Trainer, data: DataSplit, state: State, samples: int, path: Path) -> None:
     """Write the batch that starts at position `samples` of `data`, with its routes, to `path`."""
-    with contextlib.closing(data.batches(samples, **trainer.feed.sizes)) as batches:
+    with contextlib.closing(data.batches(samples, **trainer.sharder.sizes)) as batches:
         write(path, recorded(trainer, state, next(batches)))
 
 
@@ -38,7 +38,7 @@ def routes_of(trainer: Trainer) -> Any:
     def routes(state: State, batch: Any) -> jax.Array:
         return pipeline.forward(state.params, batch, state.variables).aux.per_example[ROUTES]
 
-    return jax.jit(routes, in_shardings=(trainer.state_shardings, trainer.feed.sharding))
+    return jax.jit(routes, in_shardings=(trainer.state_shardings, trainer.sharder.sharding))
 
 
 def write(path: Path, batch: dict[str, np.ndarray]) -> None:

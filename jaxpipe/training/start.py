@@ -17,8 +17,8 @@ from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.planning import Devices, RunPlan, resolve
-from jaxpipe.training.guard import Guard
 from jaxpipe.training.state import State
+from jaxpipe.training.step_guard import StepGuard
 from jaxpipe.training.trainer import Trainer
 
 Say = Callable[[str], None]
@@ -107,7 +107,9 @@ def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
     return serving
 
 
-def describe(trainer: Trainer, data: RunData, seen: DataPosition, guard: Guard) -> dict[str, Any]:
+def describe(
+    trainer: Trainer, data: RunData, seen: DataPosition, guard: StepGuard
+) -> dict[str, Any]:
     """The metadata of a checkpoint: data position, guard, data, layout and configuration."""
     parallel = trainer.config.parallel
     return {

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.training.guard import Guard
+from jaxpipe.training.step_guard import StepGuard
 
 Tree = Any
 
@@ -20,7 +20,7 @@ class State(NamedTuple):
     optimizer: Tree
     step: jax.Array
     variables: Tree
-    guard: Guard
+    guard: StepGuard
 
     def parts(self) -> dict[str, Tree]:
         """The entries that a checkpoint stores as arrays, by name; inverse: `Trainer.state_of`."""

@@ -57,7 +57,7 @@ def _side(trainer: Trainer) -> Aux:
     functions = trainer.model.functions
     if functions.next_variables is None and functions.report is None:
         return Aux()
-    state, batch = trainer.state_shapes, trainer.feed.shapes(trainer.config.train.seq_len)
+    state, batch = trainer.state_shapes, trainer.sharder.shapes(trainer.config.train.seq_len)
     side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).aux
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
 

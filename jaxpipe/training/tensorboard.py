@@ -15,7 +15,7 @@ from tensorboardX.summary import histogram, scalar
 
 from jaxpipe.config import Config
 from jaxpipe.runtime.directory import AppendedFile
-from jaxpipe.training.boards import Shown
+from jaxpipe.training.loggers import Shown
 
 _BINS = 64  # bins of a histogram
 

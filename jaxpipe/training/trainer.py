@@ -24,11 +24,11 @@ from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
-from jaxpipe.training.feed import Feed
-from jaxpipe.training.guard import Guard
+from jaxpipe.training.batch_sharder import BatchSharder
 from jaxpipe.training.initial import full_parameters, parameters_on_rank
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
+from jaxpipe.training.step_guard import StepGuard
 
 Tree = Any
 
@@ -175,7 +175,7 @@ class Trainer:
 
         Variables that the checkpoint lacks are new. Moments go to the memory of `state_shardings`.
         """
-        guard = Guard.fresh(self.config.train).restored(guarded)
+        guard = StepGuard.fresh(self.config.train).restored(guarded)
         guard = jax.device_put(guard, self.state_shardings.guard)
         variables, first = parts.get("variables"), self.model.functions.variables
         if isinstance(first, dict):
@@ -188,7 +188,7 @@ class Trainer:
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 without shardings; pure, for use within compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
-        guard = Guard.fresh(self.config.train)
+        guard = StepGuard.fresh(self.config.train)
         return State(params, self.optimizer.init(params), jnp.int32(0), variables, guard)
 
     @cached_property
@@ -196,7 +196,7 @@ class Trainer:
         """Compiled `(state, batch) -> (state, metrics)`; the state is donated.
 
         A step whose loss or gradient norm is not finite, or a spike, makes no update. It is
-        skipped, or it stops the run (`Guard`): then later steps leave the state unchanged, so a
+        skipped, or it stops the run (`StepGuard`): then later steps leave the state unchanged, so a
         loop that reads metrics one step late still has the state before the failure. A step without
         targets has the loss NaN and makes no update either. Metrics are grad_norm, skipped_steps,
         spikes_in_row (`train.spike_sigma`), loss_scale (float16), the losses (`losses_of`), and the
@@ -208,7 +208,7 @@ class Trainer:
         """Compile a function with the signature of `step`; the state is donated."""
         return jax.jit(
             step,
-            in_shardings=(self.state_shardings, self.feed.sharding),
+            in_shardings=(self.state_shardings, self.sharder.sharding),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
             compiler_options=self.compiler_options,
@@ -237,7 +237,7 @@ class Trainer:
     ) -> tuple[State, dict[str, jax.Array]]:  # fmt: skip
         """The state after an update, and the metrics; pure, for use within compiled functions.
 
-        There is no update where the guard does not accept the step (`Guard.after`).
+        There is no update where the guard does not accept the step (`StepGuard.after`).
         Raises `ValueError` where an auxiliary output has the name of another metric.
         """
         norm, train = optimizers.global_norm(gradients), self.config.train
@@ -278,18 +278,20 @@ class Trainer:
 
         return jax.jit(
             loss,
-            in_shardings=(self.state_shardings, self.feed.sharding),
+            in_shardings=(self.state_shardings, self.sharder.sharding),
             compiler_options=self.compiler_options,
         )
 
     @cached_property
-    def feed(self) -> Feed:
+    def sharder(self) -> BatchSharder:
         """Shards host batches over the mesh."""
-        return Feed(self.config, self.mesh, "samples" in (self.model.functions.batch_keys or ()))
+        return BatchSharder(
+            self.config, self.mesh, "samples" in (self.model.functions.batch_keys or ())
+        )
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
-        """Put a host batch on the devices by `Feed.put`."""
-        return self.feed.put(batch, position)
+        """Put a host batch on the devices by `BatchSharder.put`."""
+        return self.sharder.put(batch, position)
 
     @property
     def samples_per_step(self) -> int:

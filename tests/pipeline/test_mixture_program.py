@@ -88,7 +88,7 @@ def test_what_ticks_hand_on_is_what_a_plan_counts(overrides):
     config = configs.load(SMALL, [*SPARSE, "parallel.pp=2", *overrides])
     parallel = config.parallel
     trainer = Trainer.resolve(config, tuple(jax.devices()[: parallel.pp * parallel.dp]))
-    batch = trainer.feed.shapes(config.train.seq_len)
+    batch = trainer.sharder.shapes(config.train.seq_len)
     trace = trainer.train_step.trace(trainer.state_shapes, batch)
     carried = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].out_avals
     got = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in carried)

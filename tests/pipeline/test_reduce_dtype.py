@@ -11,7 +11,7 @@ from compare import relative
 
 from jaxpipe import config as configs
 from jaxpipe.parallel import REPLICA_AXES
-from jaxpipe.training.feed import random_batch
+from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 
 BFLOAT16 = "parallel.grad_reduce_dtype=bfloat16"

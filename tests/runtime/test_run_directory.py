@@ -4,17 +4,17 @@ import contextlib
 import errno
 import os
 import signal
-import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 from commands import SMALL, losses, start, train_command
+from event_files import read_events
 
 from jaxpipe import train
 from jaxpipe.config import load
 from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
-from jaxpipe.training.boards import boards
+from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 
 ROOT = Path(__file__).parents[2]
@@ -76,46 +76,15 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch
     assert file.lost == 10
 
 
-def crc32c(content):
-    """Compute Castagnoli's checksum, bit by bit."""
-    value = 0xFFFFFFFF
-    for byte in content:
-        value ^= byte
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-    return value ^ 0xFFFFFFFF
-
-
-def masked(content):
-    value = crc32c(content)
-    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def events(directory):
-    """Return the events of the only file there, whose checksums are verified."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    (path,) = directory.glob("events*")
-    content, found = path.read_bytes(), []
-    while content:
-        length, check = struct.unpack("<QI", content[:12])
-        assert check == masked(content[:8])
-        data, (check,) = content[12 : 12 + length], struct.unpack("<I", content[12 + length :][:4])
-        assert check == masked(data)
-        found.append(Event.FromString(data))
-        content = content[16 + length :]
-    return found
-
-
 def test_event_files_are_whole_after_a_full_disk(tmp_path, monkeypatch):
     config = load(SMALL, [f"run.dir={tmp_path}", "log.tensorboard=true"])
     disk, said = FullDisk(monkeypatch), []
     guard = WriteGuard(said.append)
-    with MetricsLog(tmp_path, last_step=2, boards=boards(config, 2), guard=guard) as log:
+    with MetricsLog(tmp_path, last_step=2, loggers=open_loggers(config, 2), guard=guard) as log:
         for step in range(3, 8):
             disk.on = step in (4, 5)
             log.write(step, {"loss": step / 2, "counts": list(range(100))})
-    first, begins, *rest = events(tmp_path / "tensorboard")
+    first, begins, *rest = read_events(tmp_path / "tensorboard")
     assert first.file_version == "brain.Event:2"
     assert (begins.step, begins.session_log.status) == (3, 1)
     scalars = {e.step: e.summary.value[0].simple_value for e in rest if

@@ -18,8 +18,8 @@ from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import LogConfig, RunConfig
 from jaxpipe.parallel import ReplicaFactors, make_mesh
 from jaxpipe.pipeline import StageFunctions
-from jaxpipe.training.boards import boards
-from jaxpipe.training.loop import Run
+from jaxpipe.training.loggers import open_loggers
+from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.start import start
@@ -110,10 +110,10 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
         state, seen = start(trainer, data, checkpoints, say)
         last, shown = int(state.step), LogConfig(progress=False, every=1)
         with (
-            MetricsLog(directory, last_step=last, boards=boards(config, last)) as log,
+            MetricsLog(directory, last_step=last, loggers=open_loggers(config, last)) as log,
             Progress(config.train.steps, shown, console, silent=console is None) as progress,
         ):
-            return Run(trainer, data, checkpoints, progress, log).loop(state, seen)
+            return TrainLoop(trainer, data, checkpoints, progress, log).loop(state, seen)
 
 
 def restored(trainer, directory):

@@ -18,7 +18,7 @@ from jaxpipe.data.sources import open_data
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training import compiled
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.loop import Run
+from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.start import start
@@ -58,7 +58,7 @@ def run(directory, shard):
         state, seen = start(trainer, data, checkpoints, said.append)
         progress.say = said.append
         with MetricsLog(directory, last_step=int(state.step)) as log:
-            assert Run(trainer, data, checkpoints, progress, log).loop(state, seen) == 0
+            assert TrainLoop(trainer, data, checkpoints, progress, log).loop(state, seen) == 0
     return "\n".join(map(str, said))
 
 
@@ -93,7 +93,7 @@ def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
 def test_padding_changes_neither_loss_nor_gradient(packing):
     """And microbatches that are all padding contribute zeros."""
     trainer = Trainer.resolve(load(SMALL, [*TINY, f"data.packing={packing}"]), jax.devices()[:2])
-    names, params = trainer.feed.leaves, trainer.init().params
+    names, params = trainer.sharder.leaves, trainer.init().params
     tokens = np.random.default_rng(0).integers(0, 256, (2, 1, 17), np.int32)
     short = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:].copy()}
     short["targets"][:, :, 9] = -100
@@ -133,7 +133,7 @@ class Steps:
     def __init__(self):
         self.config = load(SMALL, [*VARIABLE, "train.seq_len=96", "parallel.slices=2"])
         self.compiled, self.threads = [], set()
-        self.feed = SimpleNamespace(shapes=lambda length, trains: length)
+        self.sharder = SimpleNamespace(shapes=lambda length, trains: length)
         self.state_shapes = None
         self.train_step = self.eval_step = self
 

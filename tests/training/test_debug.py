@@ -17,7 +17,7 @@ from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.schedule import Lockstep, build
-from jaxpipe.training.feed import random_batch
+from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 
 SMALL = "tests/data/small.toml"

@@ -15,11 +15,11 @@ from routed import batches, restored, run, trainer_of
 from jaxpipe.config import load
 from jaxpipe.training import loop, unread
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.guard import Guard
-from jaxpipe.training.loop import Run
+from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
+from jaxpipe.training.step_guard import StepGuard
 
 SAMPLES = 8  # in a step of `SMALL`
 
@@ -53,7 +53,7 @@ class Recorder:
         self.directory, self.losses, self.signal_at = directory, losses or {}, signal_at
         self.events, self.logged, self.position = Events(signal_at), [], None
         self.config = load(SMALL, ["train.eval_every=0", *overrides])
-        self.train = self.heldout = self.feed = self
+        self.train = self.heldout = self.sharder = self
         self.sizes = self.config.batch_shape
 
     def batches(self, position, **_):
@@ -98,8 +98,8 @@ class Recorder:
 
     def run(self):
         with MetricsLog(self.directory, last_step=0) as log:
-            fresh = State(None, None, 0, None, Guard.fresh(self.config.train))
-            return Run(self, self, self, self, log).loop(fresh, DataPosition())
+            fresh = State(None, None, 0, None, StepGuard.fresh(self.config.train))
+            return TrainLoop(self, self, self, self, log).loop(fresh, DataPosition())
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]

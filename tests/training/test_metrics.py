@@ -17,7 +17,7 @@ from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.model import PRESETS
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.runtime.devices import memory_peak, peak_flops
-from jaxpipe.training.boards import boards
+from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress, describe
 from jaxpipe.training.trainer import Trainer
@@ -122,7 +122,7 @@ def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
 def logging(directory, last_step=0):
     """Return a log with TensorBoard."""
     config = load(SMALL, [f"run.dir={directory}", "log.tensorboard=true"])
-    return MetricsLog(directory, last_step=last_step, boards=boards(config, last_step))
+    return MetricsLog(directory, last_step=last_step, loggers=open_loggers(config, last_step))
 
 
 def test_flops_of_a_window_are_those_of_its_keys():

@@ -9,7 +9,7 @@ from several import free_port
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.training.boards import boards
+from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 
 pytest.importorskip("prometheus_client")
@@ -29,7 +29,7 @@ def scraped(port):
 def test_the_newest_step_is_served(tmp_path):
     port = free_port()
     config = load(SMALL, [f"run.dir={tmp_path / 'mine'}", f"log.prometheus_port={port}"])
-    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+    with MetricsLog(tmp_path, last_step=0, loggers=open_loggers(config, 0)) as log:
         log.write(1, {"loss": 2.5, "eval_loss": 3.0, "counts": [[1, 2]], "many": [0] * 100})
         log.write(2, {"loss": float("inf"), "tokens_seen": 2**40, "counts": [[3, 4]]})
         assert scraped(port) == {
@@ -40,14 +40,14 @@ def test_the_newest_step_is_served(tmp_path):
             ("jaxpipe_counts", "0/0"): 3,
             ("jaxpipe_counts", "0/1"): 4,
         }
-    for board in boards(config, 0):  # the port is free again
-        board.close()
+    for logger in open_loggers(config, 0):  # the port is free again
+        logger.close()
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path, capsys):
     port = free_port()
     how = [f"run.dir={tmp_path / 'mine'}", f"log.prometheus_port={port}"]
-    (first,) = boards(load(SMALL, how), 0)
+    (first,) = open_loggers(load(SMALL, how), 0)
     try:
         alone = ["parallel.pp=1", "parallel.dp=8", "train.eval_every=0"]
         assert train.main([str(SMALL), *how, *alone]) == 2

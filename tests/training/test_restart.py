@@ -96,7 +96,7 @@ def test_moments_step_and_rate_go_on(run):
     old, new = (
         train._data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
     )
-    state, sizes = trainer.init(), trainer.feed.sizes
+    state, sizes = trainer.init(), trainer.sharder.sizes
     for step in range(1, 7):
         data, position = (old, (step - 1) * PER_STEP) if step < 5 else (new, (step - 5) * PER_STEP)
         batch = trainer.put(data.train.batch(position, **sizes), (step - 1) * PER_STEP)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from commands import SMALL, complete, metrics
 from compare import assert_same
+from event_files import read_events
 from kinds import CHOICES
 from rich.console import Console
 from routed import EXAMPLES, KINDS, LAYERS, batch_at, functions, restored, run, trainer_of
-from tensorboardX.proto.event_pb2 import Event
 from toy import LENGTH
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
@@ -68,18 +68,6 @@ def test_a_name_that_is_taken_is_refused():
             trainer.update(state, jnp.float32(1), state.params, Aux(maxima={name: jnp.ones(2)}))
 
 
-def events(directory):
-    """Return for every TensorBoard tag the kinds of its values and its last number."""
-    (path,) = (directory / "tensorboard").glob("events*")
-    content, at, tags = path.read_bytes(), 0, {}
-    while at < len(content):  # records: length, its checksum, content, its checksum
-        length = int.from_bytes(content[at : at + 8], "little")
-        event = Event.FromString(content[at + 12 : at + 12 + length])
-        tags |= {value.tag: value for value in event.summary.value}
-        at += 16 + length
-    return tags
-
-
 def test_counts_reach_the_logs(tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=300)
@@ -94,7 +82,11 @@ def test_counts_reach_the_logs(tmp_path):
         assert line["tokens"] == 2 * TOKENS
         assert type(line["tokens"]) is int
         np.testing.assert_allclose(sum(line["share"]), 2 * TOKENS)
-    tags = events(tmp_path)
+    tags = {
+        value.tag: value
+        for event in read_events(tmp_path / "tensorboard")
+        for value in event.summary.value
+    }
     shown = [[tags[f"counts/{i}/{j}"].simple_value for j in range(CHOICES)] for i in range(LAYERS)]
     assert shown == logged[3]["counts"]
     assert tags["score"].simple_value == np.float32(logged[3]["score"])

@@ -14,7 +14,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.parallel import make_mesh
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.schedule import build
-from jaxpipe.training import guard
+from jaxpipe.training import step_guard
 from jaxpipe.training.trainer import Trainer
 
 CONSTANT = ["optimizer.decay=constant", "checkpoint.every=0"]
@@ -90,7 +90,7 @@ def half_precision(steps, *overrides):
 @pytest.mark.slow
 def test_the_loss_scale_falls_until_gradients_are_finite_and_is_saved(tmp_path, monkeypatch):
     """The first scale is so large that they are not; an interrupted run resumes with its scale."""
-    monkeypatch.setattr(guard, "_FIRST_SCALE", 2.0**26)
+    monkeypatch.setattr(step_guard, "_FIRST_SCALE", 2.0**26)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(half_precision(24), whole, data=tokens) == 0
     for steps in (5, 24):
@@ -111,7 +111,7 @@ def test_the_loss_scale_falls_until_gradients_are_finite_and_is_saved(tmp_path, 
 
 def test_the_loss_scale_doubles_after_finite_steps():
     train = configs.load(SMALL, FLOAT16).train
-    now = guard.Guard.fresh(train)
+    now = step_guard.StepGuard.fresh(train)
     for finite, factor in ((True, 2), (False, 1), (True, 1)):
         last = now.restored({"loss_scale": float(now.loss_scale), "finite_steps": 1999})
         loss = jnp.float32(1 if finite else jnp.nan)

@@ -11,18 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 from commands import SMALL, complete, metrics
+from event_files import read_events
 from rich.console import Console
 from routed import batches, restored, run, trainer_of
 from test_loop import Recorder
-from test_run_directory import events
 from toy import LENGTH
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.training.boards import boards
-from jaxpipe.training.guard import Guard
+from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.step_guard import StepGuard
 
 SETTINGS = [
     "optimizer.decay=constant", "train.spike_sigma=6", "train.spike_window=4", "parallel.pp=2",
@@ -104,7 +104,7 @@ def test_the_criterion_is_that_of_numpy(sigma, size):
         guard, updates = guard.after(*pair, train)
         return guard, ~updates
 
-    _, skipped = jax.jit(lambda: jax.lax.scan(step, Guard.fresh(train), jnp.asarray(numbers)))()
+    _, skipped = jax.jit(lambda: jax.lax.scan(step, StepGuard.fresh(train), jnp.asarray(numbers)))()
     want = skips_by_numpy(numbers, sigma, size)
     assert skipped.tolist() == want
     assert 10 < sum(want) < 100
@@ -181,12 +181,13 @@ def test_what_cannot_be_is_refused(settings, message):
 def test_a_log_goes_back(tmp_path):
     """Steps after the checkpoint are dropped; TensorBoard drops them at a START event."""
     config = configs.load(SMALL, [f"run.dir={tmp_path}", "log.tensorboard=true"])
-    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+    with MetricsLog(tmp_path, last_step=0, loggers=open_loggers(config, 0)) as log:
         for step in (1, 2, 3):
             log.write(step, {"loss": 1.0})
         log.rewind(1)
         log.write(2, {"loss": 2.0})
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0)]
-    found = [(event.step, event.session_log.status) for event in events(tmp_path / "tensorboard")]
+    written = read_events(tmp_path / "tensorboard")
+    found = [(event.step, event.session_log.status) for event in written]
     assert found == [(0, 0), (1, 1), (1, 0), (2, 0), (3, 0), (2, 1), (2, 0)]

@@ -17,9 +17,9 @@ from jaxpipe import config as configs
 from jaxpipe.contract import Context
 from jaxpipe.data.batches import DataSplit, heldout_order
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.training import guard
+from jaxpipe.training import step_guard
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.loop import Run
+from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.trainer import Trainer
 
 LENGTH, ROWS = 16, 7
@@ -52,7 +52,7 @@ def heldout_loss(trainer, count=ROWS):
     split = DataSplit("held-out", "", list(samples())[:count], heldout_order([count], [1]))
     said = []
     data, progress = SimpleNamespace(heldout=split), SimpleNamespace(say=said.append)
-    run = Run(trainer, data, None, progress, None)
+    run = TrainLoop(trainer, data, None, progress, None)
     with CompiledSteps(trainer, said.append):
         return run._heldout_loss(trainer.init()), said
 
@@ -186,7 +186,7 @@ def test_the_largest_loss_is_of_the_microbatches_that_have_targets():
 @pytest.mark.parametrize("limit", [0, 20])
 def test_a_resumed_run_logs_the_rate_of_its_updates(tmp_path, monkeypatch, limit):
     """A float16 step that overflows is no update, whether or not steps may be skipped."""
-    monkeypatch.setattr(guard, "_FIRST_SCALE", 2.0**26)
+    monkeypatch.setattr(step_guard, "_FIRST_SCALE", 2.0**26)
     how = [*ALONE, "train.eval_every=0", "optimizer.warmup_steps=24", "train.compute_dtype=float16"]
     skips = "train.skip_non_finite=40"
     steps = ["train.steps=24", "checkpoint.every=20"]

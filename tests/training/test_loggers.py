@@ -8,7 +8,7 @@ from commands import SMALL, metrics
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.training.boards import boards
+from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 
 STAND_IN = '''
@@ -86,7 +86,7 @@ def test_a_run_is_logged_at_wandb_too(tmp_path, stand_in):
 
 def test_many_numbers_are_a_histogram(tmp_path, stand_in):
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
-    with MetricsLog(tmp_path, last_step=4, boards=boards(config, 4)) as log:
+    with MetricsLog(tmp_path, last_step=4, loggers=open_loggers(config, 4)) as log:
         log.write(5, {"counts": [[1, 2]], "many": list(range(100))})
     given, logged, _ = stood_in(tmp_path)
     assert given["name"].endswith("from step 4")
@@ -96,7 +96,7 @@ def test_many_numbers_are_a_histogram(tmp_path, stand_in):
 def test_the_mode_of_the_environment_goes_first(tmp_path, stand_in, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=online"])
-    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)):
+    with MetricsLog(tmp_path, last_step=0, loggers=open_loggers(config, 0)):
         pass
     given, _ = stood_in(tmp_path)
     assert given["mode"] == "offline"
@@ -111,7 +111,7 @@ def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
 
 def test_a_rollback_begins_another_run_at_wandb(tmp_path, stand_in):
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
-    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+    with MetricsLog(tmp_path, last_step=0, loggers=open_loggers(config, 0)) as log:
         log.write(5, {"loss": 1})
         log.rewind(4)
         log.write(5, {"loss": 2})
@@ -136,7 +136,7 @@ def test_without_the_package_the_configuration_is_refused(tmp_path, monkeypatch,
 def test_wandb_itself(tmp_path):
     wandb = pytest.importorskip("wandb")
     config = load(SMALL, [f"run.dir={tmp_path}", "log.wandb=offline"])
-    with MetricsLog(tmp_path, last_step=0, boards=boards(config, 0)) as log:
+    with MetricsLog(tmp_path, last_step=0, loggers=open_loggers(config, 0)) as log:
         log.write(1, {"loss": 0.5, "many": list(range(100))})
     wandb.teardown()  # otherwise its process may still be writing
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")

@@ -11,11 +11,11 @@ from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import make_mesh
-from jaxpipe.training.feed import Feed, random_batch
+from jaxpipe.training.batch_sharder import BatchSharder, random_batch
 
 
-def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
-    """Return the feed of a process; each process has equally many virtual devices, in order."""
+def sharders(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
+    """Return the sharder of a process; each process has equally many virtual devices, in order."""
     sizes = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}"]
     config = configs.load(SMALL, [*sizes, "train.microbatch_size=2", *overrides])
     mesh = make_mesh(
@@ -24,7 +24,7 @@ def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
     each = pp * dp * tp // processes
     process_of = np.vectorize(lambda device: SimpleNamespace(process_index=device.id // each))
     seen = SimpleNamespace(devices=process_of(mesh.devices), shape=mesh.shape)
-    return Feed(config, mesh, numbered), Feed(config, seen, numbered)
+    return BatchSharder(config, mesh, numbered), BatchSharder(config, seen, numbered)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def feed(*overrides, processes=1, pp=2, dp=4, tp=1, numbered=True):
     ],
 )
 def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
-    _, seen = feed(*overrides, processes=processes)
+    _, seen = sharders(*overrides, processes=processes)
     rows = [seen.rows(process) for process in range(processes)]
     assert [(of.start, of.stop) for of in rows] == want
 
@@ -48,25 +48,25 @@ def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
 )
 def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
     """For the last two replicas, as in a process that has only their devices."""
-    whole_feed, _ = feed(*overrides)
-    shape = (4, whole_feed.config.batch_shape["batch_size"], 16)
+    full_sharder, _ = sharders(*overrides)
+    shape = (4, full_sharder.config.batch_shape["batch_size"], 16)
     ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     batch = {"inputs": ids, "targets": ids + 1}
-    want = whole_feed.put(batch, position=100)
+    want = full_sharder.put(batch, position=100)
     half = slice(shape[1] // 2, shape[1])
     part = {name: leaf[:, half] for name, leaf in batch.items()}
-    monkeypatch.setattr(Feed, "rows", lambda self: half)
+    monkeypatch.setattr(BatchSharder, "rows", lambda self: half)
     own = {}
 
     def only_own(shape, sharding, callback):
         """Request only the shards of these replicas' devices."""
         places = sharding.devices_indices_map(shape)
-        of_replicas = whole_feed.mesh.devices[:, 0, 2:].flat
+        of_replicas = full_sharder.mesh.devices[:, 0, 2:].flat
         own.update({device: callback(places[device]) for device in of_replicas})
         return dict(own)
 
     monkeypatch.setattr(jax, "make_array_from_callback", only_own)
-    for name, found in whole_feed.put(part, position=100).items():
+    for name, found in full_sharder.put(part, position=100).items():
         assert len(found) == 4
         for shard in want[name].addressable_shards:
             if shard.device in found:
@@ -74,7 +74,7 @@ def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
 
 
 def test_samples_are_numbered_in_the_order_of_the_run():
-    of_run, _ = feed()
+    of_run, _ = sharders()
     ids = np.zeros((4, 8, 32), np.int32)
     numbers = of_run.put({"inputs": ids, "targets": ids}, position=2**31 - 8)["samples"]
     want = (np.arange(32) + 2**31 - 8) % 2**31
@@ -99,13 +99,14 @@ def test_a_run_that_goes_on_elsewhere_drops_as_one_that_never_stopped(tmp_path):
     )
 
 
-def packed_feed(*overrides):
-    return feed("data.packing=best_fit", "data.max_documents=3", "train.seq_len=8", *overrides)[0]
+def packed_sharder(*overrides):
+    packing = "data.packing=best_fit", "data.max_documents=3", "train.seq_len=8"
+    return sharders(*packing, *overrides)[0]
 
 
 def packed_rows(segments, positions):
     """Return a batch `[4, 8, 8]` with this last row; the other rows are one document each."""
-    batch = random_batch(packed_feed().config)
+    batch = random_batch(packed_sharder().config)
     for name, row in (("segments", segments), ("positions", positions)):
         batch[name] = np.array(batch[name])
         batch[name][-1, -1] = row
@@ -113,7 +114,7 @@ def packed_rows(segments, positions):
 
 
 def test_documents_are_sharded_like_tokens():
-    whole = packed_feed("parallel.cp=2", "parallel.slices=2")
+    whole = packed_sharder("parallel.cp=2", "parallel.slices=2")
     batch = random_batch(whole.config)
     batch["inputs"] = batch["positions"] + 100 * batch["segments"]
     placed = whole.put(batch)
@@ -135,18 +136,18 @@ def test_documents_are_sharded_like_tokens():
 )
 def test_documents_that_kernels_would_mix_are_refused(segments, positions, message):
     with pytest.raises(ConfigError, match=message):
-        packed_feed().put(packed_rows(segments, positions))
+        packed_sharder().put(packed_rows(segments, positions))
 
 
 def test_documents_that_are_right_are_not_refused():
-    packed_feed().put(packed_rows([0, 0, 0, 1, 2, 2, -1, -1], [0, 1, 2, 0, 0, 1, 9, 0]))
-    packed_feed().put(packed_rows([-1] * 8, [3] * 8))
+    packed_sharder().put(packed_rows([0, 0, 0, 1, 2, 2, -1, -1], [0, 1, 2, 0, 0, 1, 9, 0]))
+    packed_sharder().put(packed_rows([-1] * 8, [3] * 8))
 
 
 @pytest.mark.parametrize("experts", [True, False])
 def test_experts_alone_are_told_what_is_padding(experts):
     how = ["model.n_experts=4"] * experts
-    varying = feed("train.variable_length=true", *how, numbered=False)[0]
+    varying = sharders("train.variable_length=true", *how, numbered=False)[0]
     batch = random_batch(varying.config) | {"real": np.ones((4, 8, 32), np.int32)}
     assert ("real" in varying.put(batch)) == ("real" in varying.shapes(32)) == experts
     del batch["real"]
@@ -156,7 +157,7 @@ def test_experts_alone_are_told_what_is_padding(experts):
 
 
 def test_rows_that_are_to_be_packed_must_tell_their_documents():
-    batch = random_batch(packed_feed().config)
+    batch = random_batch(packed_sharder().config)
     del batch["positions"]
     with pytest.raises(ConfigError, match="the batch has only inputs, targets, segments: give"):
-        packed_feed().put(batch)
+        packed_sharder().put(batch)

@@ -15,7 +15,7 @@ from jaxpipe.parallel import batch_spec, shard_batch
 
 
 @dataclass(frozen=True)
-class Feed:
+class BatchSharder:
     """Shards batches `[M, B, L]` over a mesh.
 
     Attributes:

@@ -13,7 +13,7 @@ _FIRST_SCALE = 2.0**15
 _PERIOD = 2000  # consecutive finite updates after which the loss scale doubles
 
 
-class Guard(NamedTuple):
+class StepGuard(NamedTuple):
     """Decides whether a step is accepted, is skipped, or stops the run.
 
     A step is accepted if its loss and gradient norm are finite, it is no spike (`SpikeWindow`), and
@@ -40,7 +40,7 @@ class Guard(NamedTuple):
     spikes: SpikeWindow | None = None
 
     @classmethod
-    def fresh(cls, train: TrainConfig) -> "Guard":
+    def fresh(cls, train: TrainConfig) -> "StepGuard":
         """The guard before the first step."""
         scales = train.compute_dtype == "float16" and train.skip_non_finite
         none = jnp.int32(0)
@@ -55,7 +55,7 @@ class Guard(NamedTuple):
     def after(
         self, loss: jax.Array, norm: jax.Array, train: TrainConfig,
         has_targets: jax.Array | bool = True,
-    ) -> tuple["Guard", jax.Array]:  # fmt: skip
+    ) -> tuple["StepGuard", jax.Array]:  # fmt: skip
         """The guard after a step, and whether the step makes an update (a bool array).
 
         Once the run has stopped, the guard no longer changes.
@@ -76,7 +76,7 @@ class Guard(NamedTuple):
         scale = self.loss_scale
         if scale is not None:
             scale = jnp.where(finite, scale * jnp.where(held == _PERIOD, 2, 1), scale / 2)
-        new = Guard(in_row, self.skipped, held % _PERIOD, scale, spikes)
+        new = StepGuard(in_row, self.skipped, held % _PERIOD, scale, spikes)
         new = new._replace(skipped=self.skipped + (~accepted & ~new.stops(train)))
         new = jax.tree.map(lambda new, old: jnp.where(stopped, old, new), new, self)
         return new, accepted & ~stopped
@@ -98,7 +98,7 @@ class Guard(NamedTuple):
             numbers["spikes"] = self.spikes.saved()
         return numbers
 
-    def restored(self, saved: Mapping[str, Any]) -> "Guard":
+    def restored(self, saved: Mapping[str, Any]) -> "StepGuard":
         """This fresh guard with the numbers that `saved` returned; absent ones stay."""
         scale, spikes = self.loss_scale, self.spikes
         if spikes is not None and "spikes" in saved:

@@ -15,7 +15,7 @@ from jaxpipe.runtime.directory import WriteGuard
 Shown = Mapping[str, float | np.ndarray]  # by name: a scalar, or finite numbers for a histogram
 
 
-class Board(Protocol):
+class Logger(Protocol):
     """A logger of numbers by step. Its methods raise `OSError` where they cannot write."""
 
     name: str  # used in messages
@@ -96,12 +96,12 @@ class WeightsAndBiases:
             raise OSError(first_line(error)) from error
 
 
-def boards(config: Config, last_step: int, guard: WriteGuard | None = None) -> list[Board]:
+def open_loggers(config: Config, last_step: int, guard: WriteGuard | None = None) -> list[Logger]:
     """The configured loggers, which continue after `last_step`.
 
     A logger whose files cannot be written is omitted and reported by `guard`.
     """
-    guard, found = guard or WriteGuard(print), list[Board]()
+    guard, found = guard or WriteGuard(print), list[Logger]()
     if config.log.tensorboard:
         from jaxpipe.training.tensorboard import TensorBoard  # import tensorboardX only if used
 
