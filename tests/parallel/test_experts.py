@@ -37,6 +37,9 @@ CASES = [
     ("deepseek", "zb_h1", (2, 4, 1, 4), {"cp": 2, "heads": 2, "remat": "full"}),
     ("qwen", "1f1b", (1, 4, 2, 2), {"cp": 4, "sequence": True}),
     ("one", "zb_h1", (2, 2, 1, 2), {"crowded": True}),
+    # the experts of a layer that predicts further tokens
+    ("ahead", "zb_h1", (2, 2, 2, 2), {"sequence": True, "zero_stage": 2, "remat": "full"}),
+    ("ahead", "dualpipe", (2, 4, 1, 2), {"cp": 2, "lockstep": PAIRED}),
     ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
 ]
 

@@ -12,8 +12,10 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.contract import Aux
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.ahead import rows_ahead
+from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.parallel import (
@@ -49,6 +51,12 @@ MODELS = {
         norm_topk_prob=False, router_aux_loss=0.1,
     ),
     "narrow": LlamaConfig(**SIZES, capacity_factor=0.5),
+    "ahead": DeepseekConfig(
+        family="deepseek", **{name: size for name, size in SIZES.items() if name != "n_kv_heads"}
+        | {"n_layers": 3} | DEEPSEEK,
+        q_lora_rank=6, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+        mtp_depth=1, mtp_weight=0.5,
+    ),
     "one": LlamaConfig(
         **SIZES | {"experts_per_token": 1}, router_bias_rate=0.01, norm_topk_prob=False,
     ),
@@ -72,7 +80,8 @@ def problem(model, crowded=False, routed=False):
 
     `crowded`: a bias sends every token to the first experts. `routed`: the batch contains routes.
     """
-    decoder, key = LlamaDecoder(MODELS[model]), jax.random.key(0)
+    config, key = MODELS[model], jax.random.key(0)
+    decoder = FAMILIES[config.family].build(config)
 
     def strong(path, leaf):
         factor = 30 if path[-1].key == "gate" else 5 if leaf.ndim == 3 else 1
@@ -85,6 +94,7 @@ def problem(model, crowded=False, routed=False):
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     targets = jnp.where(tokens[..., 1:] % 7 == 3, IGNORE, tokens[..., 1:])
     batch = {"inputs": tokens[..., :-1], "targets": targets}
+    batch |= rows_ahead(jax.tree.map(np.asarray, batch), decoder.config.tokens_ahead)
     if routed:
         batch["routes"] = routes_of(decoder.config)
     variables = decoder.functions.variables
@@ -178,11 +188,11 @@ def pipeline_of(
     """Return the pipeline on a mesh, with equally many layers in each stage."""
     config = MODELS[model]
     schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
-    counts = (config.n_layers // schedule.stages,) * schedule.stages
+    counts = (config.pipeline_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
-    decoder = LlamaDecoder(
+    decoder = FAMILIES[config.family].build(
         config,
-        TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
+        devices=TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
         sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
         slices=slices,
         replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
