@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.compile_cache import compile_timed
 from jaxpipe.runtime.directory import WriteGuard
 from jaxpipe.training.history import versions
 from jaxpipe.training.state import State
@@ -92,7 +93,8 @@ class CorruptionCheck:
             shardings = (shardings[0], {name: shardings[1] for name in batch}, *shardings[2:])
             inputs = jax.device_put(inputs, shardings)
         if order not in self._compiled:
-            self._compiled[order] = gradient_program(trainer).lower(*inputs).compile()
+            self._compiled[order], took = compile_timed(gradient_program(trainer), *inputs)
+            self._say(f"corruption check {order}: {took}")
             processes.largest(0)  # gloo gives up on processes that compile for longer than others
         marks, gradients = self._compiled[order](*inputs)
         return CheckedGradients(_gathered(marks), list(trainer.mesh.devices.flat), gradients)
