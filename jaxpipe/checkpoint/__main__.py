@@ -21,6 +21,7 @@ import jax
 from rich.console import Console
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.adapters import export_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, training_settings
 from jaxpipe.checkpoint.inspection import describe_checkpoint
@@ -88,6 +89,9 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokenizer", type=Path, metavar="DIR",
         help="the tokenizer's files to copy, and its ids; default: what import or the data knew",
     )  # fmt: skip
+    outgoing.add_argument(
+        "--adapters", action="store_true", help="low-rank adapters alone, in PEFT's format"
+    )
     outgoing.add_argument("--max-shard-size", type=parse_bytes, default="5GB", metavar="SIZE")
     outgoing.add_argument(
         "--max-positions",
@@ -155,6 +159,11 @@ def _export(arguments: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     model, serving = config.model, ServingFiles.from_meta(checkpoint.meta)
+    if arguments.adapters:
+        read, has = checkpoint.unmerged, checkpoint.has
+        count = export_adapters(read, has, model, config.lora, arguments.out)
+        print(f"exported {count} adapters of rank {config.lora.rank} to {arguments.out}")
+        return
     if arguments.tokenizer:
         serving = serving.with_tokenizer(arguments.tokenizer, model.vocab_size)
     longest = model.max_seq_len or max(serving.max_positions, config.train.seq_len)

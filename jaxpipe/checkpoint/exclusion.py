@@ -24,10 +24,20 @@ class Exclusion:
       patterns: fnmatch patterns of parameter names, such as `embed_head/head` or `layers/*/mlp/*`,
         in which `*` also matches `/`.
       init_state: returns a stage-stacked state that holds the values to use instead.
+      if_absent: patterns of parameters that are initialised anew only if the checkpoint lacks them.
     """
 
     patterns: tuple[str, ...]
     init_state: Callable[[], Tree]
+    if_absent: tuple[str, ...] = ()
+
+    def absent_names(self, keyed: Tree, stored: Tree) -> frozenset[str]:
+        """Names of the leaves of `if_absent` in a state in keyed form that `stored` lacks."""
+        missing = leaves_by_name(keyed).keys() - leaves_by_name(stored).keys()
+        patterns = [f"params/{pattern}" for pattern in self.if_absent]
+        return frozenset(
+            name for name in missing if any(fnmatch.fnmatch(name, one) for one in patterns)
+        )
 
     def match_names(self, keyed: Tree) -> frozenset[str]:
         """Names of the excluded leaves of a state in keyed form.

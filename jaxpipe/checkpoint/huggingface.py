@@ -34,6 +34,7 @@ from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_pa
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.family import ModelFamily
+from jaxpipe.model.lora import NAME
 from jaxpipe.model.published import architecture
 
 
@@ -246,7 +247,7 @@ def _check_stored(checkpoint: StoredCheckpoint, wanted: list[NamedParameter]) ->
     have = {
         path: tuple(leaf.shape)
         for path, leaf in checkpoint.leaves.items()
-        if path[0] == "params" or path in want
+        if (path[0] == "params" and NAME not in path) or path in want
     }
     for path in sorted({*want, *have}):
         if want.get(path) != have.get(path):

@@ -287,7 +287,9 @@ def _read_arrays(
     stored = rename_embed_head(handler.metadata(path / "state").tree, key, EMBED_HEAD)
     like = drop_absent_variables(stored, like)
     shapes = keying.keyed_shapes(like)  # as on disk, without padding
-    left_out = exclusion.match_names(shapes) if exclusion else frozenset()
+    left_out = frozenset()
+    if exclusion:
+        left_out = exclusion.match_names(shapes) | exclusion.absent_names(shapes, stored)
     check_same_arrays(shapes, stored, path, left_out)
     with return_freed_memory():
         state = handler.restore(

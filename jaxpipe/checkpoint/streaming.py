@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
+from jaxpipe.checkpoint.adapters import merging
 from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key
 from jaxpipe.checkpoint.handler import StateHandler, StateSave
 from jaxpipe.checkpoint.integrity import (
@@ -32,6 +33,7 @@ from jaxpipe.checkpoint.integrity import (
     succeed_on_all_processes,
 )
 from jaxpipe.config import Config, ConfigError, from_builtins
+from jaxpipe.model.lora import NAME
 
 Tree = Any
 # A reader decompresses a full chunk for any element of it, and a writer holds one compressed chunk
@@ -202,6 +204,17 @@ class StoredCheckpoint:
         return [functools.reduce(operator.getitem, on_disk[path], state) for path in paths]
 
     def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
+        """Read the parameters to evaluate at these paths, with low-rank adapters merged."""
+        if not any(NAME in path for path in self.leaves):
+            return self.unmerged(paths)
+        lora = self.config.lora
+        return merging(self.unmerged, self.has, lora.alpha / lora.rank)(paths)
+
+    def has(self, path: tuple[str, ...]) -> bool:
+        """Whether there is a parameter at a path."""
+        return ("params", *path) in self.leaves
+
+    def unmerged(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         """Read the parameters to evaluate at these paths: `("layers", "17", "attn", "wq")`.
 
         They are the trained parameters y, except for schedule-free AdamW, whose moments contain z

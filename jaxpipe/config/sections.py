@@ -198,6 +198,17 @@ class TrainConfig(Section, kw_only=True):
     eval_steps: Positive = 8  # batches per held-out loss
 
 
+class LoraConfig(Section, kw_only=True):
+    """`[lora]`: low-rank adapters, which are trained in place of the model's parameters."""
+
+    rank: Count = 0  # inner width of an adapter; 0: there are none, and all parameters are trained
+    alpha: PositiveFloat = 16.0  # adapters count alpha / rank times
+    # layer weights with an adapter, such as "wq", "w_up", "expert_down"; empty: all of them
+    targets: tuple[str, ...] = ()
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # rate in training, of an adapter's inputs
+    adapter: LocalPath = ""  # folder in PEFT's format to start from; empty: they change nothing yet
+
+
 class OptimizerConfig(Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
@@ -285,6 +296,7 @@ class Config(Section, Generic[Model], kw_only=True):
     model: Model
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

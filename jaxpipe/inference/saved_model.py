@@ -1,6 +1,6 @@
 """A model on disk: a run's newest checkpoint, one checkpoint, or a Hugging Face directory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,13 +14,13 @@ from jaxpipe.checkpoint.huggingface import (
     read_config,
     read_serving_files,
 )
+from jaxpipe.checkpoint.placing import ParamPath, Read
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
 from jaxpipe.config import Config, ConfigError, build
 from jaxpipe.model import ModelConfig
 
 Tree = Any
-ParamPath = tuple[str, ...]  # ("layers", "17", "attn", "wq") or ("embed_head", "embed")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SavedModel:
     model: ModelConfig
     serving: ServingFiles
     trained_by: Config | None
-    read: Callable[[Sequence[ParamPath]], list[np.ndarray]]
+    read: Read
     variables: Tree
 
     @classmethod

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec import structs
+
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ def essentials(config: Config) -> Config:
     packed = {"packing": "sequential", "max_documents": documents} if documents else {}
     return Config(
         model=config.model,
+        lora=structs.replace(config.lora, adapter=""),
         data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.ends_shared_by or 1,

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.family import Model
 from jaxpipe.model.fp8 import Fp8
+from jaxpipe.model.lora import Adapters, LoraDecoder
 from jaxpipe.model.moe.products import GroupedProduct, choose_grouped_product
 from jaxpipe.parallel import (
     ContextParallel,
@@ -40,7 +42,7 @@ def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Mode
     if config.train.fp8 != "none":
         delayed = config.train.fp8 == "delayed"
         more["precision"] = Fp8(config.train.fp8_history if delayed else 0)
-    return FAMILIES[config.model.family].build(
+    model = FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
         embed_head_devices=ends,
@@ -51,6 +53,21 @@ def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Mode
         z_loss=config.train.z_loss,
         **more,
     )
+    return _with_adapters(model, config) if config.lora.rank else model
+
+
+def _with_adapters(model: Model, config: Config) -> Model:
+    """The model with adapters; raises `ConfigError` where it cannot have them."""
+    lora = config.lora
+    if not isinstance(model, CausalDecoder):
+        raise ConfigError(
+            f"lora.rank={lora.rank} is not for models of the family {config.model.family!r}: set "
+            f"lora.rank=0, or choose another model.family."
+        )
+    try:
+        return LoraDecoder(model, Adapters(lora.rank, lora.alpha, lora.targets, lora.dropout))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def grouped_of(config: Config, device: jax.Device) -> GroupedProduct:

@@ -48,6 +48,9 @@ def _check_start(config: Config) -> None:
     `checkpoint.exclude` needs the path of a checkpoint as `checkpoint.resume`.
 
     `checkpoint.allow_changed` may only name fields of `model`.
+
+    `checkpoint.export_every` must be a multiple of `checkpoint.every`, or of `train.steps` if that
+    is 0.
     """
     checkpoint = config.checkpoint
     saves = checkpoint.every or config.train.steps

@@ -10,17 +10,21 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
+from jaxpipe.checkpoint.adapters import peft_reader
 from jaxpipe.checkpoint.compatibility import check_same_settings
+from jaxpipe.checkpoint.placing import place_parameters
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
+from jaxpipe.model.lora import NAME as LORA
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 from jaxpipe.training.trainer import Trainer
 
+Tree = Any
 Say = Callable[[str], None]
 Check = Callable[[Path, dict[str, Any]], None]
 
@@ -78,23 +82,42 @@ def _started(
             "none to begin anew, or use another run.dir."
         )
     if resume in ("auto", "none"):
-        return trainer.init(), DataPosition(), {}
+        return _fresh(trainer, trainer.init_parameters()), DataPosition(), {}
     path = find_newest(Path(resume), "checkpoint.resume", "'auto', 'none', ")
     patterns = trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
-        exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()})
+        adapters = (f"layers/*/{LORA}/*",) if trainer.config.lora.rank else ()
+        exclusion = Exclusion(patterns, lambda: {"params": trainer.init_parameters()}, adapters)
         check = partial(check_same_settings, config=trainer.config, with_moments=False)
         like = {"params": shapes.params, "variables": shapes.variables}
         restored, meta = _read(path, checkpoints, like, exclusion, say, check)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        state = trainer.fresh(restored["params"])
+        state = _fresh(trainer, restored["params"])
         if imported := restored.get("variables"):
             state = state._replace(variables=state.variables | imported)
         return state, DataPosition(), meta
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
     restored, meta = _read(path, checkpoints, shapes.parts(), exclusion, say, check)
     return *_resumed(trainer, restored, meta, data, say, but), meta
+
+
+def _fresh(trainer: Trainer, params: Tree) -> State:
+    """The state of step 0 with these parameters, and the adapters of `lora.adapter`, if given."""
+    lora = trainer.config.lora
+    if not lora.adapter:
+        return trainer.fresh(params)
+    shapes = jax.eval_shape(lambda: params)
+    own = tuple({LORA: layer[LORA]} for layer in shapes["layers"])
+    placed = place_parameters(
+        peft_reader(Path(lora.adapter), trainer.config.model, lora),
+        {"embed_head": {}, "layers": own},
+        trainer.layout,
+        trainer.sharding,
+        lora.adapter,
+    )
+    layers = (layer | new for layer, new in zip(params["layers"], placed["layers"]))
+    return trainer.fresh(params | {"layers": tuple(layers)})
 
 
 def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:

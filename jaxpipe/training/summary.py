@@ -40,6 +40,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Ta
     cut = f", in {parallel.slices} slices" if parallel.slices > 1 else ""
     for name, value in {
         "model": f"{model.parameter_count():,} parameters, {model.n_layers} layers",
+        **({"adapters": _adapters(config)} if config.lora.rank else {}),
         "mesh": f"{parallel.mesh} on {device.device_kind}",
         "batch": (
             f"{train.grad_accum_steps} microbatches x {train.microbatch_size} sequences x "
@@ -65,6 +66,13 @@ def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Ta
     }.items():
         table.add_row(name, value)
     return table
+
+
+def _adapters(config: Config) -> str:
+    """Rank, factor and weights of low-rank adapters."""
+    lora = config.lora
+    on = ", ".join(lora.targets) or "all weights of the layers"
+    return f"rank {lora.rank}, alpha {lora.alpha:g} on {on}; all other parameters are frozen"
 
 
 def _learning_rate(config: Config) -> str:

@@ -1,7 +1,7 @@
 """The weights of a running model in Hugging Face's names, for an inference server."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe import optimizer as optimizers
+from jaxpipe.checkpoint.adapters import merging
 from jaxpipe.checkpoint.huggingface import convert_tensors
 from jaxpipe.checkpoint.naming import VARIABLES, list_parameters
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding
@@ -43,7 +44,20 @@ def stream_weights(trainer: Trainer, state: State) -> Iterator[tuple[str, np.nda
             return [np.asarray(state.variables[name]) for _, name in paths]
         return [np.asarray(_broadcast(trainer, params, shardings, path)) for path in paths]
 
-    yield from convert_tensors(read, list_parameters(trainer.config.model))
+    lora, every = trainer.config.lora, read
+    if lora.rank:
+        every = merging(read, partial(_has, trainer, params), lora.alpha / lora.rank)
+    yield from convert_tensors(every, list_parameters(trainer.config.model))
+
+
+def _has(trainer: Trainer, params: Tree, path: ParamPath) -> bool:
+    """Whether there is a parameter at a path."""
+    if path[0] == "layers":
+        _, slot = trainer.layout.slot_of(int(path[1]))
+        params, path = params["layers"][slot], path[2:]
+    for key in path:
+        params = params.get(key, {}) if isinstance(params, dict) else {}
+    return not isinstance(params, dict)
 
 
 def _broadcast(trainer: Trainer, params: Tree, shardings: Tree, path: ParamPath) -> jax.Array:

@@ -1,0 +1,153 @@
+"""Low-rank adapters on disk: merged into weights, and in PEFT's format.
+
+A layer's adapter of the weight `attn/wq` has the paths `lora/attn/wq/a` and `/b`. PEFT names its
+matrices `base_model.model.<name of the weight>.lora_A.weight` `[rank, in]` and `.lora_B.weight`
+`[out, rank]`, in adapter_model.safetensors, and describes them in adapter_config.json.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jaxpipe.checkpoint.naming import NamedParameter, list_parameters
+from jaxpipe.checkpoint.placing import ParamPath, Read
+from jaxpipe.config import ConfigError, LoraConfig
+from jaxpipe.model import ModelConfig
+from jaxpipe.model.lora import NAME, Adapter, merge_adapter
+
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX, _MATRICES = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
+
+
+def adapter_paths(path: ParamPath) -> Adapter:
+    """Paths of the two matrices of the adapter of the weight at a path.
+
+    >>> adapter_paths(("layers", "3", "attn", "wq")).a
+    ('layers', '3', 'lora', 'attn', 'wq', 'a')
+    """
+    own = (*path[:2], NAME, *path[2:])
+    return Adapter((*own, "a"), (*own, "b"))
+
+
+def merging(read: Read, has: Callable[[ParamPath], bool], scale: float) -> Read:
+    """A `read` of weights to which their adapters are added, where there are any.
+
+    Args:
+      read: reads the arrays at paths.
+      has: whether there is an array at a path.
+      scale: factor of the adapters' products.
+    """
+
+    def read_merged(paths: Sequence[ParamPath]) -> list[np.ndarray]:
+        arrays = read(paths)
+        adapted = [i for i, path in enumerate(paths) if has(adapter_paths(path).a)]
+        if not adapted:
+            return arrays
+        matrices = iter(read([part for i in adapted for part in adapter_paths(paths[i])]))
+        for i in adapted:
+            adapter = Adapter(*(next(matrices).astype(np.float32) for _ in range(2)))
+            arrays[i] = merge_adapter(arrays[i].astype(np.float32), adapter, scale)
+        return arrays
+
+    return read_merged
+
+
+def export_adapters(
+    read: Read, has: Callable[[ParamPath], bool], model: ModelConfig, lora: LoraConfig, target: Path
+) -> int:
+    """Write the adapters in PEFT's format to a new directory; return how many there are.
+
+    Arguments are those of `merging`, and the settings of the run that trained them. Raises
+    `ConfigError` where `target` exists or cannot be written, or PEFT cannot express an adapter.
+    """
+    adapted = [one for one in list_parameters(model) if has(adapter_paths(one.path).a)]
+    tensors: dict[str, np.ndarray] = {}
+    for parameter in adapted:
+        _check_expressible(parameter)
+        matrices = read(list(adapter_paths(parameter.path)))
+        for matrix, array in zip(_MATRICES.values(), matrices):
+            every = array if parameter.is_stacked else array[None]
+            for name, one in zip(parameter.hf_names, every):
+                tensors[_peft_name(name, matrix)] = np.ascontiguousarray(one.T, np.float32)
+    modules = {_module(name) for one in adapted for name in one.hf_names}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": not any(one.hf_tensor.transposed for one in adapted),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    try:
+        target.mkdir(parents=True)
+        (target / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        save_file(tensors, target / FILE, metadata={"format": "pt"})
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written ({error.strerror}): choose a directory that does not "
+            f"exist yet, where there is room."
+        ) from error
+    return len(adapted)
+
+
+def peft_reader(source: Path, model: ModelConfig, lora: LoraConfig) -> Read:
+    """A function that reads adapters by their paths from a directory in PEFT's format.
+
+    Raises `ConfigError` where the directory cannot be read, or its rank or alpha are not those of
+    the settings; the function raises it where an adapter is missing.
+    """
+    try:
+        settings = json.loads((source / SETTINGS).read_text())
+        tensors = load_file(source / FILE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lora.adapter={str(source)!r} holds no adapters in PEFT's format ({error}): give a "
+            f"folder with {SETTINGS} and {FILE}."
+        ) from error
+    for theirs, name in {"r": "rank", "lora_alpha": "alpha"}.items():
+        if settings.get(theirs) != getattr(lora, name):
+            raise ConfigError(
+                f"{source}/{SETTINGS} has {theirs}={settings.get(theirs)}, but lora.{name}="
+                f"{getattr(lora, name)}: set lora.{name}={settings.get(theirs)}."
+            )
+    parameters = {one.path: one for one in list_parameters(model)}
+
+    def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
+        return [read_one(path) for path in paths]
+
+    def read_one(path: ParamPath) -> np.ndarray:
+        parameter = parameters[(*path[:2], *path[3:-1])]
+        names = [_peft_name(name, _MATRICES[path[-1]]) for name in parameter.hf_names]
+        if missing := [name for name in names if name not in tensors]:
+            raise ConfigError(
+                f"{source}/{FILE} has no {missing[0]}: leave it out of lora.targets, or give "
+                f"another lora.adapter."
+            )
+        every = [tensors[name].T for name in names]
+        return np.stack(every) if parameter.is_stacked else every[0]
+
+    return read
+
+
+def _check_expressible(parameter: NamedParameter) -> None:
+    if parameter.hf_tensor.parts > 1:
+        raise ConfigError(
+            f"{parameter.hf_tensor.name} holds {parameter.hf_tensor.parts} weights there, whose "
+            f"adapters PEFT cannot keep apart: export the merged model, without --adapters."
+        )
+
+
+def _module(name: str) -> str:
+    """The last two parts of a module's name, by which PEFT finds it: `self_attn.q_proj`."""
+    return ".".join(name.removesuffix(".weight").split(".")[-2:])
+
+
+def _peft_name(name: str, matrix: str) -> str:
+    return f"{_PREFIX}{name.removesuffix('.weight')}.{matrix}.weight"

@@ -1,0 +1,36 @@
+"""Rules of low-rank adapters."""
+
+from jaxpipe.config import Config, ConfigError
+
+
+def check_lora(config: Config) -> None:
+    """Raise `ConfigError` if a model cannot have adapters, or settings of adapters have no use.
+
+    `lora.targets`, `lora.dropout` and `lora.adapter` need a `lora.rank` above 0.
+
+    `lora.rank` above 0 excludes `train.fp8`.
+
+    `lora.targets` may only name weights that the model's layers have.
+
+    `lora.dropout` above 0 excludes adapters of experts.
+
+    `lora.targets` without `wk` and `wv` are needed where `model.n_kv_heads` is no multiple of
+    `parallel.tp`.
+    """
+    lora = config.lora
+    if not lora.rank:
+        for name in ("targets", "dropout", "adapter"):
+            if value := getattr(lora, name):
+                raise ConfigError(
+                    f"lora.{name}={value!r} with lora.rank=0: there are no adapters; set "
+                    f"lora.rank, or leave it out."
+                )
+        return
+    if config.train.fp8 != "none":
+        raise ConfigError(
+            f"lora.rank={lora.rank} with train.fp8={config.train.fp8!r}: products with adapters "
+            f"are not made in 8 bits; set train.fp8=none."
+        )
+    from jaxpipe.planning.model import model_of  # needs jax
+
+    _ = model_of(config)

@@ -1,0 +1,170 @@
+"""Adapters in a run: the base stays, PEFT reads and writes them, exports and scores are merged."""
+
+import json
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from hf_models import all_tensors, export, stored_params
+from safetensors.numpy import load_file
+
+from jaxpipe import config as configs
+from jaxpipe.checkpoint.__main__ import main as checkpoint_command
+from jaxpipe.config import ConfigError
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.score import main as score_command
+from jaxpipe.train import train
+from jaxpipe.training.trainer import Trainer
+from jaxpipe.training.weights import stream_weights
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from trained_models import SMALL, logits_of, published, saved_run  # noqa: E402
+
+LORA = ("lora.rank=3", "lora.alpha=6.0")
+MESH = ("parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.zero_stage=2")
+RUN = ("train.eval_every=0", "data.source=dummy", "checkpoint.every=2", "optimizer.lr=0.02")
+
+
+def run(toml, directory, *overrides):
+    config = configs.load(toml, [*LORA, *RUN, f"run.dir={directory}", *overrides])
+    assert train(config) == 0
+    return directory / "checkpoints" / str(config.train.steps)
+
+
+def leaves(step):
+    """Return the parameters of the layers of a checkpoint, and of their adapters, by name."""
+    found = {}
+    for index, layer in stored_params(step)["layers"].items():
+        for name, leaf in flat(layer):
+            found[f"{index}/{name}"] = leaf
+    adapters = {name: leaf for name, leaf in found.items() if "/lora/" in name}
+    return {name: leaf for name, leaf in found.items() if name not in adapters}, adapters
+
+
+def flat(tree, prefix=""):
+    for name, node in tree.items():
+        if isinstance(node, dict):
+            yield from flat(node, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", node
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which peft calls
+def test_a_published_model_is_tuned_and_handed_over(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    theirs, directory = published("llama")
+    toml = tmp_path / "run.toml"
+    words = ["import", str(directory), "--write-config", str(toml), "--out", str(tmp_path / "base")]
+    assert checkpoint_command(words) == 0
+    toml.write_text(SMALL.read_text().partition("[parallel]")[2].join(
+        [toml.read_text().partition("[train]")[0] + "[parallel]", ""]
+    ))  # fmt: skip
+    base = tmp_path / "base" / "0"
+    start = (f"checkpoint.resume={base}", "checkpoint.parameters_only=true", *MESH)
+    targets = 'lora.targets=["wq", "wv", "wo", "w_gate", "w_down"]'
+    step = run(toml, tmp_path / "run", *start, targets, "train.steps=2")
+    frozen, adapters = leaves(step)
+    before, _ = leaves(base)
+    assert all((frozen[name] == before[name]).all() for name in before)
+    assert len(adapters) == 3 * 5 * 2
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in adapters.values())
+
+    # PEFT's own model, the merged export and the scores of the run are one model.
+    assert checkpoint_command(["export", str(step), str(tmp_path / "peft"), "--adapters"]) == 0
+    assert checkpoint_command(["export", str(step), str(tmp_path / "merged")]) == 0
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 17))
+    adapted = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(directory), tmp_path / "peft"
+    ).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    expected = logits_of(adapted, tokens)
+    np.testing.assert_allclose(logits_of(merged, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected - logits_of(theirs, tokens)).max() > 0.1
+    np.save(tmp_path / "tokens.npy", tokens)
+    out = tmp_path / "scores.npz"
+    words = [str(tmp_path / "run"), str(tmp_path / "tokens.npy"), "--out", str(out)]
+    assert score_command([*words, "parallel.pp=3"]) == 0
+    every = torch.log_softmax(torch.from_numpy(expected).double(), -1).numpy()[:, :-1]
+    scores = np.take_along_axis(every, tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(np.load(out)["logprobs"], scores, rtol=0, atol=1e-5)
+
+    # The adapters that PEFT wrote start a run on another mesh, and a run resumes on another.
+    adapted.save_pretrained(tmp_path / "again")
+    given = (f"lora.adapter={tmp_path / 'again'}", targets, "debug.skip_update=true")
+    other = (*start[:2], "parallel.dp=8", "parallel.pp=1", "train.steps=1")
+    _, came = leaves(run(toml, tmp_path / "other", *other, *given))
+    for name, leaf in adapters.items():
+        np.testing.assert_array_equal(came[name], leaf)
+    capsys.readouterr()
+    _, later = leaves(
+        run(toml, tmp_path / "run", targets, "parallel.pp=1", "parallel.dp=8", "train.steps=4")
+    )
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert any((later[name] != leaf).any() for name, leaf in adapters.items())
+
+
+def test_adapters_of_experts_are_merged_and_written_one_by_one(tmp_path):
+    trainer, state, _ = saved_run(
+        tmp_path / "run", *LORA, "model.n_experts=4", "model.experts_per_token=2",
+        "model.d_expert=16", "model.qk_norm=true", "optimizer.lr=0.1", "parallel.pp=2",
+        "parallel.dp=2", "parallel.ep=2", "parallel.tp=2", steps=3,
+    )  # fmt: skip
+    step = tmp_path / "run" / "checkpoints" / "3"
+    merged = all_tensors(export(step, trainer.config.model, tmp_path / "merged"))
+    for name, array in stream_weights(trainer, state):
+        np.testing.assert_allclose(array, merged[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+    assert checkpoint_command(["export", str(step), str(tmp_path / "peft"), "--adapters"]) == 0
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    layer = stored_params(step)["layers"]["1"]
+    name = "model.layers.1.mlp.experts.3.up_proj"
+    a, b = (tensors[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+    assert (a.shape, b.shape) == ((3, 32), (16, 3))
+    weight = layer["moe"]["experts"]["w_up"][3].T + 2.0 * b @ a
+    np.testing.assert_allclose(merged[f"{name}.weight"], weight, rtol=1e-5, atol=1e-7)
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "experts.3.up_proj" not in settings["target_modules"]
+    assert {"3.up_proj", "self_attn.q_proj"} <= {*settings["target_modules"]}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
+    overrides = [*LORA, f"parallel.zero_stage={zero_stage}", "train.compute_dtype=bfloat16"]
+    trainer = Trainer.resolve(configs.load(SMALL, overrides))
+    shapes, shardings = trainer.state_shapes, trainer.state_shardings
+
+    def count(shapes, shardings):
+        leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+        return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves)
+
+    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.tables)
+    assert planned.parameters == count(shapes.params, shardings.params)
+    assert 0 <= count(shapes.optimizer, shardings.optimizer) - planned.optimizer <= 16  # counters
+    own, plain = (costs_of(configs.load(SMALL, part)).kinds["layer"] for part in (overrides, []))
+    assert own.W == own.F - plain.F < plain.W / 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("lora.dropout=0.1",), "lora.dropout=0.1 with lora.rank=0"),
+        ((*LORA, 'lora.targets=["wz"]'), "lora.targets has 'wz', but the weights"),
+        ((*LORA, "parallel.tp=4"), "parallel.tp=4 must divide model.n_kv_heads"),
+        ((*LORA, "train.fp8=current", "train.compute_dtype=bfloat16"), "are not made in 8 bits"),
+    ],
+)
+def test_refusals(overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_settings(configs.load(SMALL, list(overrides)))
+
+
+def test_another_rank_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 6.0}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    overrides = [*LORA, f"lora.adapter={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match="has r=8, but lora.rank=3: set lora.rank=8"):
+        train(configs.load(SMALL, overrides))
