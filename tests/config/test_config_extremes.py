@@ -31,7 +31,16 @@ source = "dummy"
 [runtime]
 cpu_devices = 1
 """
-MORE = {"llama": "n_kv_heads = 1", "gpt2": ""}
+_LATENT = """\
+kv_lora_rank = 8
+qk_nope_head_dim = 8
+qk_rope_head_dim = 4
+v_head_dim = 8
+mtp_depth = 1
+rope_scaling = "yarn"
+rope_factor = 2.0
+"""
+MORE = {"llama": "n_kv_heads = 1", "deepseek": _LATENT, "gpt2": ""}
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",
           "inf", "2147483647", "1" + 400 * "0"]  # fmt: skip
 

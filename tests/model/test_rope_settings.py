@@ -19,6 +19,7 @@ BROKEN = [
         {"rope_scaling": "linear", "rope_original_positions": 64},
         "is of model.rope_scaling='llama3' or 'yarn', but that is 'linear'",
     ),
+    ({"rope_scaling": "yarn", "rope_theta": 1.0}, "rope_theta=1.0 must exceed 1"),
     ({"rope_scaling": "dynamic"}, "model.max_seq_len=0 has no limit"),
 ]
 

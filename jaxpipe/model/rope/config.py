@@ -73,7 +73,8 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         `model.rope_beta_fast`, and any other setting that only some `model.rope_scaling` read, must
         be left out with the others.
 
-        `model.rope_scaling='dynamic'` needs `model.max_seq_len`.
+        `model.rope_scaling='dynamic'` needs `model.max_seq_len`, and `'yarn'` a `model.rope_theta`
+        above 1.
 
         `width` is that of the rotated part of a head.
         """
@@ -88,6 +89,11 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.rope_beta_fast < self.rope_beta_slow:
             yield self._wrong_order("rope_beta_slow", "rope_beta_fast", "must be at least")
         yield from self._unread_scaling()
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
+            yield (
+                f"model.rope_theta={self.rope_theta} must exceed 1 with model.rope_scaling='yarn', "
+                f"which looks wavelengths up by their logarithm: raise it."
+            )
         if self.rope_scaling == "dynamic" and not self.max_seq_len:
             yield (
                 "model.rope_scaling='dynamic' leaves wavelengths as they are up to "
