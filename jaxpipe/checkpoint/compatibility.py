@@ -37,7 +37,7 @@ MAY_DIFFER = {
 }
 # Fields that the array shapes show; the shapes of the arrays that are read are compared instead.
 SHOWN_BY_ARRAYS = frozenset(
-    {"n_layers", "d_model", "vocab_size", "d_ff", "qk_norm", "tie_embeddings"}
+    {"n_layers", "d_model", "vocab_size", "d_ff", "qk_norm", "qkv_bias", "tie_embeddings"}
     | {"mtp_depth", "n_experts", "d_expert", "shared_experts", "first_dense_layers", "moe_every"}
 )
 

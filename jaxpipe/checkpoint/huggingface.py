@@ -33,9 +33,8 @@ from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
-from jaxpipe.model.family import ModelFamily
 from jaxpipe.model.lora import NAME
-from jaxpipe.model.published import architecture
+from jaxpipe.model.published import HuggingFace, HuggingFaceTensor, architecture
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -56,11 +55,15 @@ def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
 
     Raises `ConfigError` where no family supports the model. `place` is used in messages.
     """
-    known = {name: family for family in FAMILIES.values() for name in _list_architectures(family)}
+    known = {
+        name: (family, form)
+        for family in FAMILIES.values()
+        for form in family.formats
+        for name in form.ARCHITECTURES
+    }
     try:
-        family = known[architecture(hf_config, tuple(known))]
-        settings = family.published.expected(hf_config)
-        described = family.published.with_defaults(hf_config)
+        family, form = known[architecture(hf_config, tuple(known))]
+        settings, described = form.expected(hf_config), form.with_defaults(hf_config)
     except ValueError as error:
         raise ConfigError(f"{place}/config.json {error}") from error
     if longest := described.get("max_position_embeddings"):
@@ -70,14 +73,10 @@ def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"family": family.name} | needed
 
 
-def _list_architectures(family: ModelFamily) -> tuple[str, ...]:
-    return family.published.ARCHITECTURES if family.huggingface else ()
-
-
 def check_same_model(hf_config: dict[str, Any], model: ModelConfig, place: Path) -> None:
     """Raise `ConfigError` unless `hf_config`, the config.json in `place`, describes `model`."""
     try:
-        expected = hf_format(model).expected(hf_config)
+        expected = FAMILIES[model.family].format_named(hf_config).expected(hf_config)
     except ValueError as error:
         raise ConfigError(f"{place}/config.json {error}") from error
     ours = {name: getattr(model.resolved(), name) for name in expected}
@@ -93,7 +92,7 @@ def check_same_model(hf_config: dict[str, Any], model: ModelConfig, place: Path)
 
 def training_settings(source: Path, model: ModelConfig) -> dict[str, Any]:
     """Training-only fields of `[model]` whose value in `source`/config.json differs, by name."""
-    settings = hf_format(model).trained(read_config(source), model)
+    settings = _format_named(source, model).trained(read_config(source), model)
     return {name: value for name, value in settings.items() if getattr(model, name) != value}
 
 
@@ -127,15 +126,27 @@ def open_tensors(source: Path, model: ModelConfig) -> tuple[TensorFiles, list[Na
 
     Raises `ConfigError` where tensors are missing, unknown or of another shape.
     """
-    files = TensorFiles(source, without=hf_format(model).BUFFERS)
-    wanted = locate_parameters(model, files)
-    _check_tensors(files, wanted, model)
+    form = _format_named(source, model)
+    files = TensorFiles(source, without=form.BUFFERS)
+    wanted = locate_parameters(model, form, files)
+    _check_tensors(files, wanted, form, model)
     return files, wanted
 
 
 def read_serving_files(source: Path, model: ModelConfig) -> ServingFiles:
     """What generation needs besides the weights in `source`, with transformers' defaults."""
-    return ServingFiles.read(source, hf_format(model).with_defaults(read_config(source)))
+    return ServingFiles.read(
+        source, _format_named(source, model).with_defaults(read_config(source))
+    )
+
+
+def _format_named(source: Path, model: ModelConfig) -> HuggingFace:
+    """The format of the architecture that config.json names, of the model's family."""
+    hf_config = read_config(source)
+    try:
+        return FAMILIES[model.family].format_named(hf_config)
+    except ValueError as error:
+        raise ConfigError(f"{source}/config.json {error}") from error
 
 
 def export_huggingface(
@@ -203,8 +214,9 @@ def _build_config_json(
     return json.dumps(written | serving.token_ids, indent=2) + "\n"
 
 
-def _check_tensors(files: TensorFiles, wanted: list[NamedParameter], model: ModelConfig) -> None:
-    form = hf_format(model)
+def _check_tensors(
+    files: TensorFiles, wanted: list[NamedParameter], form: HuggingFace, model: ModelConfig
+) -> None:
     place, names = files.directory, set(files.names)
     owner = {name: parameter for parameter in wanted for name in parameter.hf_names}
     ignores = getattr(form, "ignores", lambda name, model: False)
@@ -271,13 +283,16 @@ def convert_tensors(
         paths = [parameter.path for parameter in parameters]
         arrays = dict(zip(paths, read(paths)))
         for parts in _group_by_name(parameters).values():  # pop frees an array once it is written
-            first, tensors = parts[0], _fuse([arrays.pop(parameter.path) for parameter in parts])
+            first = parts[0]
+            tensors = _fuse([arrays.pop(parameter.path) for parameter in parts], first.hf_tensor)
             for name, tensor in zip(first.hf_names, tensors if first.is_stacked else [tensors]):
                 yield name, tensor.T if first.hf_tensor.transposed else tensor
 
 
-def _fuse(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate parameters that Hugging Face fuses, such as queries, keys and values."""
+def _fuse(parts: list[np.ndarray], tensor: HuggingFaceTensor) -> np.ndarray:
+    """Join parameters that Hugging Face fuses, such as queries, keys and values."""
+    if tensor.interleaved:
+        return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
@@ -293,9 +308,7 @@ def _group_by_name(wanted: list[NamedParameter]) -> dict[str, list[NamedParamete
 
 
 def _read_group(parameter: NamedParameter) -> tuple[str, ...]:
-    """Key of parameters read together: a layer without experts; all others are read singly."""
-    return (
-        parameter.path[:2]
-        if parameter.path[0] == "layers" and not parameter.is_stacked
-        else parameter.path
-    )
+    """Key of parameters read together: a layer without experts, or the parts of one tensor."""
+    if parameter.path[0] == "layers" and not parameter.has_experts:
+        return parameter.path[:2]
+    return (parameter.hf_tensor.name,)

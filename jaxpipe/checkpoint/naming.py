@@ -59,35 +59,49 @@ class NamedParameter:
         last *= self.hf_tensor.parts
         return (*others[:-1], last, others[-1]) if self.hf_tensor.transposed else (*others, last)
 
-    def from_hf(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The parameter from `read(name)`: a view of one tensor, or several tensors stacked."""
-        if not self.is_stacked:
+    @property
+    def has_experts(self) -> bool:
+        """Whether its first dim is that of experts: it is as large as many other parameters."""
+        return len(self.shape) > 2
+
+    def from_hf(self, read: Callable[..., np.ndarray]) -> np.ndarray:
+        """The parameter from `read(name)`, or expert by expert from `read(name, expert)`."""
+        if self.is_stacked:
+            tensors = ((name,) for name in self.hf_names)
+        elif self.has_experts:
+            tensors = ((self.hf_names[0], expert) for expert in range(self.shape[0]))
+        else:
             return self._slice_tensor(read(self.hf_names[0]))
-        first, *others = self.hf_names
-        part = self._slice_tensor(read(first))
-        stacked = np.empty(self.shape, part.dtype)
-        stacked[0] = part
-        for index, name in enumerate(others, start=1):
-            stacked[index] = self._slice_tensor(read(name))
+        stacked = None
+        for index, tensor in enumerate(tensors):
+            part = self._slice_tensor(read(*tensor))
+            if stacked is None:
+                stacked = np.empty(self.shape, part.dtype)
+            stacked[index] = part
         return stacked
 
     def _slice_tensor(self, tensor: np.ndarray) -> np.ndarray:
         fused = tensor.swapaxes(-1, -2) if self.hf_tensor.transposed else tensor
-        width = self.shape[-1]
-        return fused[..., self.hf_tensor.part * width :][..., :width]
+        part, width = self.hf_tensor.part, self.shape[-1]
+        if self.hf_tensor.interleaved:
+            return fused[..., part :: self.hf_tensor.parts]
+        return fused[..., part * width :][..., :width]
 
 
 def hf_format(model: ModelConfig) -> HuggingFace:
-    """Hugging Face's names of a model's family; `ConfigError` where they are not known."""
+    """How Hugging Face stores a model; `ConfigError` where no known architecture describes it."""
     try:
-        return FAMILIES[model.family].published
-    except LookupError as error:
-        raise ConfigError(f"{error}: use a model of another family.") from error
+        return FAMILIES[model.family].format_of(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
-def list_parameters(model: ModelConfig) -> list[NamedParameter]:
-    """All parameters of a model: embedding, final norm and head, layer by layer, then variables."""
-    form = hf_format(model)
+def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list[NamedParameter]:
+    """All parameters of a model: embedding, final norm and head, layer by layer, then variables.
+
+    `form` has the names; None: those of `hf_format`.
+    """
+    form = form or hf_format(model)
     built, key = FAMILIES[model.family].build(model), jax.random.key(0)
     embed_head = _shapes_by_path(jax.eval_shape(built.init_embed_head, key))
     order = built.functions.layer_kinds(model.pipeline_layers)
@@ -104,12 +118,11 @@ def list_parameters(model: ModelConfig) -> list[NamedParameter]:
             tensor = form.LAYER["/".join(path)]
             named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
-    return parameters + _list_variables(model, built.functions.variables or {})
+    return parameters + _list_variables(model, form, built.functions.variables or {})
 
 
-def _list_variables(model: ModelConfig, variables: Tree) -> list[NamedParameter]:
+def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> list[NamedParameter]:
     """The variables that Hugging Face stores, one tensor per sparse layer."""
-    form = hf_format(model)
     return [
         NamedParameter(
             (VARIABLES, name),
@@ -122,13 +135,15 @@ def _list_variables(model: ModelConfig, variables: Tree) -> list[NamedParameter]
     ]
 
 
-def locate_parameters(model: ModelConfig, files: TensorFiles) -> list[NamedParameter]:
-    """The parameters of a model with the tensor names that `files` use.
+def locate_parameters(
+    model: ModelConfig, form: HuggingFace, files: TensorFiles
+) -> list[NamedParameter]:
+    """The parameters of a model with the tensor names of `form` that `files` use.
 
     Names lack their first part (`BASE`) where the files are of the model without its head. Experts
     may be fused into one tensor (`FUSED`).
     """
-    form, names = hf_format(model), set(files.names)
+    names = set(files.names)
     bare = not any(name.startswith(form.BASE) for name in names)
 
     def locate(parameter: NamedParameter) -> NamedParameter:
@@ -142,7 +157,7 @@ def locate_parameters(model: ModelConfig, files: TensorFiles) -> list[NamedParam
             choices = [_remove_prefix(form.BASE, choice) for choice in choices]
         return next((choice for choice in choices if choice.hf_names[0] in names), choices[0])
 
-    return [locate(parameter) for parameter in list_parameters(model)]
+    return [locate(parameter) for parameter in list_parameters(model, form)]
 
 
 def _remove_prefix(base: str, parameter: NamedParameter) -> NamedParameter:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxpipe.checkpoint import block_fp8
+from jaxpipe.checkpoint import block_fp8, mxfp4
 from jaxpipe.config import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,6 +25,7 @@ DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_QUANTISED = "U8"  # of blocks and scales in MXFP4
 # float64 and scaled 8-bit floats are read as float32, the dtype of a run's parameters.
 _READ_AS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
 # Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft and
@@ -38,6 +39,8 @@ Shape = tuple[int, ...]
 
 class TensorFiles:
     """The tensors of a safetensors directory by name, without wrapper names of torch modules.
+
+    Matrices in MXFP4 are there as if they were stored in bfloat16.
 
     Args:
       directory: holds model.safetensors, or shards and their index.
@@ -61,6 +64,7 @@ class TensorFiles:
                         continue
                     self._add_tensor(path, name, file.get_slice(name))
         self._take_scales()
+        self._merge_quantised()
         wanted = [name for name in self._index if not _remove_wrappers(name).endswith(without)]
         if lost := [name for name in wanted if _remove_wrappers(name) not in self._stored]:
             raise ConfigError(
@@ -75,6 +79,10 @@ class TensorFiles:
                 f"{path} holds {stored}, of an adapter that is not merged into the weights: merge "
                 f"it (peft's merge_and_unload) and save the model again."
             )
+        if kind == _QUANTISED and name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)):
+            self._stored[name] = path, stored
+            self._kinds[name] = tuple(part.get_shape()), np.dtype(np.uint8)
+            return
         if kind not in _READ_AS:
             raise ConfigError(
                 f"{path} holds {stored} as {kind} but only {', '.join(_READ_AS)} can be read: take "
@@ -96,6 +104,18 @@ class TensorFiles:
             scales, _ = self._kinds.pop(name + block_fp8.SCALE, (None, None))
             block_fp8.check_scales(name, self.shape(name), scales, self.directory)
 
+    def _merge_quantised(self) -> None:
+        """Replace blocks and scales in MXFP4 by the matrices that they hold."""
+        for name in mxfp4.names_of(self._kinds):
+            shape, _ = self._kinds.pop(name + mxfp4.BLOCKS)
+            scales, _ = self._kinds.pop(name + mxfp4.SCALES)
+            if len(shape) < 3 or shape != (*scales, 16):
+                raise ConfigError(
+                    f"{self.directory} has {name} in MXFP4 with blocks {shape} and scales "
+                    f"{scales}, but a scale is of 16 bytes: download both again."
+                )
+            self._kinds[name] = mxfp4.shape_of(shape), mxfp4.DTYPE
+
     @property
     def names(self) -> list[str]:
         """Names of all tensors, file by file."""
@@ -109,18 +129,27 @@ class TensorFiles:
         """Dtype of the tensor of that name."""
         return self._kinds[name][1]
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor into new memory; its file is unmapped afterwards."""
-        path, stored = self._stored[name]
-        if name in self._scaled:
-            scales = self._read_stored(name + block_fp8.SCALE)
-            return block_fp8.scaled(block_fp8.read_e4m3(path, stored), scales)
-        return self._read_stored(name).astype(self.dtype(name), copy=False)
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Read one tensor, or entry `index` of its first dim, into new memory.
 
-    def _read_stored(self, name: str) -> np.ndarray:
+        Its file is unmapped afterwards.
+        """
+        if name not in self._stored:  # in MXFP4
+            suffixes = mxfp4.BLOCKS, mxfp4.SCALES
+            return mxfp4.dequantise(*(self._read_stored(name + end, index) for end in suffixes))
+        if name in self._scaled:
+            path, stored = self._stored[name]
+            scales = self._read_stored(name + block_fp8.SCALE)
+            tensor = block_fp8.scaled(block_fp8.read_e4m3(path, stored), scales)
+            return tensor if index is None else tensor[index]
+        return self._read_stored(name, index).astype(self.dtype(name), copy=False)
+
+    def _read_stored(self, name: str, index: int | None = None) -> np.ndarray:
         path, stored = self._stored[name]
         with _open_file(path) as file:
-            return file.get_tensor(stored)
+            if index is None:
+                return file.get_tensor(stored)
+            return file.get_slice(stored)[index]
 
     @cached_property
     def _index(self) -> dict[str, str]:

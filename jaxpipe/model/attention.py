@@ -60,6 +60,7 @@ class CausalAttention:
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
         past: CachedKeys | None = None,
         masks: Masks = NO_MASKS, documents: RowDocuments | None = None,
+        sink_H: jax.Array | None = None,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
 
@@ -69,6 +70,10 @@ class CausalAttention:
           past: keys and values of earlier slices; None without slices.
           masks: attention dropout, which only the plain kernel applies.
           documents: of packed rows, where a query attends only to its own document; else None.
+          sink_H: score of one more key of each head, whose value is 0 (an attention sink), or None.
+
+        Raises:
+          ValueError: cuDNN's kernel cannot have sinks, because it would need a mask.
         """
         sequence, narrow = self.sequence, v_BLGK.shape[-1]
         padding = self.value_width(k_BLGK.shape[-1], narrow) - narrow
@@ -77,8 +82,10 @@ class CausalAttention:
         own = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
         if documents is not None:
             documents = jax.tree.map(sequence.gather_group, documents)
+        if sink_H is not None:  # as one token of each neighbour, of which the first has the sinks
+            sink_H = sequence.to_heads(sink_H[None, None, :, None])[0, 0, :, 0]
         exchanged = replace(self, sequence=sequence.after_exchange)
-        mixed_BLHK, past = exchanged._attend_locally(*own, past, masks, documents)
+        mixed_BLHK, past = exchanged._attend_locally(*own, past, masks, documents, sink_H)
         if padding:
             mixed_BLHK = mixed_BLHK[..., :narrow]
         return sequence.to_tokens(mixed_BLHK), past
@@ -93,7 +100,7 @@ class CausalAttention:
 
     def _attend_locally(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: CachedKeys | None,
-        masks: Masks, documents: RowDocuments | None,
+        masks: Masks, documents: RowDocuments | None, sink_H: jax.Array | None,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
         sequence, length = self.sequence, q_BLHK.shape[1]
@@ -108,28 +115,38 @@ class CausalAttention:
             past = CachedKeys(k_BSGK, v_BSGK, begin)
         position_BL = None if documents is None else documents.positions
         place_L = begin + slice_positions(sequence, length)
-        if self._needs_blocks(tokens, length, past, documents) and not _has_dropout(masks):
+        needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
+        if needs_blocks and not _has_dropout(masks):
             key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
             of_keys = FULL_SEQUENCE if self._gathers else sequence
             layout = RingLayout(of_keys, tokens, self._blocks(length))
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
-            return ring_attention(layout, q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin), past
+            operands = q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin, sink_H
+            return ring_attention(layout, *operands), past
         if self.kernel == "cudnn" and documents is not None:
             first = jnp.asarray(begin + sequence.start(length), jnp.int32)
             found = shard_documents(documents, first, self.documents)
-            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *found, first, self.window), past
+            of_keys = *found, first, self.window, sink_H
+            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *of_keys), past
         mask_B1LS = None
         if self._gathers or past is not None:
             mask_B1LS = _attention_mask(
                 place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL
             )
         if self.kernel == "cudnn":
+            if sink_H is not None:
+                raise ValueError(
+                    "attention sinks with cuDNN's kernel where keys are gathered, or of earlier "
+                    "slices and a window: set model.attention=xla."
+                )
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
         elif mask_B1LS is None:
-            mixed_BLHK = causal_attention(q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL)
+            mixed_BLHK = causal_attention(
+                q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL, sink_H
+            )
         else:
             kept = masks.shares if _has_dropout(masks) else None
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept)
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept, sink_H)
         return mixed_BLHK, past
 
     @property
@@ -137,25 +154,30 @@ class CausalAttention:
         return self.sequence.size > 1 and not self.sequence.heads
 
     def _needs_blocks(
-        self, tokens: int, length: int, past: CachedKeys | None, documents: RowDocuments | None
-    ) -> bool:
+        self, tokens: int, length: int, past: CachedKeys | None, documents: RowDocuments | None,
+        has_sinks: bool,
+    ) -> bool:  # fmt: skip
         """Whether attention runs block by block: in a ring, over slices, and over exchanged heads.
 
         Slices of one token, as in generation, do not: their scores are few, and blocks as many.
         cuDNN's kernel masks no block. It computes slices in blocks if this device has all tokens of
         a slice and there are neither documents nor a window; without slices it takes all tokens in
-        one call.
+        one call, as one block where sinks follow it.
         """
         if self.sequence.ring > 1:
             return True
         if self.kernel == "cudnn":
-            whole = tokens == length and documents is None and not self.window
-            return past is not None and whole
+            whole = tokens == length and documents is None
+            return whole and (has_sinks if past is None else not self.window)
         return (past is not None and length > 1) or bool(self.sequence.heads)
 
     def _blocks(self, length: int) -> BlockKernel:
         """The kernel that computes blocks of `length` queries."""
-        return FusedBlocks() if self.kernel == "cudnn" else PlainBlocks(count_halvings(length))
+        return (
+            FusedBlocks(self.window)
+            if self.kernel == "cudnn"
+            else PlainBlocks(count_halvings(length))
+        )
 
 
 def _has_dropout(masks: Masks) -> bool:
@@ -188,6 +210,7 @@ def _attention_mask(
 def causal_attention(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0,
     masks: Masks = NO_MASKS, position_BL: jax.Array | None = None,
+    sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to itself and all tokens before it, `[B, L, H, K]`.
 
@@ -209,6 +232,7 @@ def causal_attention(
             q_BLHK[:, own], k_BLGK[:, keys], v_BLGK[:, keys],
             _attention_mask(jnp.arange(begin, end), jnp.arange(first, end), window, position),
             partial(masks.shares, query=begin, key=first) if masks.dropout.shares else None,
+            sink_H,
         )  # fmt: skip
 
     return jnp.concatenate([block(i, i + rows) for i in range(0, length, rows)], axis=1)
@@ -216,11 +240,12 @@ def causal_attention(
 
 def grouped_attention(
     q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_B1LS: jax.Array,
-    kept: Callable[[jax.Array], jax.Array] | None = None,
+    kept: Callable[[jax.Array], jax.Array] | None = None, sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
 
-    `kept` applies dropout to the attention probabilities `[B, H, L, S]`; None: no dropout.
+    `kept` applies dropout to the attention probabilities `[B, H, L, S]`; None: no dropout. `sink_H`
+    is the score of one more key of each head, whose value is 0.
 
     Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` computes float64 scores in
     float32, and makes XLA on CPU transpose scores or probabilities six times per layer. Here they
@@ -239,9 +264,22 @@ def grouped_attention(
     score_BGMS = jnp.einsum("bgmk,bgsk->bgms", q_BGMK, k_BGSK, preferred_element_type=wide)
     score_BGRLS = score_BGMS.reshape(b, g, -1, length, keys) * k**-0.5
     score_BGRLS = jnp.where(mask_B1LS[:, :, None], score_BGRLS, jnp.finfo(wide).min)
-    share_BGMS = jax.nn.softmax(score_BGRLS.reshape(score_BGMS.shape), axis=-1)
+    if sink_H is None:
+        share_BGMS = jax.nn.softmax(score_BGRLS.reshape(score_BGMS.shape), axis=-1)
+    else:
+        share_BGRLS = _softmax_with_sinks(score_BGRLS, sink_H.reshape(1, g, -1, 1, 1).astype(wide))
+        share_BGMS = share_BGRLS.reshape(score_BGMS.shape)
     if kept is not None:
         share_BGMS = kept(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
     mixed_BGMK = jnp.einsum("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK)
     mixed_BLGRK = mixed_BGMK.reshape(*q_BGRLK.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     return mixed_BLGRK.reshape(b, length, h, -1).astype(dtype)
+
+
+def _softmax_with_sinks(score_BGRLS: jax.Array, sink_1GR11: jax.Array) -> jax.Array:
+    """Softmax over the scores of a query and its sink, without the share of the sink."""
+    top_BGRL1 = jnp.maximum(score_BGRLS.max(-1, keepdims=True), sink_1GR11)
+    top_BGRL1 = jax.lax.stop_gradient(top_BGRL1)
+    share_BGRLS = jnp.exp(score_BGRLS - top_BGRL1)
+    total_BGRL1 = share_BGRLS.sum(-1, keepdims=True) + jnp.exp(sink_1GR11 - top_BGRL1)
+    return share_BGRLS / total_BGRL1

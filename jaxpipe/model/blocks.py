@@ -38,6 +38,20 @@ class AttentionOutput(NamedTuple):
         )
         return AttentionOutput(sum(parts), whole_BLH)
 
+    def with_sinks(self, sink_H: jax.Array) -> "AttentionOutput":
+        """Merge with one more key per head, whose score is the head's sink and whose value is 0."""
+        sink_BLH = sink_H.astype(self.logsumexp_BLH.dtype)[None, None]
+        whole_BLH = jnp.logaddexp(self.logsumexp_BLH, sink_BLH)
+        kept_BLH = jnp.exp(self.logsumexp_BLH - whole_BLH)
+        return AttentionOutput(self.mixed_BLHK * kept_BLH[..., None], whole_BLH)
+
+    def sink_gradients(self, sink_H: jax.Array, dmixed_BLHK: jax.Array) -> jax.Array:
+        """Gradients of the sinks that this output contains, `[H]`: a score's, with a value of 0."""
+        wide = self.logsumexp_BLH.dtype
+        share_BLH = jnp.exp(sink_H.astype(wide)[None, None] - self.logsumexp_BLH)
+        held_BLH = (self.mixed_BLHK.astype(wide) * dmixed_BLHK.astype(wide)).sum(-1)
+        return -(share_BLH * held_BLH).sum((0, 1)).astype(sink_H.dtype)
+
 
 class KeyRange(NamedTuple):
     """The keys that each query attends to: those at positions `first_BL` to `own_BL`, inclusive.
@@ -229,13 +243,22 @@ class PlainBlocks:
         return found
 
 
-def attention_ref(queries: QueryBlock, keys: KeyBlock) -> jax.Array:
-    """Reference implementation: all scores, masked, differentiated by jax; `[B, L, H, K]`."""
+def attention_ref(
+    queries: QueryBlock, keys: KeyBlock, sink_H: jax.Array | None = None
+) -> jax.Array:
+    """Reference implementation: all scores, masked, differentiated by jax; `[B, L, H, K]`.
+
+    A sink is the score of one more column, which is dropped after the softmax.
+    """
     q_BLHK, copies = queries.q_BLHK, queries.q_BLHK.shape[2] // keys.k_BSGK.shape[2]
     k_BSHK, v_BSHK = (jnp.repeat(x, copies, 2) for x in keys[:2])
     score_BHLS = jnp.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK) * q_BLHK.shape[-1] ** -0.5
     score_BHLS = jnp.where(queries.key_range.mask(keys.place_BS), score_BHLS, -jnp.inf)
-    return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(score_BHLS), v_BSHK)
+    if sink_H is not None:
+        column_BHL1 = jnp.broadcast_to(sink_H[None, :, None, None], (*score_BHLS.shape[:3], 1))
+        score_BHLS = jnp.concatenate([score_BHLS, column_BHL1], -1)
+    share_BHLS = jax.nn.softmax(score_BHLS)[..., : k_BSHK.shape[1]]
+    return jnp.einsum("bhls,bshk->blhk", share_BHLS, v_BSHK)
 
 
 def _scores(

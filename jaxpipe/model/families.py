@@ -3,10 +3,12 @@
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.deepseek.presets import DEEPSEEK_PRESETS
 from jaxpipe.model.family import ModelFamily
+from jaxpipe.model.gemma3 import config as gemma3
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.presets import GPT2_PRESETS
+from jaxpipe.model.gpt_oss import config as gpt_oss
+from jaxpipe.model.llama import architectures as llama
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.presets import LLAMA_PRESETS
 
 FAMILIES = {
     family.name: family
@@ -14,9 +16,23 @@ FAMILIES = {
         ModelFamily(
             "llama",
             LlamaConfig,
-            LLAMA_PRESETS,
+            llama.PRESETS,
             model="jaxpipe.model.llama.decoder:LlamaDecoder",
-            huggingface="jaxpipe.model.llama.huggingface",
+            huggingface="jaxpipe.model.llama.architectures",
+        ),
+        ModelFamily(
+            "gemma3",
+            gemma3.Gemma3Config,
+            gemma3.PRESETS,
+            model="jaxpipe.model.llama.decoder:LlamaDecoder",
+            huggingface="jaxpipe.model.gemma3.huggingface",
+        ),
+        ModelFamily(
+            "gpt_oss",
+            gpt_oss.GptOssConfig,
+            gpt_oss.PRESETS,
+            model="jaxpipe.model.llama.decoder:LlamaDecoder",
+            huggingface="jaxpipe.model.gpt_oss.huggingface",
         ),
         ModelFamily(
             "deepseek",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self
 import msgspec
 from msgspec import Meta
 
-from jaxpipe.model.published import HuggingFace
+from jaxpipe.model.published import HuggingFace, architecture
 from jaxpipe.partition.sequence import FullSequence
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"model.family."
             )
 
+    def unmet_by_slices(self) -> Iterator[str]:
+        """Yield a sentence for every reason why sequences cannot come in slices."""
+        return iter(())
+
     def unmet_by_packing(
         self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
     ) -> Iterator[str]:
@@ -174,7 +178,8 @@ class ModelFamily:
       config: the class of `[model]`.
       presets: published models by name, with the fields of `config` that they fill.
       model: "module:name" of a callable that returns a `Model`, with the arguments of `build`.
-      huggingface: the module that implements `HuggingFace`; "": there is none.
+      huggingface: a module that implements `HuggingFace`, or one whose `FORMATS` do, one for each
+        published architecture; "": there is none.
     """
 
     name: str
@@ -198,8 +203,31 @@ class ModelFamily:
         return make(config, **sharing)
 
     @property
-    def published(self) -> HuggingFace:
-        """The family's `HuggingFace` module; raises `LookupError` where there is none."""
+    def formats(self) -> tuple[HuggingFace, ...]:
+        """How Hugging Face stores each architecture of the family; empty if it has none."""
         if not self.huggingface:
-            raise LookupError(f"the family {self.name!r} has no form at Hugging Face")
-        return importlib.import_module(self.huggingface)  # type: ignore[return-value]
+            return ()
+        module = importlib.import_module(self.huggingface)
+        return getattr(module, "FORMATS", (module,))
+
+    def format_named(self, config_json: Mapping[str, Any]) -> HuggingFace:
+        """The format of the architecture that a config.json names; raises `ValueError`."""
+        known = {name: form for form in self.formats for name in form.ARCHITECTURES}
+        return known[architecture(config_json, tuple(known))]
+
+    def format_of(self, model: ModelConfig) -> HuggingFace:
+        """The first format that describes a model.
+
+        Raises `ValueError` with a sentence where there is none.
+        """
+        if not self.formats:
+            raise ValueError(
+                f"the family {self.name!r} has no form at Hugging Face: use a model of another "
+                f"family."
+            )
+        for form in self.formats:
+            if form.describes(model):
+                return form
+        choices = {name: None for form in self.formats for name in form.CHOICES}
+        given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in choices)
+        raise ValueError(f"{given}: transformers has no model with these: it cannot be exported.")

@@ -69,9 +69,11 @@ def is_replacing_kernels() -> bool:
 class FusedBlocks:
     """Blocks of `jaxpipe.model.blocks` by cuDNN's kernel.
 
-    There is no mask: every query attends to all keys before it, so neither windows nor documents
-    can limit attention.
+    There is no mask: every query attends to all keys before it, so no document can limit attention,
+    and a window (0: none) only that of queries over their own tokens.
     """
+
+    window: int = 0
 
     def attend_block(self, queries: QueryBlock, keys: KeyBlock, _: None = None) -> AttentionOutput:
         """Output of queries over a block of keys to all of which they attend."""
@@ -93,13 +95,15 @@ class FusedBlocks:
 
     def _made(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> AttentionOutput:
         given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
-        mixed_BLHK, logsumexp_BHL = _FORWARD.bind(*given, causal=causal, window=0)
+        window = self.window if causal else 0
+        mixed_BLHK, logsumexp_BHL = _FORWARD.bind(*given, causal=causal, window=window)
         return AttentionOutput(mixed_BLHK.astype(logsumexp_BHL.dtype), logsumexp_BHL.swapaxes(1, 2))
 
     def _gradients(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> BlockGradients:
         (mixed_BLHK, logsumexp_BLH), dmixed_BLHK = queries.made, queries.dmixed_BLHK
         given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK, logsumexp_BLH.swapaxes(1, 2), mixed_BLHK
-        found = _BACKWARD.bind(*given, dmixed_BLHK, causal=causal, window=0)
+        window = self.window if causal else 0
+        found = _BACKWARD.bind(*given, dmixed_BLHK, causal=causal, window=window)
         return BlockGradients(*(d.astype(logsumexp_BLH.dtype) for d in found))
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jaxpipe.jax_internals import cudnn_attention
+from jaxpipe.model.blocks import AttentionOutput
 from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_packed_kernel
 
@@ -61,20 +62,31 @@ def shard_documents(documents: RowDocuments, begin: Any, most: int) -> tuple[jax
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def packed_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
-    begin: jax.Array, window: int,
+    begin: jax.Array, window: int, sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every token to its document's tokens up to itself, in the window if not 0."""
-    return _FORWARD.bind(q, k, v, first, length, begin, window=window)[0]
+    """Attention of every token to its document's tokens up to itself, in the window if not 0.
+
+    Each also attends to the sink of its head (`AttentionOutput.with_sinks`), if there are sinks.
+    """
+    return _forward(q, k, v, first, length, begin, window, sink_H)[0]
 
 
-def _forward(*operands: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    *operands, window = operands
+def _forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    *operands, window, sink_H = operands
     mixed, logsumexp = _FORWARD.bind(*operands, window=window)
-    return mixed, (*operands, logsumexp, mixed)
+    made = AttentionOutput(mixed, logsumexp.swapaxes(1, 2))
+    if sink_H is not None:
+        made = made.with_sinks(sink_H)
+        made = made._replace(mixed_BLHK=made.mixed_BLHK.astype(mixed.dtype))
+    return made.mixed_BLHK, (operands, made, sink_H)
 
 
-def _backward(window: int, kept: tuple[jax.Array, ...], dmixed: jax.Array) -> tuple[Any, ...]:
-    return *_BACKWARD.bind(*kept, dmixed, window=window), None, None, None
+def _backward(window: int, kept: tuple[Any, ...], dmixed: jax.Array) -> tuple[Any, ...]:
+    operands, made, sink_H = kept
+    after = made.logsumexp_BLH.swapaxes(1, 2), made.mixed_BLHK, dmixed
+    found = _BACKWARD.bind(*operands, *after, window=window)
+    dsink_H = None if sink_H is None else made.sink_gradients(sink_H, dmixed)
+    return *found, None, None, None, dsink_H
 
 
 packed_attention.defvjp(_forward, _backward)

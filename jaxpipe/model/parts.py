@@ -45,16 +45,23 @@ def broadcast_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim (Zhang and Sennrich 2019)."""
+    """x / rms(x) * (offset + scale) over the last dim (Zhang and Sennrich 2019).
 
-    def __init__(self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec):
-        self.scale = init(f"{name}/scale", (size,), None, leaf)
-        self.eps = eps
+    The scale is stored without the `offset`, and both add up to 1 at the start.
+    """
+
+    def __init__(
+        self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec, offset: float = 0.0
+    ):
+        self.scale = init(f"{name}/scale", (size,), 0.0 if offset else None, leaf)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x [..., size]`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.offset:  # in 16 bits the sum would lose most of a small scale
+            return (normed * (self.offset + broadcast_last(self.scale[...], wide))).astype(x.dtype)
         return normed.astype(x.dtype) * broadcast_last(self.scale[...], x)
 
 

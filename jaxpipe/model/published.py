@@ -13,16 +13,18 @@ class HuggingFaceTensor(NamedTuple):
       transposed: whether the tensor's last two dims are ours exchanged.
       part, parts: our parameter is part number `part` of `parts` equal parts of the tensor, which
         lie along our last dim.
+      interleaved: whether these parts alternate, entry by entry, instead of following one another.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
     parts: int = 1
+    interleaved: bool = False
 
 
 class HuggingFace(Protocol):
-    """How Hugging Face stores a family: a module with these names.
+    """How Hugging Face stores an architecture: a module, or an object, with these names.
 
     Attributes:
       ARCHITECTURES: the names that config.json may give the model.
@@ -35,6 +37,7 @@ class HuggingFace(Protocol):
       VARIABLES: location of the model's state that is no parameter, by its name: one tensor in
         every sparse layer. A module of a family without any may leave it out.
       BUFFERS: endings of the names of tensors that hold no parameters.
+      CHOICES: fields of `[model]` that have one value in all models of the architecture.
       HEAD, EMBED: names of one tensor if the model is `tied`, which some checkpoints store twice.
     """
 
@@ -46,8 +49,12 @@ class HuggingFace(Protocol):
     FUSED: Mapping[str, HuggingFaceTensor]
     ENDS: Mapping[str, HuggingFaceTensor]
     BUFFERS: tuple[str, ...]
+    CHOICES: Mapping[str, Any]
     HEAD: str
     EMBED: str
+
+    def describes(self, model: Any) -> bool:
+        """Whether the architecture has all choices of a model of the family."""
 
     def tied(self, model: Any) -> bool:
         """Whether the head is the transposed embedding."""

@@ -57,19 +57,20 @@ class RingLayout:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
     layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
-    key_range: KeyRange, begin: jax.Array,
+    key_range: KeyRange, begin: jax.Array, sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to the keys in its `key_range`, `[B, L, H, K]`.
 
     The queries are tokens of the slice that starts at index `begin` of S. A device that has all
-    keys of the slice, but only some of the queries, masks the slice's block.
+    keys of the slice, but only some of the queries, masks the slice's block. Each query also
+    attends to the sink of its head (`AttentionOutput.with_sinks`), if there are sinks.
     """
-    return _forward(layout, q_BLHK, k_BSGK, v_BSGK, key_range, begin)[0]
+    return _forward(layout, q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H)[0]
 
 
 def _forward(
     layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
-    key_range: KeyRange, begin: jax.Array,
+    key_range: KeyRange, begin: jax.Array, sink_H: jax.Array | None,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     sequence, blocks, queries = layout.sequence, layout.blocks, QueryBlock(q_BLHK, key_range)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
@@ -94,13 +95,15 @@ def _forward(
     made = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     if slices.several:
         made = lax.fori_loop(*slices.before(begin, key_range), with_slice, made)
+    if sink_H is not None:
+        made = made.with_sinks(sink_H)
     made = AttentionOutput(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
     made = jax.tree.map(lambda x: checkpoint_name(x, KEPT), made)
-    return made.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, made)
+    return made.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, made)
 
 
 def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> tuple[Any, ...]:
-    q_BLHK, k_BSGK, v_BSGK, key_range, begin, made = delay_residuals(kept, dmixed_BLHK)
+    q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, made = delay_residuals(kept, dmixed_BLHK)
     sequence, blocks = layout.sequence, layout.blocks
     queries = QueryBlock(q_BLHK, key_range, made, dmixed_BLHK)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
@@ -142,7 +145,8 @@ def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array)
     found = BlockGradients(of_slice.dq_BLHK, *at_keys)
     if slices.several:
         found = lax.fori_loop(*slices.before(begin, key_range), with_slice, found)
-    return *found._replace(dq_BLHK=found.dq_BLHK.astype(q_BLHK.dtype)), None, None
+    dsink_H = None if sink_H is None else made.sink_gradients(sink_H, dmixed_BLHK)
+    return *found._replace(dq_BLHK=found.dq_BLHK.astype(q_BLHK.dtype)), None, None, dsink_H
 
 
 ring_attention.defvjp(_forward, _backward)

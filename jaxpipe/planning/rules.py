@@ -28,6 +28,8 @@ RULES: tuple[Callable[..., object], ...] = (
     DecoderConfig.unequal_parts,
     MixtureConfig._unread,
     MixtureConfig.broken_mixture_rules,
+    LlamaConfig.unmet_by_context,
+    LlamaConfig.unmet_by_slices,
     LlamaConfig.broken_rules,
     DeepseekConfig.broken_rules,
     RotaryConfig.broken_rotary_rules,

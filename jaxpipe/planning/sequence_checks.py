@@ -68,8 +68,10 @@ def _halves(config: Config) -> int:
 
 
 def _check_method(config: Config) -> None:
-    """Check that the model supports how replicas that share sequences reach all keys."""
+    """Check that the model supports how slices, and replicas that share them, reach all keys."""
     parallel, model = config.parallel, config.model
+    for sentence in model.unmet_by_slices() if parallel.slices > 1 else ():
+        raise ConfigError(sentence)
     if parallel.cp == 1:
         return
     for sentence in model.unmet_by_context(

@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 from jaxpipe.checkpoint.huggingface import import_huggingface
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
 from jaxpipe.config import ConfigError
+from jaxpipe.model import FAMILIES
 from jaxpipe.model.gpt2 import huggingface as gpt2
-from jaxpipe.model.llama import huggingface as llama
 
 CONFIG_CHANGES = {
     "n_layers is 4 there and 3 here; set model.n_layers=4": {"num_hidden_layers": 4},
@@ -72,7 +72,10 @@ CONFIG_CHANGES = {
     "has mlp_only_layers=.2. but of this model's layers only the first": {
         "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [2],
     },
-    "architecture MixtralForCausalLM but only": {"architectures": ["MixtralForCausalLM"]},
+    "architecture FalconForCausalLM but only": {"architectures": ["FalconForCausalLM"]},
+    "router_jitter_noise=0.1 but": {
+        "architectures": ["MixtralForCausalLM"], "router_jitter_noise": 0.1
+    },
     "architecture None but only": {"architectures": None},
     "has no hidden_size": {"hidden_size": ...},
 }  # fmt: skip
@@ -161,8 +164,8 @@ def test_what_transformers_cannot_describe_is_not_exported(tmp_path):
         export(step, GPT2, tmp_path / "out", max_positions=32)
     wide = replace(GPT2, n_heads=4, head_dim=16)
     both = replace(QWEN3, sliding_window=4)
-    with pytest.raises(ValueError, match="no plain model with both: it cannot be exported"):
-        llama.written(both, "float32", 64)
+    with pytest.raises(ValueError, match="qk_norm=True, .*sliding_window=4, .*no model with these"):
+        FAMILIES["llama"].format_of(both)
     with pytest.raises(ValueError, match="has no other heads: it cannot be exported"):
         gpt2.written(wide, "float32", 64)
     assert not (tmp_path / "out").exists()

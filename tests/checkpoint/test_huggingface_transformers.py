@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from hf_models import our_logits, rope_scaling, stored_params
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.huggingface import export_huggingface, hf_format, import_huggingface
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.gpt_oss.config import GptOssConfig
 from jaxpipe.model.llama.config import LlamaConfig
 
 torch = pytest.importorskip("torch")
@@ -24,6 +26,7 @@ MODELS = {
     "llama_one_kv_head": LlamaConfig(**SIZES | {"n_kv_heads": 1}, head_dim=12, rope_theta=5e5),
     "mistral": LlamaConfig(**SIZES, head_dim=10, rope_theta=1e4, sliding_window=5),
     "gpt2": GPT2Config(n_layers=3, d_model=48, n_heads=6, d_ff=80, vocab_size=96, max_seq_len=64),
+    "qwen2": LlamaConfig(**SIZES, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6),
     "qwen3": LlamaConfig(**SIZES, head_dim=14, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
     "qwen3_tied": LlamaConfig(
         **SIZES, head_dim=10, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True
@@ -36,12 +39,21 @@ MODELS = {
         **SIZES, head_dim=14, rope_theta=1e7, norm_eps=1e-6, qk_norm=True, n_experts=6,
         experts_per_token=2, d_expert=20, moe_every=2, norm_topk_prob=False, tie_embeddings=True,
     ),
+    "gemma3": Gemma3Config(
+        **SIZES, head_dim=10, sliding_window=5, global_every=2, query_width=7, rope_theta=1e5,
+        rope_local_theta=1e3, rope_scaling="linear", rope_factor=8.0,
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZES, head_dim=14, sliding_window=5, n_experts=6, experts_per_token=2,
+        rope_original_positions=16,
+    ),
+    "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip
 
 
 def made_by_transformers(model):
     """Return a random transformers model of these sizes, with norm gains other than one."""
-    kind, config = gpt2_of(model) if model.family == "gpt2" else llama_of(model)
+    kind, config = config_of(model)
     torch.manual_seed(0)
     theirs = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
@@ -49,6 +61,17 @@ def made_by_transformers(model):
             if "norm" in name or "ln_" in name or "bias" in name:
                 parameter.uniform_(0.5, 1.5)
     return theirs
+
+
+def config_of(model):
+    """Return the class, and its configuration, of these sizes."""
+    if model.family == "gpt2":
+        return gpt2_of(model)
+    if hf_format(model).MODEL_TYPE in ("llama", "mistral", "qwen3", "qwen3_moe"):
+        return llama_of(model)
+    written = hf_format(model).written(model, "float32", 64) | {"initializer_range": 0.15}
+    kind = transformers.CONFIG_MAPPING[written["model_type"]]
+    return written["architectures"][0], kind.from_dict(written)
 
 
 def gpt2_of(model):
@@ -98,6 +121,7 @@ def logits_of(theirs, tokens):
         return theirs(torch.from_numpy(tokens)).logits.numpy()
 
 
+@pytest.mark.slow(only=["1GB-*"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
 def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size):

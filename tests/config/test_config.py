@@ -62,6 +62,23 @@ PARAMETERS = {
     "kempner_29b": 28_705_462_272,
     "mistral_7b_v0_1": 7_241_732_096,
     "mistral_7b_v0_3": 7_248_023_552,
+    # The published models but the first with 416,866,032 parameters of the vision tower, and
+    # 1,152 x (d_model + 1) between both, are 4,300,079,472, 12,187,325,040 and 27,432,406,640.
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
     "qwen3_0_6b": 596_049_920,
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_4b": 4_022_468_096,
@@ -77,6 +94,14 @@ PARAMETERS = {
     "gpt2_medium": 354_823_168,
     "gpt2_large": 774_030_080,
     "gpt2_xl": 1_557_611_200,
+}
+ACTIVE = {
+    "qwen3_30b_a3b": 3_353_032_704,
+    # The model card's 3.61 B and 5.13 B leave the embedding out, 579,133,440.
+    "gpt_oss_20b": 4_187_440_704,
+    "gpt_oss_120b": 5_711_982_912,
+    "mixtral_8x7b": 12_879_925_248,
+    "mixtral_8x22b": 39_152_031_744,
 }
 
 

@@ -139,10 +139,9 @@ def test_parameters_counted_by_shape(preset):
     layer = jax.eval_shape(partial(decoder.init_layer, index=0, kind=kind), key)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
     assert sizes[0] + config.n_layers * sizes[1] == config.parameter_count()
-    idle = sizes[1] - sum(
-        leaf.size * config.experts_per_token // leaf.shape[0] if leaf.ndim == 3 else leaf.size
-        for leaf in jax.tree.leaves(layer)
-    )
+    experts = layer.get("moe", {}).pop("experts", {})
+    idle = sum(leaf.size for leaf in jax.tree.leaves(experts))
+    idle -= idle * getattr(config, "experts_per_token", 0) // (config.routed_experts or 1)
     assert config.parameter_count() - config.n_layers * idle == config.active_parameter_count()
 
 

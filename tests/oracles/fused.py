@@ -9,9 +9,9 @@ from jaxpipe.model import fused
 class Fused:
     """Replaces the primitive of one of cuDNN's calls."""
 
-    def __init__(self, name, causal):
+    def __init__(self, name, causal, window=0):
         self.bind = {"fwd": self.forward, "bwd": self.backward}[name]
-        self.causal = causal
+        self.causal, self.window = causal, window
 
     def forward(self, q, k, v, *unused, is_training):
         assert is_training
@@ -40,6 +40,8 @@ class Fused:
         score = jnp.einsum("blhk,bshk->bhls", q, wide(k, q)) * q.shape[-1] ** -0.5
         score = score.astype(jnp.promote_types(q.dtype, jnp.float32))
         seen = jnp.tri(*score.shape[-2:], dtype=bool) | (not self.causal)
+        if self.window:
+            seen &= ~jnp.tri(*score.shape[-2:], k=-self.window, dtype=bool)
         return jnp.where(seen, score, -1e30)
 
 
@@ -58,7 +60,7 @@ def stands_in(monkeypatch):
 
     jax's own function is replaced too, for attention over all tokens.
     """
-    calls = lambda name, q, causal, window: (Fused(name, causal), {})  # noqa: E731
+    calls = lambda name, q, causal, window: (Fused(name, causal, window), {})  # noqa: E731
     monkeypatch.setattr(fused, "_cudnn_primitive", calls)
 
     def library(q, k, v, *, is_causal, local_window_size):

@@ -19,9 +19,9 @@ def test_transformers_gives_what_was_recorded(name):
     assert kept.keys() == made.keys()
     for key in ("shapes", "tokens", "ignored", "weights"):
         np.testing.assert_array_equal(kept[key], made[key], key)
-    for key in ("gradients", "adamw_losses", "muon_losses"):
+    for key in {"gradients", "adamw_losses", "muon_losses"} & kept.keys():
         np.testing.assert_allclose(made[key], kept[key], rtol=1e-10, atol=1e-13, err_msg=key)
-    for key in ("adamw", "muon"):
+    for key in {"adamw", "muon"} & kept.keys():
         np.testing.assert_allclose(made[key], kept[key], rtol=2e-7, atol=1e-8, err_msg=key)
 
 

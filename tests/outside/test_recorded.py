@@ -34,6 +34,12 @@ CASES = [
     for name in (*DENSE, "qwen3_moe", "deepseek_v2", "deepseek_v3")
     for layout in (*list(LAYOUTS)[:3], FOURTH.get(name, "interleaved, ep"))
 ]
+RELATIVES = [
+    ("qwen2", "1f1b"),
+    ("mixtral", "interleaved, ep"),
+    ("gemma3", "dualpipev, cp"),
+    ("gpt_oss", "interleaved, ep"),
+]  # of these models, on one layout
 
 
 def assert_close(got, want, tolerance):
@@ -48,7 +54,7 @@ def assert_close(got, want, tolerance):
 @pytest.mark.slow(
     only=["deepseek_v2-one*", "deepseek_*-1f1b", "deepseek_*-zb_h1*", "deepseek_v3-one*"]
 )
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), [*CASES, *RELATIVES])
 def test_loss_and_every_gradient(name, layout):
     assert_right_gradients(name, LAYOUTS[layout])
 
@@ -80,13 +86,15 @@ def assert_right_gradients(name, layout, **execution):
     record = records.read(name)
     loss, gradients = records.loss_and_gradients(record, layout, **execution)
     want = record.by_our_names("gradients", records.trainer_of(record, {}).config.model)
-    assert all(np.abs(gradient).max() > 1e-3 for path, gradient in want.items() if path[-1] != "bk")
     np.testing.assert_allclose(loss, record.arrays["adamw_losses"][0], rtol=1e-13)
-    assert_close(without_key_biases(gradients), without_key_biases(want), 1e-12)
+    if name == "gpt2":
+        gradients, want = without_key_biases(gradients), without_key_biases(want)
+    assert all(np.abs(gradient).max() > 1e-3 for gradient in want.values())
+    assert_close(gradients, want, 1e-12)
 
 
 def without_key_biases(gradients):
-    """Remove gradients of key biases, which are only rounding: a softmax is invariant to them."""
+    """Remove gradients of key biases, which are only rounding where no position turns keys."""
     for path, gradient in gradients.items():
         assert path[-1] != "bk" or np.abs(gradient).max() < 1e-15
     return {path: gradient for path, gradient in gradients.items() if path[-1] != "bk"}

@@ -11,11 +11,14 @@ import numpy as np
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.gpt_oss.config import GptOssConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.parallel import (
     ContextParallel,
+    ExpertParallel,
     ReplicaFactors,
     StageLayout,
     TensorParallel,
@@ -30,6 +33,11 @@ from jaxpipe.schedule import build
 from jaxpipe.schedule.lockstep import PLAIN
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
+# Of the kinds local, local, global, local, so two stages of two layers differ.
+ALTERNATING = {"n_kv_heads": 2, "sliding_window": 3, "global_every": 3}
+GPT_OSS = SIZES | ALTERNATING | {
+    "n_experts": 4, "experts_per_token": 2, "rope_original_positions": 4
+}  # fmt: skip
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_mscale": 1.0,
@@ -38,6 +46,7 @@ LATENT = {
 }  # fmt: skip
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
+    "biased": LlamaConfig(**SIZES, n_kv_heads=2, qkv_bias=True),
     "normed": LlamaConfig(**SIZES, n_kv_heads=4, head_dim=16, qk_norm=True),
     "tied": LlamaConfig(**SIZES, n_kv_heads=2, tie_embeddings=True),
     "one_kv": LlamaConfig(**SIZES, n_kv_heads=1, qk_norm=True, tie_embeddings=True),
@@ -45,6 +54,11 @@ MODELS = {
     "windowed": LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=3),
     "odd": LlamaConfig(**SIZES | {"d_model": 64, "d_ff": 80}, n_kv_heads=2),  # 3 divides nothing
     "gpt2": GPT2Config(**SIZES, max_seq_len=11),
+    "gemma3": Gemma3Config(**SIZES, **ALTERNATING),
+    "packed_gemma3": Gemma3Config(**SIZES, **ALTERNATING),
+    "gpt_oss": GptOssConfig(**GPT_OSS),
+    "packed_gpt_oss": GptOssConfig(**GPT_OSS),
+    "fused_gpt_oss": GptOssConfig(**GPT_OSS, attention="cudnn"),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
     "packed": LlamaConfig(**SIZES, n_kv_heads=2),
@@ -86,8 +100,9 @@ def problem(model, dtype, examples=EXAMPLES):
     decoder = FAMILIES[config.family].build(config, **packing_of(model))
 
     def uneven(leaf):
-        """Make vectors neither zeros nor ones."""
-        off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if leaf.ndim == 1 else 0
+        """Make vectors, also those of experts, neither zeros nor ones."""
+        vector = leaf.ndim == 1 or not leaf.any()
+        off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if vector else 0
         return (leaf + off).astype(dtype)
 
     shared = jax.tree.map(uneven, decoder.init_embed_head(key))
@@ -169,7 +184,8 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, cp=1, heads=0, slices=1, sequence=False, loss_chunks=1,
-    z_loss=0.0, replicate=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN, **execution,
+    z_loss=0.0, replicate=1, ep=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN,
+    **execution,
 ):  # fmt: skip
     """Return the pipeline on a mesh, its parameters as they are stored, and the batch."""
     _, shared, layers, batch = problem(model, dtype, examples)
@@ -177,7 +193,7 @@ def pipeline_of(
     counts, kinds = (len(layers) // built.stages,) * built.stages, MODELS[model].layer_kinds
     layout = StageLayout(counts, built.placement, kinds)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
-    factors = ReplicaFactors(rp=replicate)
+    factors = ReplicaFactors(rp=replicate, ep=ep)
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
@@ -185,6 +201,7 @@ def pipeline_of(
     decoder = FAMILIES[config.family].build(
         config, devices=devices, embed_head_devices=of_ends, sequence=shards, slices=slices,
         loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
+        **({"replicas": ExpertParallel(ep)} if ep > 1 else {}),
     )  # fmt: skip
     batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     execution = Execution(lockstep, **execution)

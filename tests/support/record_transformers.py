@@ -59,7 +59,38 @@ MODELS = {
         "Qwen3",
         _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
     ),
+    "qwen2": ("Qwen2", _SIZES | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
+    "mixtral": (
+        "Mixtral",
+        _SIZES
+        | {"rope_parameters": _ROPE, "num_local_experts": 4, "intermediate_size": 12},
+    ),
+    "gemma3": (
+        "Gemma3",
+        _SIZES
+        | {
+            "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 3,
+            "pad_token_id": None,  # the embedding of such a token would have no gradient
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _SIZES
+        | {
+            "head_dim": 6, "intermediate_size": 12, "sliding_window": 3, "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64, "rope_theta": 100.0,
+            },
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         _SIZES | _LATENT | {
@@ -104,46 +135,55 @@ def float64():
 def build(name):
     """Return a transformers model in the default dtype."""
     family, settings = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**settings)
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
     return model(config).to(torch.get_default_dtype()).eval()
 
 
-def published(tensors):
+# Of a family whose files have experts as separate tensors: where they are, and their names.
+_EXPERT_NAMES = {
+    **dict.fromkeys(
+        ("qwen3_moe", "deepseek_v2", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    ),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+
+
+def published(tensors, family):
     """Return a model's tensors by their names in its files, where experts have separate tensors."""
+    mlp, (gate, up, down) = _EXPERT_NAMES.get(family, ("mlp", (None,) * 3))
     found = {}
     for name, tensor in tensors.items():
-        place, fused, kind = name.partition(".experts.")
-        if kind == "gate_up_proj":
-            for e, both in enumerate(tensor):
-                gate, up = np.split(both, 2)
-                found[f"{place}{fused}{e}.gate_proj.weight"] = gate
-                found[f"{place}{fused}{e}.up_proj.weight"] = up
-        elif kind == "down_proj":
-            for e, down in enumerate(tensor):
-                found[f"{place}{fused}{e}.down_proj.weight"] = down
-        else:
-            found[name] = tensor
+        place, fused, kind = name.replace(".mlp.", f".{mlp}.").partition(".experts.")
+        separate = gate and kind in ("gate_up_proj", "down_proj")
+        for e, both in enumerate(tensor if separate else ()):
+            names, parts = ((down,), (both,)) if kind == "down_proj" else ((gate, up), halves(both))
+            for part, array in zip(names, parts):
+                found[f"{place}{fused}{e}.{part}.weight"] = array
+        if not separate:
+            found[place + fused + kind] = tensor
     return found
 
 
-def of_model(named, params):
+def halves(both):
+    return np.split(both, 2)
+
+
+def of_model(named, params, family):
     """Invert `published`, for the parameters that a model has."""
-    found = {}
+    shapes = {name: np.zeros(tensor.shape) for name, tensor in named.items()}
     for name in named:
-        place, _, kind = name.partition(".experts.")
-        if kind in ("gate_up_proj", "down_proj"):
-            experts = range(sum(key.startswith(f"{place}.experts.") for key in params) // 3)
-            parts = [kind] if kind == "down_proj" else ["gate_proj", "up_proj"]
-            found[name] = np.stack([
-                np.concatenate([params[f"{place}.experts.{e}.{part}.weight"] for part in parts])
-                for e in experts
-            ])  # fmt: skip
-        else:
-            found[name] = params[name]
-    return found
+        found = published({name: shapes[name]}, family)
+        parts = [params[part] for part in found]
+        if len(parts) > 1:  # gate and up of each expert, or down of each
+            both = len(parts) // len(shapes[name])
+            experts = (parts[i : i + both] for i in range(0, len(parts), both))
+            parts = [np.stack([np.concatenate(each) for each in experts])]
+        shapes[name] = parts[0]
+    return shapes
 
 
 def drawn(name, shape):
@@ -167,7 +207,7 @@ def loss_and_gradients(model, params, tokens, ignored):
     """Return the mean loss of a step `[M, B, L + 1]`, and the gradients by published names."""
     named = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in of_model(named, params).items():
+        for name, value in of_model(named, params, model.config.model_type).items():
             named[name].copy_(torch.from_numpy(value))
     model.zero_grad()
     rows = torch.from_numpy(tokens.reshape(-1, tokens.shape[-1]).astype(np.int64))
@@ -178,7 +218,8 @@ def loss_and_gradients(model, params, tokens, ignored):
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE
     )
     loss.backward()
-    gradients = published({name: tensor.grad.numpy() for name, tensor in named.items()})
+    found = {name: tensor.grad.numpy() for name, tensor in named.items()}
+    gradients = published(found, model.config.model_type)
     return loss.item(), {name: gradient.copy() for name, gradient in gradients.items()}
 
 
@@ -193,7 +234,8 @@ def recorded(name):
         shapes = {
             name: array.shape
             for name, array in published(
-                {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+                {name: tensor.detach().numpy() for name, tensor in model.named_parameters()},
+                model.config.model_type,
             ).items()
         }
         first = {name: drawn(name, shape) for name, shape in shapes.items()}
@@ -204,7 +246,8 @@ def recorded(name):
             "tokens": tokens, "ignored": ignored, "weights": end_to_end(first),
             "gradients": end_to_end(gradients),
         }  # fmt: skip
-        for optimizer in ("adamw", "muon"):
+        # Muon's update of a matrix is not that of a tensor with all experts, gates beside ups.
+        for optimizer in ("adamw",) if name == "gpt_oss" else ("adamw", "muon"):
             params, state, losses = wide, {}, []
             for step in range(STEPS):
                 loss, gradients = loss_and_gradients(model, params, tokens[step], ignored[step])

@@ -49,8 +49,9 @@ class Record:
     def by_our_names(self, kind, model):
         """Return these arrays by path, as `("layers", "3", "attn", "wq")`, in jaxpipe's layouts."""
         theirs = self.by_their_names(kind)
+        read = lambda name, expert=...: theirs[name][expert]  # noqa: E731
         return {
-            own.path: np.asarray(own.from_hf(theirs.__getitem__))
+            own.path: np.asarray(own.from_hf(read))
             for own in list_parameters(model)
             if not own.is_variable
         }

@@ -62,6 +62,7 @@ ENDS = {
     "final_norm/scale": HuggingFaceTensor("model.norm.weight"),
     "head": HuggingFaceTensor(HEAD, transposed=True),
 }
+CHOICES: dict[str, Any] = {}
 VARIABLES = {"router_bias": HuggingFaceTensor("mlp.gate.e_score_correction_bias")}
 BUFFERS = (".rotary_emb.inv_freq",)  # in checkpoints of old versions
 
@@ -127,6 +128,11 @@ _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
     V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 }
 _FP8 = {"quant_method": ("fp8",), "fmt": ("e4m3",), "weight_block_size": ([128, 128],)}
+
+
+def describes(model: DeepseekConfig) -> bool:
+    """Whether one of the architectures may be a model's: `written` refuses others."""
+    return True
 
 
 def tied(model: DeepseekConfig) -> bool:

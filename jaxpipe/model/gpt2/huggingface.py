@@ -41,6 +41,7 @@ ENDS = {
     "final_norm/bias": HuggingFaceTensor("transformer.ln_f.bias"),
 }
 FUSED: dict[str, HuggingFaceTensor] = {}
+CHOICES: dict[str, Any] = {}
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, in checkpoints of old versions
 
 # Hugging Face's names to ours.
@@ -60,6 +61,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
     "quantization_config": (None,),
 }
+
+
+def describes(model: GPT2Config) -> bool:
+    """Whether it is a GPT-2: every model of the family is."""
+    return True
 
 
 def tied(model: GPT2Config) -> bool:

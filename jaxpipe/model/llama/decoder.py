@@ -14,7 +14,7 @@ from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import LlamaEmbedHead, LlamaLayer
 from jaxpipe.model.moe.balance import REAL, ROUTES, Balance, count_tokens
-from jaxpipe.model.moe.config import SPARSE
+from jaxpipe.model.moe.config import is_sparse
 from jaxpipe.model.moe.experts import PRODUCTS, run_in_rounds
 from jaxpipe.model.moe.layer import KEEP
 from jaxpipe.model.parts import EmbedHeadParts, Init, LayerParts
@@ -24,15 +24,14 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LlamaDecoder(CausalDecoder):
-    """Llama 3, Qwen3 or Mistral, with experts or without; positions rotate queries and keys."""
+    """A Llama-style decoder, with experts or without; positions rotate queries and keys."""
 
     config: LlamaConfig
 
     @property
     def attend(self) -> CausalAttention:
-        """Causal attention, limited to the window, if there is one, and to the document."""
-        config = self.config
-        return CausalAttention(self.sequence, config.attention, config.window, self.documents)
+        """Causal attention, limited to the document; a layer limits it to its window."""
+        return CausalAttention(self.sequence, self.config.attention, documents=self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -64,11 +63,11 @@ class LlamaDecoder(CausalDecoder):
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """The choice of experts, which rounding must not change between F and B."""
-        return KEEP if kind == SPARSE else ()
+        return KEEP if is_sparse(kind) else ()
 
     def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
         """Rounds that exchange rows with the experts during the paired layer's products."""
-        return run_in_rounds if kind == SPARSE and self.replicas.size > 1 else None
+        return run_in_rounds if is_sparse(kind) and self.replicas.size > 1 else None
 
     @cached_property
     def functions(self) -> StageFunctions:

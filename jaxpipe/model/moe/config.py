@@ -1,7 +1,7 @@
 """Sizes and settings of a mixture of experts, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from msgspec import Meta
 from msgspec.structs import fields, replace
@@ -11,6 +11,11 @@ from jaxpipe.model.family import Count, Positive
 
 DENSE, SPARSE = "layer", "sparse"  # the layer kinds
 NotNegative = Annotated[float, Meta(ge=0)]
+
+
+def is_sparse(kind: str) -> bool:
+    """Whether layers of a kind have experts: a family may put more before `SPARSE`."""
+    return kind.endswith(SPARSE)
 
 
 class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,6 +42,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # the rate multiplies the sign of an expert's load error, or the error relative to the mean
     router_bias_step: Literal["sign", "error"] = "sign"
     capacity_factor: NotNegative = 0.0  # slots per expert, times the mean load; 0: dropless
+
+    # What families that derive from this one change.
+    GATE: ClassVar[str] = "silu"  # gate of MLPs and experts (`jaxpipe.model.gated`)
+    EXPERT_BIASES: ClassVar[bool] = False  # whether the router and the experts' products have one
 
     def resolved(self) -> Self:
         """The same model with the widths of a head and of an expert filled in."""
@@ -81,7 +90,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Indices of the layers that have experts."""
-        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == SPARSE)
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if is_sparse(kind))
 
     def product_sizes(self, tp: int) -> dict[str, int]:
         """Sizes of a layer's products on one of `tp` devices, by the settings that give them.
@@ -101,6 +110,13 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         dense = 3 * self.d_model * self.d_ff * (self.blocks - sparse)
         width = self.expert_width * (experts + self.shared_experts)
         return dense + sparse * self.d_model * (3 * width + self.n_experts)
+
+    def mlp_vectors(self, experts: int) -> int:
+        """Count the biases of routers and experts, with `experts` routed experts per layer."""
+        if not self.EXPERT_BIASES:
+            return 0
+        of_expert = 2 * self.expert_width + self.d_model
+        return len(self.sparse_layers) * (self.n_experts + experts * of_expert)
 
     def broken_mixture_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes of the mixture break.

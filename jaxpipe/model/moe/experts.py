@@ -6,6 +6,7 @@ the last product, so that the experts' outputs need not be stored for the weight
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpipe.contract import Names, Rounds, pairing_point
+from jaxpipe.model.gated import gated
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     assign_equally,
@@ -26,29 +28,51 @@ from jaxpipe.model.moe.dispatch import (
 )
 from jaxpipe.model.moe.products import Product
 from jaxpipe.model.parts import Dot, Init
+from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.experts import AllExperts
 from jaxpipe.partition.leaf import EP, TP, ParamSpec
 
+# From vectors of each expert, `[E, X]`, those of each row's own expert, in the dtype of the rows.
+Select = Callable[[jax.Array], jax.Array]
 Made = tuple[jax.Array, jax.Array]
 PRODUCTS = "expert_gate", "expert_up", "expert_down"  # names under which `dot` gets the matrices
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts, down(silu(gate(x)) * up(x)), each matrix stored as `[E, in, out]`."""
+    """Gated experts, as SwiGLU's down(silu(gate(x)) * up(x)); matrices are `[E, in, out]`.
 
-    def __init__(self, config: MixtureConfig, init: Init):
+    They may have biases, `[E, out]`, of which that of the last product is added up over tp.
+    """
+
+    def __init__(self, config: MixtureConfig, devices: OneDevice, init: Init):
         e, d, f = config.n_experts, config.d_model, config.expert_width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         outputs, inputs = (ParamSpec(sharded=((EP, 0), (TP, dim))) for dim in (2, 1))
         self.w_gate = init("experts/w_gate", (e, d, f), 0.02, outputs)
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
+        if config.EXPERT_BIASES:
+            summed = ParamSpec(
+                sharded=((EP, 0),), partial_grad_axes=(TP,) if devices.size > 1 else ()
+            )
+            self.b_gate = init("experts/b_gate", (e, f), 0.0, inputs)
+            self.b_up = init("experts/b_up", (e, f), 0.0, inputs)
+            self.b_down = init("experts/b_down", (e, d), 0.0, summed)
+        self.gate, self.has_biases, self.size = config.GATE, config.EXPERT_BIASES, devices.size
 
-    def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot) -> jax.Array:
+    def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot, own: Select) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
         gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
-        (down,) = dot(jax.nn.silu(gate) * up * weights, expert_down=self.w_down[...])
-        return down
+        if self.has_biases:
+            gate, up = gate + own(self.b_gate[...]), up + own(self.b_up[...])
+        hidden = gated(self.gate, gate, up) * weights
+        (down,) = dot(hidden, expert_down=self.w_down[...])
+        return down + weights * (own(self.b_down[...]) / self.size) if self.has_biases else down
+
+
+def own_of_batches(values_EX: jax.Array) -> jax.Array:
+    """The vectors of experts whose rows are batched, `[E, rows, ...]`."""
+    return values_EX[:, None]
 
 
 class Dispatch(Protocol):
@@ -135,14 +159,20 @@ class DroplessDispatch:
         An expert number past the last of them stands for no expert, and adds nothing.
         """
         copies, places = len(expert_R) // len(x_ND), assign_sorted(expert_R)
-        sizes = count_values(expert_R, self.count // self.replicas.size)
+        count = self.count // self.replicas.size
+        sizes = count_values(expert_R, count)
+
+        def own(values_EX: jax.Array) -> jax.Array:
+            """As a product, because the gradient of a gather would be a scatter."""
+            which_SE = jax.nn.one_hot(expert_R[places.source_S], count, dtype=x_ND.dtype)
+            return which_SE @ values_EX.astype(x_ND.dtype)
 
         grouped = dot.grouped(lambda rows, each: self.product(rows, each, sizes))
         x_SD, weights_S1 = (
             gather_into_slots(x_ND, places, copies),
             gather_into_slots(weights_R1, places, 1),
         )
-        return sum_from_slots(experts(x_SD, weights_S1, grouped), places, copies)
+        return sum_from_slots(experts(x_SD, weights_S1, grouped, own), places, copies)
 
 
 @dataclass(frozen=True)
@@ -181,7 +211,7 @@ class CapacityDispatch:
         came = _exchange_rows(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
-        made = experts(of_expert[..., :d], of_expert[..., d:], dot)
+        made = experts(of_expert[..., :d], of_expert[..., d:], dot, own_of_batches)
         made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
         y_SD = _exchange_rows(self.replicas, made.reshape(-1, d), "tokens")
         dropped = count_dropped(places, group_R, groups)

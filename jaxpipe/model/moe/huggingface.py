@@ -35,7 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-NONE = {"n_experts": 0}  # for a model whose layers are all dense
 # Hugging Face's name: jaxpipe's name.
 _CHOICES = {
     "num_experts": "n_experts",
@@ -45,7 +44,7 @@ _CHOICES = {
     "decoder_sparse_step": "moe_every",
 }
 # Settings that Qwen3-MoE lacks, each with the value at which it has no effect.
-_ONLY_OURS = {
+ONLY_OURS = {
     "router_score": "softmax",
     "router_scale": 1.0,
     "expert_groups": 1,
@@ -67,7 +66,7 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
         )
     number = theirs.get("num_local_experts", theirs["num_experts"])
     ours = {own: theirs[name] for name, own in _CHOICES.items()} | {"n_experts": number}
-    return ours | {"first_dense_layers": len(dense)} | _ONLY_OURS
+    return ours | {"first_dense_layers": len(dense)} | ONLY_OURS
 
 
 def trained(theirs: Mapping[str, Any], model: MixtureConfig) -> dict[str, Any]:
@@ -92,16 +91,29 @@ def written(model: MixtureConfig) -> dict[str, Any]:
 
     Raises `ValueError` with a sentence if Qwen3-MoE cannot express them.
     """
-    for name, value in {**_ONLY_OURS, "router_bias_rate": 0.0}.items():
-        if getattr(model, name) != value:
-            raise ValueError(
-                f"model.{name}={getattr(model, name)!r}, but the experts of Qwen3-MoE have only "
-                f"{value!r}: it cannot be exported."
-            )
+    check_expressible(model, ONLY_OURS, "Qwen3-MoE")
     resolved = model.resolved()
     return {
         **{name: getattr(resolved, own) for name, own in _CHOICES.items()},
         "mlp_only_layers": list(range(model.first_dense_layers)),
+        **written_loss(model),
+    }
+
+
+def written_loss(model: MixtureConfig) -> dict[str, Any]:
+    """Return the fields of a config.json for the router's loss, which transformers leaves out."""
+    return {
         "router_aux_loss_coef": model.router_aux_loss / _aux_loss_per_coefficient(model),
         "output_router_logits": False,
     }
+
+
+def check_expressible(model: MixtureConfig, only: Mapping[str, Any], theirs: str) -> None:
+    """Raise `ValueError` with a sentence where experts have other values than those in `only`."""
+    resolved = model.resolved()
+    for name, value in {**only, "router_bias": False, "router_bias_rate": 0.0}.items():
+        if getattr(resolved, name) != value:
+            raise ValueError(
+                f"model.{name}={getattr(resolved, name)!r}, but the experts of {theirs} have only "
+                f"{value!r}: it cannot be exported."
+            )

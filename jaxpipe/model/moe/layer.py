@@ -20,7 +20,8 @@ class MixtureOfExperts(nnx.Module):
     def __init__(
         self, config: MixtureConfig, parts: LayerParts, init: Init, shared: nnx.Module | None
     ):
-        self.router, self.experts = Router(config, parts, init), Experts(config, init)
+        self.router = Router(config, parts, init)
+        self.experts = Experts(config, parts.devices, init)
         if shared is not None:
             self.shared = shared
         self.dispatch = choose_dispatch(config, parts.replicas, parts.product)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.moe.config import MixtureConfig
-from jaxpipe.model.parts import Init, LayerParts
+from jaxpipe.model.parts import Init, LayerParts, broadcast_last
 
 CHOICE = "experts"  # checkpoint name of the chosen indices, which F always stores
 
@@ -59,6 +59,8 @@ class Router(nnx.Module):
     def __init__(self, config: MixtureConfig, parts: LayerParts, init: Init):
         leaf = parts.own(differs=parts.devices.size > 1)
         self.gate = init("router/gate", (config.d_model, config.n_experts), 0.02, leaf)
+        if config.EXPERT_BIASES:
+            self.bias = init("router/bias", (config.n_experts,), 0.0, leaf)
         self.config = config
 
     def __call__(
@@ -67,6 +69,8 @@ class Router(nnx.Module):
         """Route tokens `[B, L, D]`; `given_BLK` replaces the choice, weighted by live scores."""
         config, wide = self.config, jnp.promote_types(x_BLD.dtype, jnp.float32)
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
+        if config.EXPERT_BIASES:
+            logits_BLE += broadcast_last(self.bias[...], logits_BLE)
         softmax = config.router_score == "softmax"
         scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
         shares_BLE = scores_BLE if softmax else _normalise(scores_BLE)

@@ -1,0 +1,1 @@
+"""gpt-oss: Llama's layers with attention sinks, biases, and experts with a clamped gate."""
