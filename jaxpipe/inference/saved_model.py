@@ -66,7 +66,8 @@ class SavedModel:
         def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
             return [by_path[path].from_hf(files.read) for path in paths]
 
-        return cls(path, model, read_serving_files(path, model), None, read, {})
+        variables = {one.path[1]: one.from_hf(files.read) for one in parameters if one.is_variable}
+        return cls(path, model, read_serving_files(path, model), None, read, variables)
 
     @classmethod
     def _trained(cls, path: Path) -> Self:

@@ -9,7 +9,7 @@ import pytest
 from compare import assert_same
 from meshes import MODELS, problem, run
 
-from jaxpipe.contract import Context
+from jaxpipe.contract import Aux, Context
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.pipeline import step_ref
@@ -127,6 +127,13 @@ def test_rows_ahead_stay_in_their_document_and_row():
     assert found["targets_ahead_1"].tolist() == [[2, none, 4, none], [6, 7, none, none]]
     assert found["inputs_ahead_2"].tolist() == [[0, 0, 0, 0], [6, 0, 0, 0]]
     assert found["targets_ahead_2"].tolist() == [[none] * 4, [7, none, none, none]]
+
+
+def test_without_rows_ahead_the_layer_returns_its_input():
+    """As in generation, where the state of all layers goes on."""
+    decoder, _, layers, batch = problem("ahead", jnp.float32)
+    x, context = jnp.ones((1, 8, 32)), Context({"inputs": batch["inputs"][0, :1]}, jnp.int32(3), 7)
+    assert decoder.layer(layers[-1], x, context, "prediction") == (x, 7, Aux())
 
 
 def test_models_here_predict():

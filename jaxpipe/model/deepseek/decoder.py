@@ -54,6 +54,8 @@ class DeepseekDecoder(LlamaDecoder):
         """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
         if kind != PREDICTION:
             return super().layer(params, x, context, kind)
+        if not context.rows.keys() >= {*ahead_keys(self.config.mtp_depth)}:
+            return LayerOutput(x, context.state)  # generation, which predicts one token
         layer, predicted = nnx.merge(self._layers[kind], params), Predicted(x)
         for k in range(self.config.mtp_depth):
             predicted = self._predict(k, getattr(layer, f"depth_{k}"), predicted, context)
