@@ -18,7 +18,8 @@ class SpikeWindow(NamedTuple):
     Source: `SkipStepOptimizer` of OLMo-core, and `skip_step_on_spikes` of MaxText.
 
     Attributes:
-      recent: float32 `[2, train.spike_window]`, losses and norms, oldest first; NaN: not filled.
+      recent: float32 `[2, train.spike_window]`, losses and norms, oldest first; infinity:
+        not filled, since NaN would differ from itself where jax compares the processes' values.
       in_row: int32, steps since the first spike after the newest accepted step, that one included.
         The series has steps of any kind without an update; 0: the newest step was accepted.
     """
@@ -31,12 +32,12 @@ class SpikeWindow(NamedTuple):
         """The window before the first step; None if spikes are not skipped."""
         if not train.spike_sigma:
             return None
-        return cls(jnp.full((2, train.spike_window), jnp.nan, jnp.float32), jnp.int32(0))
+        return cls(jnp.full((2, train.spike_window), jnp.inf, jnp.float32), jnp.int32(0))
 
     def is_spike(self, loss: jax.Array, norm: jax.Array, sigma: float) -> jax.Array:
         """Whether a step with this finite loss and norm is a spike (a bool array)."""
         size = self.recent.shape[1]
-        filled = ~jnp.isnan(self.recent)
+        filled = jnp.isfinite(self.recent)
         count = filled.sum(axis=1)
         mean = jnp.where(filled, self.recent, 0).sum(axis=1) / jnp.maximum(count, 1)
         squares = jnp.where(filled, self.recent - mean[:, None], 0) ** 2
@@ -55,7 +56,7 @@ class SpikeWindow(NamedTuple):
     def saved(self) -> dict[str, Any]:
         """The numbers that a checkpoint keeps, without entries that are not filled."""
         losses, norms = np.asarray(self.recent)
-        filled = ~np.isnan(losses)
+        filled = np.isfinite(losses)
         return {
             "losses": losses[filled].tolist(),
             "norms": norms[filled].tolist(),

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from commands import SMALL, complete, metrics
+from commands import SMALL, complete, losses, metrics, train_command
 from event_files import read_events
 from rich.console import Console
 from routed import batches, restored, run, trainer_of
+from several import ends, start_all
 from test_loop import Recorder
 from toy import LENGTH
 
 from jaxpipe import config as configs
+from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.compiled import CompiledSteps
@@ -148,6 +150,22 @@ def test_after_too_many_spikes_the_run_goes_back_and_on_with_later_data(tmp_path
         meta = restored(trainer_of(*SETTINGS), directory)[1]
         assert (meta["position"], meta["passed_over"], meta["rollbacks"]) == (13 * 16, 4 * 16, 1)
         assert lines[9]["tokens_seen"] == meta["tokens"] == 9 * SAMPLES * LENGTH
+
+
+@pytest.mark.slow
+def test_several_processes_go_back_together(tmp_path):
+    """With a low limit, at which ordinary steps are spikes: twice they go back, then they stop."""
+    sizes = ["train.steps=16", "parallel.pp=2", "parallel.dp=2", "train.eval_every=0"]
+    how = ["train.spike_sigma=0.7", "train.spike_window=4", "train.spike_limit=0"]
+    saves = ["train.spike_rollbacks=2", "checkpoint.every=2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train.main([str(SMALL), f"run.dir={one}", *sizes, *how, *saves, "parallel.tp=2"]) == 1
+    command = train_command(two, *sizes, *how, *saves, "parallel.tp=2", devices=4)
+    found = ends(start_all(2, command))
+    assert [code for code, _ in found] == [1, 1], found[0][1]
+    assert found[0][1].count("rolled back to step 2") == 2
+    np.testing.assert_allclose([*losses(two).values()], [*losses(one).values()], rtol=1e-6)
+    assert complete(one) == complete(two) == [2]
 
 
 @pytest.mark.parametrize("rollbacks", [0, 1])
