@@ -61,9 +61,14 @@ def _place(saved: SavedModel, trainer: Trainer) -> Tree:
 
 
 def _variables(saved: SavedModel, trainer: Trainer) -> Tree:
-    """The model's variables: the saved ones of their names, and initial values of all others."""
+    """The model's variables: the saved ones of their names, and initial values of all others.
+
+    Those of blocks that predict further tokens come last, and are left out (`for_inference`).
+    """
     first = trainer.model.functions.variables
     if not isinstance(first, dict):
         return first
-    kept = {name: value for name, value in saved.variables.items() if name in first}
-    return jax.tree.map(jnp.asarray, {**first, **kept})
+    saved_of = {name: saved.variables.get(name, value) for name, value in first.items()}
+    return jax.tree.map(
+        lambda value, like: jnp.asarray(value)[tuple(map(slice, like.shape))], saved_of, first
+    )

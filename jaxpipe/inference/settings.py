@@ -76,7 +76,10 @@ def inference_config(
                 f"model.{name} is given by the trained model: leave it out; of [model] only "
                 f"{' and '.join(_MAY_BE_SET)} may be set."
             )
-    tree = {"model": msgspec.to_builtins(model), "train": {**_TRAIN, "seq_len": max(longest, 2)}}
+    tree = {
+        "model": msgspec.to_builtins(model.for_inference()),
+        "train": {**_TRAIN, "seq_len": max(longest, 2)},
+    }
     first = build(tree, overrides)
     parallel, chunks = first.parallel, first.train.loss_chunks
     microbatches = 2 * parallel.pp if parallel.pp > 1 else 1

@@ -54,6 +54,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of further tokens that each position predicts in training."""
         return 0
 
+    def for_inference(self) -> Self:
+        """The same model without what training alone computes."""
+        return self
+
     @property
     def tied(self) -> bool:
         """Whether the head is the transposed embedding."""

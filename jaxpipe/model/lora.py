@@ -102,6 +102,14 @@ class LoraDecoder:
                 f"lora.targets has {unknown[0]!r}, but the weights of the layers are "
                 f"{', '.join(sorted(known))}: name some of these, or leave it out for all."
             )
+        for kind in self.base.kinds:
+            names = [product_of(path) for path, _ in self.adapters.paths(self.base.leaves[kind])]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(
+                    f"lora.rank={self.adapters.rank} on layers that have several weights "
+                    f"{twice[0]!r}, which adapters cannot tell apart: set model.mtp_depth to 0 or "
+                    f"1, or leave {twice[0]} out of lora.targets."
+                )
         for path, spec in self._every_path(self.adapters):
             name, experts = product_of(path), "experts" in path
             if experts and self.adapters.dropout:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trained_models import MODELS, logits_of, published, saved_run  # noqa: E402
+from trained_models import VOCABULARY, logits_of, published, saved_run  # noqa: E402
 
 from jaxpipe.score import main  # noqa: E402
 
@@ -23,7 +23,8 @@ CASES = {  # a model, and the mesh that scores it
     ),
     "chunks": ("llama_one_kv_head", "train.loss_chunks=2 parallel.pp=2 parallel.schedule=dualpipe"),
     "gpt2": ("gpt2", "parallel.pp=3"),
-    "experts": ("qwen3_moe", "parallel.pp=2 parallel.dp=2 parallel.ep=2"),
+    "latent": ("v3", "parallel.pp=2 parallel.tp=2 parallel.dp=2"),
+    "experts": ("qwen3_moe", "parallel.pp=2 parallel.dp=2 parallel.ep=2 parallel.cp=2"),
 }
 
 
@@ -40,7 +41,7 @@ def test_equals_transformers(tmp_path, case):
     name, overrides = CASES[case]
     theirs, directory = published(name)
     rng = np.random.default_rng(0)
-    rows = [rng.integers(0, MODELS[name].vocab_size, length) for length in (17, 5, 1, 9, 17, 2)]
+    rows = [rng.integers(0, VOCABULARY, length) for length in (17, 5, 1, 9, 17, 2)]
     lines = "".join(f"{json.dumps(row.tolist())}\n" for row in rows)
     (tmp_path / "tokens.jsonl").write_text(lines)
     words = [str(directory), str(tmp_path / "tokens.jsonl"), "--out", str(tmp_path / "out.jsonl")]

@@ -7,22 +7,30 @@ from tempfile import mkdtemp
 import jax
 import numpy as np
 import transformers
-from checkpoint.test_huggingface_transformers import MODELS, logits_of, made_by_transformers
+from checkpoint.test_huggingface_transformers import MODELS as PLAIN
+from checkpoint.test_huggingface_transformers import logits_of, made_by_transformers
+from outside import test_deepseek as deepseek
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.training.trainer import Trainer
 
+MODELS = (*PLAIN, *deepseek.MODELS)
+VOCABULARY = 96  # of all of them
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 ONE_DEVICE = "parallel.pp=1", "parallel.dp=1", "model.n_layers=2", "train.grad_accum_steps=2"
-__all__ = ["MODELS", "logits_of", "published", "saved_run"]
+__all__ = ["MODELS", "VOCABULARY", "logits_of", "published", "saved_run"]
 
 
 @cache
 def published(name):
     """Return transformers' model of that name in `MODELS`, and a directory that holds it."""
     transformers.utils.logging.disable_progress_bar()
-    theirs, directory = made_by_transformers(MODELS[name]), Path(mkdtemp()) / name
+    directory = Path(mkdtemp()) / name
+    if name in PLAIN:
+        theirs = made_by_transformers(PLAIN[name])
+    else:
+        theirs = deepseek.made_by_transformers(name)
     theirs.save_pretrained(directory)
     return theirs, directory
 

@@ -44,6 +44,10 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         """Width of a head's values, and of its output."""
         return self.v_head_dim
 
+    def for_inference(self) -> Self:
+        """The same model without the prediction of further tokens."""
+        return replace(self, mtp_depth=0)
+
     @property
     def tokens_ahead(self) -> int:
         """Number of further tokens that each position predicts in training."""
