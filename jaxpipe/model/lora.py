@@ -83,7 +83,8 @@ class LoraDecoder:
     """A decoder with adapters; it has the functions of a `Model`.
 
     Raises `ValueError` where a target is no weight of the model, and where adapters of experts
-    should drop inputs, or those of keys and values have no equal shares on the tp devices.
+    should drop inputs, those of keys and values have no equal shares on the tp devices, or a layer
+    has several weights of one name.
 
     Attributes:
       base: the decoder, all of whose parameters are frozen.
