@@ -129,20 +129,24 @@ def test_initial_values_depend_on_layer_and_name():
     np.testing.assert_array_equal(normed.init_layer(key, 1)["attn"]["wo"], other["attn"]["wo"])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_parameters_counted_by_shape(preset):
+@pytest.mark.parametrize(
+    ("preset", "more"), [*((name, {}) for name in PRESETS), ("deepseek_v3", {"mtp_depth": 2})]
+)
+def test_parameters_counted_by_shape(preset, more):
     family, key = FAMILIES[PRESETS[preset]["family"]], jax.random.key(0)
-    config = family.config(**PRESETS[preset])
+    config = family.config(**PRESETS[preset] | more)
     decoder = family.build(config)
     ends = jax.eval_shape(decoder.init_embed_head, key)
-    kind = config.layer_kinds[0]
-    layer = jax.eval_shape(partial(decoder.init_layer, index=0, kind=kind), key)
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (ends, layer)]
-    assert sizes[0] + config.n_layers * sizes[1] == config.parameter_count()
-    experts = layer.get("moe", {}).pop("experts", {})
-    idle = sum(leaf.size for leaf in jax.tree.leaves(experts))
-    idle -= idle * getattr(config, "experts_per_token", 0) // (config.routed_experts or 1)
-    assert config.parameter_count() - config.n_layers * idle == config.active_parameter_count()
+    total, idle = sum(leaf.size for leaf in jax.tree.leaves(ends)), 0
+    for kind in dict.fromkeys(config.layer_kinds):
+        layer = jax.eval_shape(partial(decoder.init_layer, index=0, kind=kind), key)
+        count = config.layer_kinds.count(kind)
+        for path, leaf in jax.tree.leaves_with_path(layer):
+            total += count * leaf.size
+            if "experts" in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
+                idle += count * leaf.size * (1 - config.experts_per_token / config.routed_experts)
+    assert total == config.parameter_count()
+    assert config.parameter_count() - config.active_parameter_count() == idle
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
