@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import SMALL, complete, metrics
+from commands import SMALL, complete, losses, metrics, train_command
 from jax import lax
 from routed import batch_at, run, trainer_of
+from several import ends, start_all
 from test_spikes import printing, until
 
 from jaxpipe import config as configs
+from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.pipeline import program
 from jaxpipe.planning.checks import check_settings
@@ -101,6 +103,20 @@ def test_devices_alike_raise_no_alarm():
         batch = trainer().put(batch_at(step, 4, 4))
         assert check.find(step, state, batch) == ""
         state, _ = trainer().train_step(state, batch)
+
+
+@pytest.mark.slow
+def test_several_processes_check_together(tmp_path):
+    """Devices of other processes take each other's places; numbers are those without checks."""
+    sizes = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "train.steps=5"]
+    how = ["train.deterministic=true", "train.eval_every=0"]
+    assert train.main([str(SMALL), f"run.dir={tmp_path / 'one'}", *sizes, *how]) == 0
+    checked = [*sizes, *how, "train.corruption_check_every=2"]
+    for code, output in ends(start_all(2, train_command(tmp_path / "two", *checked, devices=4))):
+        assert code == 0, output
+    assert not (tmp_path / "two" / "corruption").exists()
+    one, two = (list(losses(tmp_path / name).values()) for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
