@@ -30,6 +30,8 @@ Tree = Any
 NAME = "lora"  # of the adapters among a layer's parameters
 _SAMPLES = "samples"
 ParamPath = tuple[str, ...]
+# Weights of which a layer multiplies by the columns of its own heads if all devices have all heads.
+_BY_HEAD = "wk", "wv"
 
 
 class Adapter(NamedTuple):
@@ -83,8 +85,8 @@ class LoraDecoder:
     """A decoder with adapters; it has the functions of a `Model`.
 
     Raises `ValueError` where a target is no weight of the model, and where adapters of experts
-    should drop inputs, those of keys and values have no equal shares on the tp devices, or a layer
-    has several weights of one name.
+    should drop inputs, there are more tp devices than heads of keys and values with adapters, or a
+    layer has several weights of one name.
 
     Attributes:
       base: the decoder, all of whose parameters are frozen.
@@ -119,7 +121,7 @@ class LoraDecoder:
                     f"of experts have no positions to draw masks by; set lora.dropout=0, or "
                     f"lora.targets without experts."
                 )
-            if self.base.devices.size > 1 and TP in spec.partial_grad_axes:
+            if TP in spec.partial_grad_axes and name in _BY_HEAD:
                 raise ValueError(
                     f"an adapter of {name}, of which every device has all heads: parallel.tp="
                     f"{self.base.devices.size} must divide model.n_kv_heads, or leave {name} out "

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trained_models import VOCABULARY, logits_of, published, saved_run  # noqa: E402
+from trained_models import SMALL, VOCABULARY, logits_of, published, saved_run  # noqa: E402
 
 from jaxpipe.score import main  # noqa: E402
 
@@ -26,6 +26,20 @@ CASES = {  # a model, and the mesh that scores it
     "latent": ("v3", "parallel.pp=2 parallel.tp=2 parallel.dp=2"),
     "experts": ("qwen3_moe", "parallel.pp=2 parallel.dp=2 parallel.ep=2 parallel.cp=2"),
 }
+
+DEEPSEEK = SMALL.parents[2] / "configs" / "quickstart_deepseek.toml"
+RUNS = {
+    # Averaged parameters, and the biases of a router, which are no parameters.
+    "averaged": (SMALL, (
+        "optimizer.name=schedule_free", "optimizer.decay=constant", "model.n_experts=4",
+        "model.experts_per_token=2", "model.d_expert=16", "model.router_bias_rate=10.0",
+    )),
+    # A last layer that predicts further tokens, with biases of its own router.
+    "ahead": (DEEPSEEK, (
+        "parallel.schedule=1f1b", "parallel.ep=1", "train.seq_len=32", "data.source=dummy",
+        "model.n_layers=3", "model.router_bias_rate=10.0",
+    )),
+}  # fmt: skip
 
 
 def scores_of(theirs, tokens):
@@ -69,13 +83,10 @@ def test_an_array_of_scores_and_which_tokens_are_greedy(tmp_path, capsys):
     assert found["greedy"][0, 6]
 
 
-def test_a_run_is_scored_as_it_is_evaluated(tmp_path):
-    """With averaged parameters, and with the biases of a router, which are no parameters."""
-    overrides = (
-        "optimizer.name=schedule_free", "optimizer.decay=constant", "model.n_experts=4",
-        "model.experts_per_token=2", "model.d_expert=16", "model.router_bias_rate=10.0",
-    )  # fmt: skip
-    trainer, state, ids = saved_run(tmp_path / "run", *overrides)
+@pytest.mark.slow(unless=["averaged"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_scored_as_it_is_evaluated(tmp_path, run):
+    trainer, state, ids = saved_run(tmp_path / "run", *RUNS[run][1], config=RUNS[run][0])
     loss, _ = trainer.eval_step(
         state, trainer.put({"inputs": ids[..., :-1], "targets": ids[..., 1:]})
     )

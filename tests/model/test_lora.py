@@ -7,6 +7,7 @@ import pytest
 from compare import assert_same, assert_within, relative
 
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.lora import Adapter, Adapters, LoraDecoder, merge_adapter
@@ -33,6 +34,15 @@ MODELS = {
     "llama": LlamaConfig(**SIZES, n_kv_heads=2, qk_norm=True),
     "gpt2": GPT2Config(**SIZES, max_seq_len=8),
     "experts": LlamaConfig(**SIZES, **SPARSE),
+    "latent": DeepseekConfig(
+        **SIZES,
+        family="deepseek",
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
     "capacity": LlamaConfig(**SIZES, **SPARSE, capacity_factor=1.5),
 }
 MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
@@ -137,13 +147,14 @@ CASES = {
         {"tp": 2, "sequence": True, "lockstep": Lockstep(vocab_parallel=True)},
     ),
     "dualpipe": ("gpt2", "dualpipe", (), {"dp": 2, "zero_stage": 1, "remat": "full"}),
+    "latent": ("latent", "zb_h1", (), {"tp": 2, "dp": 2, "zero_stage": 1}),
     "cp": ("llama", "1f1b", ("wk", "wo"), {"dp": 2, "cp": 2, "remat": "selective"}),
     "experts": ("experts", "1f1b", (), {"dp": 2, "ep": 2, "tp": 2}),
     "capacity": ("capacity", "zb_h1", ("expert_up", "expert_down", "w_gate"), {"dp": 2, "ep": 2}),
 }
 
 
-@pytest.mark.slow(unless=["tp", "experts"])
+@pytest.mark.slow(unless=["experts"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_merged_weights(case):
     model, name, targets, how = CASES[case]

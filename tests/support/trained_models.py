@@ -35,9 +35,9 @@ def published(name):
     return theirs, directory
 
 
-def saved_run(directory, *overrides, steps=2):
-    """Train steps of a smaller `data/small.toml`; return the trainer, the state, and ids."""
-    config = configs.load(SMALL, [*ONE_DEVICE, *overrides, f"run.dir={directory}"])
+def saved_run(directory, *overrides, steps=2, config=SMALL):
+    """Train steps of a configuration on one device; return the trainer, the state, and ids."""
+    config = configs.load(config, [*ONE_DEVICE, *overrides, f"run.dir={directory}"])
     trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
     shape = (*config.batch_shape.values(), config.train.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)

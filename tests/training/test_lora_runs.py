@@ -107,6 +107,7 @@ def test_a_published_model_is_tuned_and_handed_over(tmp_path, capsys):
     assert any((later[name] != leaf).any() for name, leaf in adapters.items())
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_are_merged_and_written_one_by_one(tmp_path):
     trainer, state, _ = saved_run(
         tmp_path / "run", *LORA, "model.n_experts=4", "model.experts_per_token=2",
