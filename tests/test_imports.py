@@ -20,9 +20,9 @@ ROWS = [
     {"planning"},
     {"checkpoint", "data"},
     {"training"},
-    {"gpu", "inference"},
+    {"gpu", "inference", "verification"},
     {"bench"},
-    {"train", "plan", "profile", "score", "generate", "evaluate"},
+    {"train", "plan", "profile", "score", "generate", "evaluate", "verify"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # `pipeline` takes stage functions as arguments: it must not know the model.

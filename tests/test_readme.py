@@ -23,6 +23,7 @@ SCRIPTS = {
     "bench.sh": "bench",
     "data.sh": "data",
     "generate.sh": "generate",
+    "verify.sh": "verify",
 }
 
 

@@ -62,6 +62,7 @@ class CausalDecoder:
       product: grouped matrix product with the experts' weights.
       recorded: whether layers return the chosen experts as `routes`, in the form that a replay
         reads.
+      dispatch: `(config, replicas, product)` to a `Dispatch`; None: the fast ones.
       precision: precision of the products with the layers' weights.
     """
 
@@ -77,6 +78,7 @@ class CausalDecoder:
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False
+    dispatch: Callable[..., Any] | None = None
     precision: Precision = PLAIN
 
     @property
@@ -287,7 +289,7 @@ class CausalDecoder:
         return self.embed_head_devices or self.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
-        names = "replicas", "product", "recorded"
+        names = "replicas", "product", "recorded", "dispatch"
         experts = {name: getattr(self, name) for name in names}
         return self.new_layer(kind, LayerParts(self.devices, self.attend, **experts), init)
 

@@ -8,7 +8,7 @@ input is).
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,8 @@ class LayerParts(NamedTuple):
       replicas: the replicas over which the layer's experts are sharded.
       product: grouped matrix product with the experts' weights.
       recorded: whether the layer returns the chosen experts.
+      dispatch: `(config, replicas, product)` to what brings tokens to experts; None: the one of
+        `moe.experts`.
     """
 
     devices: OneDevice
@@ -149,6 +151,7 @@ class LayerParts(NamedTuple):
     replicas: AllExperts = ALL_EXPERTS
     product: Callable[..., jax.Array] = jax.lax.ragged_dot
     recorded: bool = False
+    dispatch: Callable[..., Any] | None = None
 
     def cut(self, dim: int) -> ParamSpec:
         """The spec of a parameter that is sharded over the devices along `dim`."""

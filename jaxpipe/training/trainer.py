@@ -19,6 +19,7 @@ from jaxpipe.model.moe.products import GroupedProduct
 from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, is_stage_stacked, make_mesh
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
+from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
@@ -216,11 +217,18 @@ class Trainer:
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         """The function of `train_step`, for use within compiled functions."""
+        return self.step_with_outputs(state, batch)[:2]
+
+    def step_with_outputs(
+        self, state: State, batch: Tree
+    ) -> tuple[State, dict[str, jax.Array], StepOutput]:
+        """What `step` returns, and the outputs of the pipeline, with the unclipped gradients."""
         outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
         has_targets = (outputs.counts > 0).any()
         loss = self.first_loss(outputs.losses)
         state, metrics = self.update(state, loss, outputs.gradients, outputs.aux, has_targets)
-        return state, metrics | self.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
+        losses = self.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
+        return state, metrics | losses, outputs
 
     def first_loss(self, shares: jax.Array) -> jax.Array:
         """The first of the head's K losses from shares `[M]` or `[M, K]`; 0 without targets."""

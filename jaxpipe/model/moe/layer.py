@@ -24,7 +24,8 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, parts.devices, init)
         if shared is not None:
             self.shared = shared
-        self.dispatch = choose_dispatch(config, parts.replicas, parts.product)
+        dispatch = parts.dispatch or choose_dispatch
+        self.dispatch = dispatch(config, parts.replicas, parts.product)
         self.parts = parts
         sequence = parts.attend.sequence
         self.balance = Balance(config, parts.devices, sequence, parts.recorded)

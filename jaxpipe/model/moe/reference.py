@@ -43,5 +43,10 @@ class OneHot:
         return jnp.einsum("EBLD,BLE->BLD", made, weights_BLE), dropped
 
 
+def one_hot(config: MixtureConfig, *_: object) -> OneHot:
+    """The dispatch of a model, whatever replicas and products (`CausalDecoder.dispatch`)."""
+    return OneHot(config)
+
+
 def _tokens(x_BLD: jax.Array) -> tuple[int, int]:
     return x_BLD.shape[0] * x_BLD.shape[1], x_BLD.shape[2]

@@ -1,0 +1,122 @@
+"""`verify`: a right configuration passes, every planted fault is named, a bad one is refused."""
+
+import jax
+import pytest
+
+from jaxpipe import config as configs
+from jaxpipe import verify
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.verification.faults import FAULTS
+from jaxpipe.verification.self_test import plant
+from jaxpipe.verification.shrinking import shrink
+from jaxpipe.verification.verifying import Verification
+
+SMALL = """
+[model]
+n_layers = 4
+d_model = 64
+n_heads = 8
+n_kv_heads = 4
+d_ff = 96
+vocab_size = 97
+[parallel]
+pp = 2
+dp = 2
+[train]
+steps = 100
+grad_accum_steps = 16
+microbatch_size = 4
+seq_len = 64
+[optimizer]
+warmup_steps = 50
+"""
+MIXTURE = (
+    "model.n_experts=16", "model.experts_per_token=4", "model.router_aux_loss=0.1",
+    "model.router_bias_rate=0.01", "parallel.ep=2", "parallel.dp=4", "model.first_dense_layers=1",
+    "parallel.schedule=zb_h1",
+)  # fmt: skip
+CASES = {
+    "packed": ("data.packing=best_fit", "parallel.pp=1"),
+    "ring": ("parallel.cp=2", "parallel.cp_method=ring", "train.loss_chunks=2"),
+    "mixture": MIXTURE,
+    "tensor": (
+        "parallel.tp=2", "parallel.dp=1", "parallel.sequence_parallel=true",
+        "model.tie_embeddings=true", "train.z_loss=0.1",
+    ),
+    "sliced": (
+        "parallel.slices=4", "parallel.schedule=interleaved_1f1b", "parallel.zero_stage=2",
+        "model.sliding_window=40", "optimizer.name=muon",
+    ),
+    "uneven": ("model.n_layers=7", "model.dropout=0.1", "parallel.dp_replicate=2"),
+    "variable": ("train.variable_length=true", *MIXTURE),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verify") / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def verification(path, *overrides):
+    config = configs.load(path, overrides)
+    check_settings(config)
+    smaller = shrink(config).config
+    check_settings(smaller)
+    return Verification(smaller, lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def plain(path):
+    return verification(path)
+
+
+def test_a_run_equals_the_reference(plain):
+    found = plain.deviations()
+    assert len(found) == 10
+    assert [one for one in found if not one.error <= verify.TOLERANCE] == []
+    assert any(one.error > 0 for one in found), "both sides are one program"
+
+
+def test_a_planted_fault_is_named(plain):
+    (fault,) = (fault for fault in FAULTS if fault.name == "two layers are swapped")
+    assert plant(plain, fault).error > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_combinations_equal_the_reference(path, overrides):
+    found = verification(path, *overrides).deviations()
+    assert [one for one in found if not one.error <= verify.TOLERANCE] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixture", "tensor", "sliced", "packed"])
+def test_every_fault_is_noticed(path, name):
+    run = verification(path, *CASES[name])
+    errors = {f.name: plant(run, f).error for f in FAULTS if f.applies(run.trainer)}
+    assert [name for name, error in errors.items() if not error > verify.TOLERANCE] == []
+
+
+def test_a_mesh_of_many_devices_shrinks_and_says_so(path):
+    config = configs.load(
+        path, ["parallel.pp=4", "parallel.dp=8", "parallel.cp=4", "train.compute_dtype=bfloat16"]
+    )
+    smaller = shrink(config)
+    assert (smaller.config.parallel.mesh, smaller.config.model.n_layers) == (
+        "pp=2 dp=4 cp=2 (gather) tp=1", 2,
+    )  # fmt: skip
+    assert "parallel.pp: 2 instead of 4" in smaller.changes
+    assert smaller.unchecked == ("train.compute_dtype='bfloat16': computed in float64 instead",)
+
+
+def test_a_bad_configuration_is_refused(path, capsys):
+    assert verify.main([str(path), "parallel.tp=3"]) == 2
+    assert "model.n_heads=8 must be a multiple of parallel.tp=3" in capsys.readouterr().err
