@@ -40,7 +40,10 @@ mtp_depth = 1
 rope_scaling = "yarn"
 rope_factor = 2.0
 """
-MORE = {"llama": "n_kv_heads = 1", "deepseek": _LATENT, "gpt2": ""}
+_LOCAL = "n_kv_heads = 1\nsliding_window = 8\nglobal_every = 2\n"
+MORE = {
+    "llama": "n_kv_heads = 1", "gemma3": _LOCAL, "gpt_oss": _LOCAL, "deepseek": _LATENT, "gpt2": "",
+}  # fmt: skip
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",
           "inf", "2147483647", "1" + 400 * "0"]  # fmt: skip
 
