@@ -24,11 +24,6 @@ from jaxpipe.training.step_guard import StepGuard
 SAMPLES = 8  # in a step of `SMALL`
 
 
-@pytest.fixture(autouse=True)
-def _steps_are_not_compiled_ahead(monkeypatch):
-    monkeypatch.setattr(CompiledSteps, "_compiled_by_all", lambda _, name, program, *args: program)
-
-
 class Number:
     """A number on a device; it records an event when the loop waits for it."""
 
@@ -97,7 +92,11 @@ class Recorder:
         self.events.append(("log", step))
 
     def run(self):
-        with MetricsLog(self.directory, last_step=0) as log:
+        with MetricsLog(self.directory, last_step=0) as log, pytest.MonkeyPatch.context() as patch:
+            # These steps cannot be compiled ahead.
+            patch.setattr(
+                CompiledSteps, "_compiled_by_all", lambda _, name, program, *args: program
+            )
             fresh = State(None, None, 0, None, StepGuard.fresh(self.config.train))
             return TrainLoop(self, self, self, self, log).loop(fresh, DataPosition())
 

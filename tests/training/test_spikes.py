@@ -22,7 +22,6 @@ from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.step_guard import StepGuard
@@ -169,9 +168,8 @@ def test_several_processes_go_back_together(tmp_path):
 
 
 @pytest.mark.parametrize("rollbacks", [0, 1])
-def test_without_a_rollback_the_run_stops(tmp_path, monkeypatch, rollbacks):
+def test_without_a_rollback_the_run_stops(tmp_path, rollbacks):
     """No rollback is allowed, or there is no checkpoint to go back to."""
-    monkeypatch.setattr(CompiledSteps, "_compiled_by_all", lambda _, name, program, *args: program)
     limits = ["train.spike_limit=1", f"train.spike_rollbacks={rollbacks}", "checkpoint.every=0"]
     recorder = Recorder(tmp_path, *SETTINGS[1:3], *limits, losses={6: 9.0, 7: 8.0, 8: 1.0})
     recorder.wait, recorder.steps = lambda: None, []
