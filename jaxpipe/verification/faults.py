@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpipe.schedule import Tables
 from jaxpipe.training.state import State
 from jaxpipe.verification import wrong_functions as wrong
 from jaxpipe.verification import wrong_values as values
 from jaxpipe.verification.steps import Alter, Float64Trainer
+from jaxpipe.verification.wrong_tables import can_swap_in, swap_in
 
 Tree = Any
 
@@ -21,6 +23,7 @@ class Fault:
       applies: `trainer -> bool`, whether the run has what goes wrong.
       settings: `config -> (section, {key: value})`, other settings of the run.
       functions: other functions of the model.
+      tables: other tables of the schedule.
       batch: `(batch on the devices, trainer) -> batch`.
       state: `(state before the first step) -> state`.
       second: `(state before the first step, state after it) -> state` of the second step.
@@ -31,6 +34,7 @@ class Fault:
     applies: Callable[[Float64Trainer], bool] = lambda trainer: True
     settings: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     functions: Alter | None = None
+    tables: Callable[[Tables], Tables] | None = None
     batch: Callable[[Tree, Float64Trainer], Tree] | None = None
     state: Callable[[State], State] | None = None
     second: Callable[[State, State], State] | None = None
@@ -52,6 +56,15 @@ def _set(section: str, *names: str) -> Callable[[Float64Trainer], bool]:
 def _has_key(name: str) -> Callable[[Float64Trainer], bool]:
     """Whether batches have an array of this name."""
     return lambda trainer: name in trainer.feed.leaves
+
+
+def _swapped(name: str, column: str) -> Fault:
+    """The fault that two entries of a column of the tables are swapped."""
+    return Fault(
+        name,
+        lambda trainer: can_swap_in(column, trainer.pipeline.tables),
+        tables=swap_in(column),
+    )
 
 
 FAULTS = (
@@ -103,6 +116,13 @@ FAULTS = (
         "the z-loss counts twice", _set("train", "z_loss"),
         settings=lambda c: ("train", {"z_loss": 2 * c.train.z_loss}),
     ),
+    # the tables
+    _swapped("F reads another microbatch's input", "x_read"),
+    _swapped("F reads another microbatch's tokens", "forward_mb"),
+    _swapped("B reads another microbatch's output gradient", "dy_read"),
+    _swapped("B reads another microbatch's residuals", "for_b_read"),
+    _swapped("W reads another microbatch's residuals", "for_w_read"),
+    _swapped("W reads another microbatch's stash", "stash_read"),
     # functions of the model
     Fault("losses are divided by the number of microbatches", functions=wrong.divide_losses),
     Fault("ignored targets are counted", functions=wrong.count_ignored),

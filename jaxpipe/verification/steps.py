@@ -15,6 +15,7 @@ from jaxpipe.model.moe.reference import one_hot
 from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.pipeline.reference import StepOutput, step_ref
 from jaxpipe.planning import Devices, resolve
+from jaxpipe.schedule import Tables
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.verification.observed import Observed
@@ -25,20 +26,34 @@ Alter = Callable[[StageFunctions, Config], StageFunctions]
 
 
 @dataclass(frozen=True)
+class AlteredPipeline(Pipeline):
+    """A pipeline whose tables are not those of its schedule."""
+
+    alter_tables: Callable[[Tables], Tables] = lambda tables: tables
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The altered tables."""
+        return self.alter_tables(super().tables)
+
+
+@dataclass(frozen=True)
 class Float64Trainer(Trainer):
     """A trainer that computes in the dtype of its parameters.
 
     Attributes:
-      alter: changes the model's functions; None: nothing. Faults are planted here.
+      alter, alter_tables: change the model's functions and the tables; None: nothing. Faults are
+        planted here.
     """
 
     alter: Alter | None = None
+    alter_tables: Callable[[Tables], Tables] | None = None
 
     @classmethod
-    def of(cls, config: Config, alter: Alter | None = None) -> "Float64Trainer":
+    def of(cls, config: Config) -> "Float64Trainer":
         """The trainer of a configuration, with the program of its own kind of devices, on CPUs."""
         plan = resolve(config, Devices.planned(config))
-        return cls(plan, jax.devices()[: config.parallel.devices], alter)
+        return cls(plan, jax.devices()[: config.parallel.devices])
 
     @cached_property
     def execution(self) -> Execution:
@@ -47,9 +62,14 @@ class Float64Trainer(Trainer):
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The model on the mesh, with altered functions."""
+        """The model on the mesh, as altered."""
         one = super().pipeline
-        return replace(one, functions=self.alter(one.functions, self.config)) if self.alter else one
+        if self.alter:
+            one = replace(one, functions=self.alter(one.functions, self.config))
+        if self.alter_tables:
+            fields = (one.functions, one.schedule, one.mesh, one.layers_per_stage, one.execution)
+            one = AlteredPipeline(*fields, self.alter_tables)
+        return one
 
     def state_with(self, embed_head: Tree, layers: list[Tree], variables: Tree) -> State:
         """The state of step 0 with these full parameters and variables."""

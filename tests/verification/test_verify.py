@@ -30,6 +30,18 @@ seq_len = 64
 [optimizer]
 warmup_steps = 50
 """
+OTHERS = {
+    "ahead": (
+        "family = 'deepseek'\nq_lora_rank = 32\nkv_lora_rank = 24\nqk_nope_head_dim = 16\n"
+        "qk_rope_head_dim = 8\nv_head_dim = 16\nmtp_depth = 1\nn_experts = 8\n"
+        "experts_per_token = 2\nexpert_groups = 4\ngroups_per_token = 2\nshared_experts = 1",
+        ("parallel.ep=2", "parallel.schedule=dualpipev", "data.packing=sequential"),
+    ),
+    "gpt2": (
+        "family = 'gpt2'",
+        ("parallel.tp=2", "parallel.cp=2", "parallel.cp_method=ulysses", "train.remat=full"),
+    ),
+}
 MIXTURE = (
     "model.n_experts=16", "model.experts_per_token=4", "model.router_aux_loss=0.1",
     "model.router_bias_rate=0.01", "parallel.ep=2", "parallel.dp=4", "model.first_dense_layers=1",
@@ -93,6 +105,16 @@ def test_a_planted_fault_is_named(plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_combinations_equal_the_reference(path, overrides):
+    found = verification(path, *overrides).deviations()
+    assert [one for one in found if not one.error <= verify.TOLERANCE] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_equal_the_reference(tmp_path, name):
+    fields, overrides = OTHERS[name]
+    path = tmp_path / "other.toml"
+    path.write_text(SMALL.replace("n_kv_heads = 4", fields))
     found = verification(path, *overrides).deviations()
     assert [one for one in found if not one.error <= verify.TOLERANCE] == []
 
