@@ -55,7 +55,7 @@ def _set(section: str, *names: str) -> Callable[[Float64Trainer], bool]:
 
 def _has_key(name: str) -> Callable[[Float64Trainer], bool]:
     """Whether batches have an array of this name."""
-    return lambda trainer: name in trainer.feed.leaves
+    return lambda trainer: name in trainer.sharder.leaves
 
 
 def _swapped(name: str, column: str) -> Fault:

@@ -34,10 +34,9 @@ def float64_values(model: Model, config: Config) -> tuple[Tree, list[Tree], Tree
 
 def _uneven(tree: Tree) -> Tree:
     def change(leaf: jax.Array) -> jax.Array:
-        wide = leaf.astype(jnp.float64)
-        if leaf.ndim > 1:
-            return _FACTOR * wide
-        return wide + 0.1 * jnp.sin(1.0 + jnp.arange(leaf.size))
+        wave = 0.1 * jnp.sin(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)
+        is_matrix = leaf.ndim > 1 and bool(leaf.any())  # others are biases, or adapters' zeros
+        return (_FACTOR if is_matrix else 1) * leaf.astype(jnp.float64) + (not is_matrix) * wave
 
     return jax.tree.map(change, tree)
 

@@ -56,7 +56,7 @@ def _first_step(run: Verification, fault: Fault) -> Observed:
         trainer = replace(trainer, alter=fault.functions, alter_tables=fault.tables)
     state, batch = run.begin, trainer.put(run.batches[0], 0)
     if fault.batch:
-        batch = jax.device_put(fault.batch(batch, trainer), trainer.feed.sharding)
+        batch = jax.device_put(fault.batch(batch, trainer), trainer.sharder.sharding)
     if fault.state:
         state = _on_mesh(trainer, fault.state(state))
     return trainer.observe(state, batch)[1]

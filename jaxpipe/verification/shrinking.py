@@ -47,7 +47,7 @@ def shrink(config: Config) -> SmallerRun:
     before, unchecked = plan.config, tuple(_unchecked(plan.config))
     parallel = _smaller_mesh(before.parallel)
     stages = plan.schedule.stages * parallel.pp // before.parallel.pp
-    layers = max(stages, least_layers(before.model))
+    layers = max(stages, least_layers(before.model, before.parallel, parallel))
     if before.model.pipeline_layers % plan.schedule.stages and stages > 1:
         layers = max(layers, stages + 1)  # stages stay uneven
     parallel, layers = _smaller_split(parallel, plan.layers, stages, layers)
@@ -65,6 +65,7 @@ def shrink(config: Config) -> SmallerRun:
         model=_in_float64(model, parallel),
         parallel=parallel,
         train=train,
+        lora=replace(before.lora, rank=min(before.lora.rank, 3), adapter=""),
         optimizer=replace(before.optimizer, clip_norm=clip, warmup_steps=warmup),
         data=DataConfig(
             source="dummy", packing=before.data.packing, max_documents=documents

@@ -43,6 +43,7 @@ def smaller_model(
         "mtp_depth": depth,
         "n_layers": max(layers - (depth > 0), 1),
         "max_seq_len": length if model.max_seq_len else 0,
+        "global_every": min(getattr(model, "global_every", 0), 2),
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
         "preset": "",
     }
@@ -51,12 +52,14 @@ def smaller_model(
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})
 
 
-def least_layers(model: ModelConfig) -> int:
+def least_layers(model: ModelConfig, before: ParallelConfig, after: ParallelConfig) -> int:
     """Return the fewest layers with which every kind of layer is there."""
-    if not model.routed_experts:
-        return 1 + (model.tokens_ahead > 0)
-    first = max(min(model.first_dense_layers, 1), min(model.moe_every, 2) - 1)
-    return first + 1 + (model.tokens_ahead > 0)
+    kinds, most = set(model.layer_kinds), min(model.pipeline_layers, 8)
+    for layers in range(1, most):
+        smaller = smaller_model(model, before, after, layers=layers, length=16)
+        if smaller.pipeline_layers == layers and set(smaller.layer_kinds) == kinds:
+            return layers
+    return most
 
 
 def _head_counts(

@@ -11,6 +11,7 @@ from msgspec import structs
 from jaxpipe.config import Config, DataConfig, ParallelConfig
 from jaxpipe.contract import StageFunctions
 from jaxpipe.model.ahead import rows_ahead
+from jaxpipe.model.lora import LoraDecoder
 from jaxpipe.model.moe.reference import one_hot
 from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.pipeline.reference import StepOutput, step_ref
@@ -82,7 +83,7 @@ class Float64Trainer(Trainer):
     @cached_property
     def compiled_step(self) -> Callable[[State, Tree], tuple[State, Tree, StepOutput]]:
         """Compiled `step_with_outputs`, which keeps the state that it is given."""
-        shardings = self.state_shardings, self.feed.sharding
+        shardings = self.state_shardings, self.sharder.sharding
         return jax.jit(
             self.step_with_outputs,
             in_shardings=shardings,
@@ -127,13 +128,16 @@ class Reference:
     def separates(self) -> bool:
         """Whether documents of packed rows are rows of their own."""
         model = self.config.model
-        drops = model.dropout or model.attention_dropout
+        drops = model.dropout or model.attention_dropout or self.config.lora.dropout
         return bool(self.config.data.documents) and not model.routed_experts and not drops
 
     @cached_property
     def functions(self) -> StageFunctions:
         """The model's functions, with experts that all take all tokens."""
-        return replace(self.trainer.model, dispatch=one_hot).functions
+        model = self.trainer.model
+        if isinstance(model, LoraDecoder):
+            return replace(model, base=replace(model.base, dispatch=one_hot)).functions
+        return replace(model, dispatch=one_hot).functions
 
     def init(self) -> State:
         """The state of step 0 in float64."""
