@@ -12,6 +12,7 @@ from jaxpipe.verification.steps import Alter, Float64Trainer
 from jaxpipe.verification.wrong_tables import can_swap_in, swap_in
 
 Tree = Any
+Applies = Callable[[Float64Trainer], bool]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fault:
     """
 
     name: str
-    applies: Callable[[Float64Trainer], bool] = lambda trainer: True
+    applies: Applies = lambda trainer: True
     settings: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     functions: Alter | None = None
     tables: Callable[[Tables], Tables] | None = None
@@ -41,19 +42,48 @@ class Fault:
     restored: Callable[[State], State] | None = None
 
 
-def _parallel(**least: int) -> Callable[[Float64Trainer], bool]:
+def _parallel(**least: int) -> Applies:
     """Whether settings of `[parallel]` are above these."""
     return lambda trainer: all(
         getattr(trainer.config.parallel, name) > size for name, size in least.items()
     )
 
 
-def _set(section: str, *names: str) -> Callable[[Float64Trainer], bool]:
+def _set(section: str, *names: str) -> Applies:
     """Whether any of these settings is there and not 0."""
     return lambda trainer: any(getattr(getattr(trainer.config, section), name, 0) for name in names)
 
 
-def _has_key(name: str) -> Callable[[Float64Trainer], bool]:
+def _all_of(*conditions: Applies) -> Applies:
+    return lambda trainer: all(condition(trainer) for condition in conditions)
+
+
+def _several_microbatches(trainer: Float64Trainer) -> bool:
+    return trainer.config.train.grad_accum_steps > 1
+
+
+def _trains_model(trainer: Float64Trainer) -> bool:
+    """Whether the model's own parameters are trained, not adapters."""
+    return not trainer.config.lora.rank
+
+
+def _updates(trainer: Float64Trainer) -> bool:
+    return not trainer.config.debug.skip_update
+
+
+def _reads_scale(trainer: Float64Trainer) -> bool:
+    """Whether updates depend on the scale of gradients."""
+    return trainer.config.optimizer.name not in ("adafactor", "lion")
+
+
+def _reads_count(trainer: Float64Trainer) -> bool:
+    """Whether updates depend on the number of updates before."""
+    config = trainer.config.optimizer
+    is_constant = config.decay == "constant" and not config.warmup_steps
+    return not (is_constant and config.name in ("lion", "sgd"))
+
+
+def _has_key(name: str) -> Applies:
     """Whether batches have an array of this name."""
     return lambda trainer: name in trainer.sharder.leaves
 
@@ -69,7 +99,7 @@ def _swapped(name: str, column: str) -> Fault:
 
 FAULTS = (
     # the batch
-    Fault("two microbatches are swapped", batch=values.swap_microbatches),
+    Fault("two microbatches are swapped", _several_microbatches, batch=values.swap_microbatches),
     Fault("a row's targets are ignored", batch=values.ignore_row),
     Fault("positions of a microbatch are shifted", batch=values.shift_positions),
     Fault("segments of packed rows are dropped", _has_key("segments"), batch=values.join_documents),
@@ -83,17 +113,25 @@ FAULTS = (
         "variables are left out", lambda trainer: bool(trainer.model.functions.variables),
         state=values.zero_variables,
     ),
-    Fault("a stage reads stale parameters", second=values.make_stage_stale),
-    Fault("moments are not restored", restored=values.forget_moments),
-    Fault("updates are counted anew after a restore", restored=values.forget_counts),
-    # settings
-    Fault("half the learning rate", settings=lambda c: ("optimizer", {"lr": c.optimizer.lr / 2})),
+    Fault("a stage reads stale parameters", _updates, second=values.make_stage_stale),
+    Fault("moments are not restored", _updates, restored=values.forget_moments),
     Fault(
-        "norms decay like matrices", _set("optimizer", "weight_decay"),
+        "updates are counted anew after a restore", _all_of(_updates, _reads_count),
+        restored=values.forget_counts,
+    ),
+    # settings
+    Fault(
+        "half the learning rate", _updates,
+        settings=lambda c: ("optimizer", {"lr": c.optimizer.lr / 2}),
+    ),
+    Fault(
+        "norms decay like matrices",
+        _all_of(_updates, _trains_model, _set("optimizer", "weight_decay")),
         settings=lambda c: ("optimizer", {"decay_of_vectors": c.optimizer.decay_of_vectors + 1}),
     ),
     Fault(
-        "gradients are clipped at twice the norm", _set("optimizer", "clip_norm"),
+        "gradients are clipped at twice the norm",
+        _all_of(_updates, _reads_scale, _set("optimizer", "clip_norm")),
         settings=lambda c: ("optimizer", {"clip_norm": 2 * c.optimizer.clip_norm}),
     ),
     Fault(
@@ -124,25 +162,34 @@ FAULTS = (
     _swapped("W reads another microbatch's residuals", "for_w_read"),
     _swapped("W reads another microbatch's stash", "stash_read"),
     # functions of the model
-    Fault("losses are divided by the number of microbatches", functions=wrong.divide_losses),
+    Fault(
+        "losses are divided by the number of microbatches", _several_microbatches,
+        functions=wrong.divide_losses,
+    ),
     Fault("ignored targets are counted", functions=wrong.count_ignored),
-    Fault("the head's gradient is dropped", functions=wrong.stop_head),
-    Fault("the embedding's gradient is dropped", functions=wrong.stop_embedding),
+    Fault("the head's gradient is dropped", _trains_model, functions=wrong.stop_head),
+    Fault(
+        "the embedding's gradient is dropped", _trains_model, functions=wrong.stop_embedding,
+    ),
     Fault("a replica's gradients are not reduced", _parallel(dp=1), functions=wrong.drop_replica),
     Fault(
-        "gradients of the ends are not reduced over pp", wrong.has_ends_over_pp,
+        "gradients of the ends are not reduced over pp",
+        _all_of(_trains_model, wrong.has_ends_over_pp),
         functions=wrong.keep_ends_partial,
     ),
     Fault(
         "a norm's gradient is not reduced over tp",
-        lambda trainer: trainer.config.parallel.sequence_parallel,
+        _all_of(_trains_model, _set("parallel", "sequence_parallel")),
         functions=wrong.keep_norms_partial,
     ),
     Fault(
-        "experts' gradients are scaled by ep", _parallel(ep=1), functions=wrong.scale_experts,
+        "experts' gradients are scaled by ep", _all_of(_trains_model, _parallel(ep=1)),
+        functions=wrong.scale_experts,
     ),
-    Fault("the router's gradient is dropped", _set("model", "n_experts"),
-          functions=wrong.stop_router),
+    Fault(
+        "the router's gradient is dropped", _all_of(_trains_model, _set("model", "n_experts")),
+        functions=wrong.stop_router,
+    ),
     Fault("keys of earlier slices are not read", _parallel(slices=1),
           functions=wrong.forget_slices),
 )  # fmt: skip

@@ -25,8 +25,8 @@ def swap_microbatches(batch: Tree, trainer: Float64Trainer) -> Tree:
 
 
 def ignore_row(batch: Tree, trainer: Float64Trainer) -> Tree:
-    """The last row of the first microbatch has no targets."""
-    return batch | {"targets": batch["targets"].at[0, -1].set(IGNORE)}
+    """The first row of the first microbatch has no targets."""
+    return batch | {"targets": batch["targets"].at[0, 0].set(IGNORE)}
 
 
 def shift_positions(batch: Tree, trainer: Float64Trainer) -> Tree:
