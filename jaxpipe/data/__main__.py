@@ -72,7 +72,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     making.add_argument(
         "--eod", default="", metavar="TOKEN",
-        help="at the end of every document: a token, its id, or none; default: the tokenizer's eos",
+        help="at the end of every document: a token, its id, or none; default: the eos of the "
+        "tokenizer, or none with --chat",
+    )  # fmt: skip
+    making.add_argument(
+        "--chat", action="store_true",
+        help="read messages only, written by the tokenizer's chat template instead of ChatML",
     )  # fmt: skip
     making.add_argument(
         "--workers", type=_positive_number, default=os.cpu_count(), help="processes"
@@ -103,6 +108,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     options = PrepareOptions(
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
+        chat=arguments.chat,
         field=arguments.field,
         ignored=tuple(sorted({*arguments.ignore})),
         skip_bad_lines=arguments.skip_bad_lines,

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.chat_templates import ChatTemplate, find_chat_template, load_chat_template
 from jaxpipe.data.journal import PieceResult, lock_folder, open_journal
 from jaxpipe.data.manifest import (
     JOURNAL,
@@ -31,14 +32,13 @@ from jaxpipe.data.manifest import (
 )
 from jaxpipe.data.pieces import InputPiece, divide_files, list_input_files
 from jaxpipe.data.readers import DocumentReader
-from jaxpipe.data.records import Passages, RecordConverter
+from jaxpipe.data.records import ChatML, Passages, RecordConverter
 from jaxpipe.data.tokenizing import (
     BYTES,
     TOKENIZER,
     Tokenizer,
     describe_chat_fault,
     describe_tokenizer,
-    find_chat_template,
     load_tokenizer,
     tokenizer_file,
 )
@@ -53,7 +53,8 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What determines the documents of a folder, besides the inputs."""
 
     tokenizer: str  # see `load_tokenizer`
-    eod: str = ""  # see `describe`
+    eod: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write the end
+    chat: bool = False  # read messages only, and write them by the tokenizer's chat template
     field: str = ""  # see `RecordConverter`
     ignored: tuple[str, ...] = ()  # see `RecordConverter`
     skip_bad_lines: bool = False
@@ -84,16 +85,20 @@ def prepare(
             f"left out beside JSON and Parquet: {_join_files(left_out)}; name those to read",
         )
     pieces = divide_files(files, options.piece_size)
-    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), options.eod)
-    keys = [_piece_key(piece, options, entry) for piece in pieces]
+    template = load_chat_template(options.tokenizer) if options.chat else None
+    eod = options.eod or ("none" if options.chat else "")
+    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), eod)
+    keys = [_piece_key(piece, options, entry, template) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with lock_folder(folder):
         if manifest := _read_finished(folder, origin):
             return manifest
         with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             left = [piece for piece in pieces if piece.number not in done]
-            template = find_chat_template(options.tokenizer)
-            work = partial(write_piece, options=options, entry=entry, folder=folder)
+            unused = None if template else find_chat_template(options.tokenizer)
+            work = partial(
+                write_piece, options=options, entry=entry, template=template, folder=folder
+            )
             with (
                 run_workers(min(processes, len(left)), work, iter(left)) as results,
                 _show_progress(pieces, left, console) as show,
@@ -104,11 +109,12 @@ def prepare(
                         journal.write(msgspec.json.encode(one) + b"\n")
                         os.fsync(journal.fileno())
                         done[one.piece] = one
-                        if one.chats and template:
+                        if one.chats and unused:
                             _print_sentence(
-                                console, f"messages are written in ChatML, not by {template}"
+                                console,
+                                f"messages are written in ChatML, not by {unused}: --chat uses it",
                             )
-                            template = None  # print it only once
+                            unused = None  # print it only once
                     else:
                         show(*value)
             manifest = _build_manifest([done[piece.number] for piece in pieces], entry, origin)
@@ -125,6 +131,7 @@ def write_piece(
     *,
     options: PrepareOptions,
     entry: TokenizerEntry,
+    template: ChatTemplate | None,
     folder: Path,
 ) -> PieceResult:
     """Write a piece to its shard, and report input bytes and tokens as they are processed."""
@@ -147,9 +154,8 @@ def write_piece(
             if len(batch.lengths):
                 yield batch
 
-    records = RecordConverter(
-        options.field, frozenset(options.ignored), describe_chat_fault(options.tokenizer, tokenizer)
-    )
+    writer = template or ChatML(describe_chat_fault(options.tokenizer, tokenizer))
+    records = RecordConverter(options.field, frozenset(options.ignored), writer, options.chat)
     reader = DocumentReader(records, options.skip_bad_lines, advance)
     dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
     written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
@@ -217,11 +223,13 @@ def _join_files(files: list[Path], most: int = 5) -> str:
     return ", ".join(map(str, files[:most])) + more
 
 
-def _piece_key(piece: InputPiece, options: PrepareOptions, entry: TokenizerEntry) -> str:
+def _piece_key(
+    piece: InputPiece, options: PrepareOptions, entry: TokenizerEntry, template: ChatTemplate | None
+) -> str:
     """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer."""
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
-    known = msgspec.json.encode([_FORM, files, options.field, options.ignored, entry])
-    return hashlib.blake2b(known, digest_size=16).hexdigest()
+    known = [_FORM, files, options.field, options.ignored, entry, *([template] if template else [])]
+    return hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
 
 
 def _read_finished(folder: Path, origin: str) -> FolderManifest | None:

@@ -5,14 +5,15 @@
     {"messages": [{"role": "...", "content": "..."}, ...]}   the assistant's messages count
 
 Messages may also be called `conversations`, their keys `from` and `value`; `prompt` and
-`completion` may be lists of messages. Messages are written in ChatML,
-`<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`; in a message that counts, the text counts from CONTENT
-on. A key of a message, or of a record with messages or a prompt, is used, harmless or refused. A
-key that could change the training data is dropped only if the user asks for it.
+`completion` may be lists of messages. A `ConversationWriter` writes messages: ChatML, or the chat
+template of the tokenizer. A key of a message, or of a record with messages or a prompt, is used,
+harmless or refused. A key that could change the training data is dropped only if the user asks for
+it.
 """
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxpipe.config import ConfigError
 
@@ -32,6 +33,59 @@ _ROLES |= {"human": "user", "gpt": "assistant"}
 _SWITCHES = ("weight", "train", "loss")  # keys of a message: 1 or true if it counts, 0 or false
 
 
+@dataclass(frozen=True)
+class Message:
+    """A message of a conversation."""
+
+    values: dict[str, Any]  # role, content (may be absent beside tool calls) and further keys
+    counts: bool  # whether it counts in the loss
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it is the assistant's."""
+        return self.values["role"] == "assistant"
+
+
+class ConversationWriter(Protocol):
+    """Writes conversations as text."""
+
+    def keys(self, has_tools: bool) -> frozenset[str]:
+        """Return the keys, besides role and content, that it writes; `tools` is a record's key."""
+
+    def write(self, messages: list[Message], tools: list[Any]) -> Passages:
+        """Return the passages of a conversation. Raises `ValueError` where it has no such form."""
+
+
+@dataclass(frozen=True)
+class ChatML:
+    """Writes `<|im_start|>ROLE\\nCONTENT<|im_end|>\\n`, where text counts from CONTENT on.
+
+    Attributes:
+      fault: why the tokenizer cannot encode the marks; empty: it can.
+    """
+
+    fault: str = ""
+
+    def keys(self, has_tools: bool) -> frozenset[str]:
+        """Return no keys: ChatML has a role and a content only."""
+        return frozenset()
+
+    def write(self, messages: list[Message], tools: list[Any]) -> Passages:
+        """Write the messages. Raises `ConfigError` with the fault, if there is one."""
+        if self.fault:
+            raise ConfigError(self.fault)
+        passages = []
+        for number, message in enumerate(messages, 1):
+            role = message.values["role"]
+            if role not in _ROLES:
+                raise ValueError(
+                    f"its message {number}: its role {role!r} is none of {', '.join(_ROLES)}"
+                )
+            passages.append((f"{MARKS[0]}{role}\n", False))
+            passages.append((f"{message.values['content']}{MARKS[1]}\n", message.counts))
+        return passages
+
+
 @dataclass
 class RecordConverter:
     """Converts records to passages.
@@ -39,13 +93,15 @@ class RecordConverter:
     Attributes:
       field: the key of the text or messages, may be nested (`a.b`); empty: the usual keys.
       ignored: keys that are dropped although they may change the training data.
-      chat_fault: why the tokenizer cannot encode messages; empty: it can.
+      writer: writes messages.
+      only_chats: whether records without messages are refused.
       chats: number of records with messages so far.
     """
 
     field: str = ""
     ignored: frozenset[str] = frozenset()
-    chat_fault: str = ""
+    writer: ConversationWriter = ChatML()
+    only_chats: bool = False
     chats: int = 0
 
     def passages(self, record: Any) -> Passages:
@@ -53,13 +109,13 @@ class RecordConverter:
 
         Raises:
           ValueError: where a required field is missing, or another field would be lost.
-          ConfigError: for messages, where the tokenizer has no tokens for ChatML.
+          ConfigError: for messages, where the tokenizer cannot encode their form.
 
         >>> RecordConverter().passages({"prompt": "1 + 1 = ", "completion": "2"})
         [('1 + 1 = ', False), ('2', True)]
         """
         if isinstance(record, str):
-            return [(record, True)]
+            return [self._text(record, "text", True)]
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         name = self.field or next((name for name in MESSAGES if record.get(name) is not None), "")
@@ -68,59 +124,78 @@ class RecordConverter:
         name = name or next((one for one in ("text", *MESSAGES) if one in record), "text")
         value = _read_value(record, name)
         if isinstance(value, list) or name in MESSAGES:
-            self._check_lost(record, (name.split(".")[0], name), "its messages")
-            self.chats += 1
-            return [] if value is None else self._chat(value)
-        return [] if value is None else [(_check_string(value, name), True)]
+            return self._chat(record, (name.split(".")[0], name), [(value, True)])
+        return [] if value is None else [self._text(value, name, True)]
 
     def _answer(self, record: dict[str, Any]) -> Passages:
         """Return the passages of a prompt and a completion: both text, or both messages."""
         names = ("prompt", "completion")
         prompt, completion = (_read_value(record, name) for name in names)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self._chat(record, names, [(prompt, False), (completion, True)])
         self._check_lost(record, names, "its prompt")
         if prompt is completion is None:
             return []
-        if isinstance(prompt, list) and isinstance(completion, list):
-            self.chats += 1
-            return self._chat(prompt, counts=False) + self._chat(completion)
-        return [
-            (_check_string(prompt, "prompt"), False),
-            (_check_string(completion, "completion"), True),
-        ]
+        return [self._text(prompt, "prompt", False), self._text(completion, "completion", True)]
 
-    def _chat(self, messages: Any, counts: bool = True) -> Passages:
-        """Write messages in ChatML.
+    def _text(self, value: Any, name: str, counts: bool) -> tuple[str, bool]:
+        text = _check_string(value, name)
+        if self.only_chats:
+            raise ValueError(
+                f"its field {name!r} is text, but --chat reads messages only: prepare text without "
+                f"it, and mix both as data.sources"
+            )
+        return text, counts
 
-        With `counts` the assistant's messages count; a message's own switch decides otherwise.
+    def _chat(
+        self, record: dict[str, Any], names: tuple[str, ...], parts: list[tuple[Any, bool]]
+    ) -> Passages:
+        """Write the messages of one or more fields as one conversation.
+
+        Args:
+          record: the record.
+          names: its keys that hold the messages.
+          parts: lists of messages; whether the assistant's messages of a list count, unless a
+            message's own switch decides otherwise.
         """
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise ValueError("its messages are no list of objects")
-        if self.chat_fault:
-            raise ConfigError(self.chat_fault)
-        passages = []
-        for number, message in enumerate(messages, 1):
+        has_tools = "tools" not in self.ignored and not _is_empty(record.get("tools"))
+        read = self.writer.keys(has_tools)
+        self._check_lost(record, (*names, *(read & {"tools"})), "its messages")
+        tools = _read_tools(record["tools"]) if has_tools else []
+        self.chats += 1
+        found = [(one, counts) for part, counts in parts for one in _check_messages(part)]
+        messages = []
+        for number, (one, counts) in enumerate(found, 1):
             try:
-                role, content, switch = self._message(message)
+                messages.append(self._message(one, counts, read))
             except ValueError as error:
                 raise ValueError(f"its message {number}: {error}") from error
-            counted = counts and role == "assistant" if switch is None else switch
-            passages.append((f"<|im_start|>{role}\n", False))
-            passages.append((f"{content}<|im_end|>\n", counted))
-        return passages
+        return self.writer.write(messages, tools) if messages else []
 
-    def _message(self, message: dict[str, Any]) -> tuple[str, str, bool | None]:
-        """Return role, content, and the message's own switch for the loss, if it has one."""
+    def _message(self, message: dict[str, Any], counts: bool, read: frozenset[str]) -> Message:
+        """Return a message with the names of its keys that Hugging Face uses.
+
+        Args:
+          message: the message of the record.
+          counts: whether it counts if it is the assistant's and has no switch of its own.
+          read: its keys that are written.
+        """
         names = ["from" if "from" in message and "role" not in message else "role"]
         names += ["value" if "value" in message and "content" not in message else "content"]
-        role, content = (_read_value(message, name) for name in names)
-        self._check_lost(message, (*names, *_SWITCHES), "it")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"its role {role!r} is none of {', '.join(_ROLES)}")
+        self._check_lost(message, (*names, *_SWITCHES, *read), "it")
+        dropped = self.ignored.union(names, _SWITCHES)
+        values = {k: v for k, v in message.items() if k not in dropped and v is not None}
+        role = _read_value(message, names[0])
+        if not isinstance(role, str):
+            raise ValueError(f"its role {role!r} is no string")
+        values["role"] = _ROLES.get(role, role)
+        if message.get(names[1]) is not None or not ({"tool_calls"} & values.keys() & read):
+            values["content"] = _join_content(_read_value(message, names[1]), names[1])
         switches = {name: message[name] for name in _SWITCHES if message.get(name) is not None}
         if any(value not in (0, 1) for value in switches.values()) or len({*switches.values()}) > 1:
             raise ValueError(f"{switches} is neither 0 nor 1, false nor true")
-        switch = bool(next(iter(switches.values()))) if switches else None
-        return _ROLES[role], _join_content(content, names[1]), switch
+        counts = counts and values["role"] == "assistant"
+        return Message(values, bool(next(iter(switches.values()), counts)))
 
     def _check_lost(self, found: dict[str, Any], used: tuple[str, ...], of: str) -> None:
         """Raise `ValueError` for non-empty keys that are neither used nor harmless."""
@@ -134,6 +209,25 @@ class RecordConverter:
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _read_tools(tools: Any) -> list[Any]:
+    """Return the tools of a record: a list of objects, or such a list as JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"its tools are no JSON ({error})") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("its tools are no list of objects")
+    return tools
+
+
+def _check_messages(value: Any) -> list[dict[str, Any]]:
+    messages = [] if value is None else value
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise ValueError("its messages are no list of objects")
+    return messages
 
 
 def _read_value(record: dict[str, Any], name: str) -> Any:

@@ -182,7 +182,7 @@ def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEn
     else:
         file = tokenizer_file(Path(name))
         digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-        known = _read_tokenizer_config(file.parent)
+        known = read_json(file.parent / TOKENIZER_CONFIG)
     entry = TokenizerEntry(Path(name).name, digest, tokenizer.vocab_size, None)
     if eod == "none":
         return entry
@@ -215,21 +215,8 @@ def describe_chat_fault(name: str, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def find_chat_template(name: str) -> Path | None:
-    """Return the file with the chat template of a tokenizer, if it has one."""
-    if name == BYTES:
-        return None
-    folder = tokenizer_file(Path(name)).parent
-    for file in (folder / "chat_template.jinja", folder / "chat_template.json"):
-        if file.exists():
-            return file
-    config = _read_tokenizer_config(folder)
-    return folder / TOKENIZER_CONFIG if config.get("chat_template") else None
-
-
-def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Read `tokenizer_config.json`; empty if the file does not exist."""
-    path = folder / TOKENIZER_CONFIG
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of a tokenizer's JSON files; empty if the file does not exist."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
