@@ -44,6 +44,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.helpers import helpers
+from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.rules import rules_table
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
     add("--timeline", action="store_true", help="print its timeline")
     add("--picture", type=local_path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
+    add("--html", type=local_path, metavar="FILE", help="a page with all of it, to look at")
     add(
         "--write",
         type=local_path,
@@ -193,6 +195,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             costs=run.costs, lockstep=run.lockstep,
         )  # fmt: skip
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
+    if arguments.html:
+        write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
+        print(f"wrote {arguments.html}: open it in a browser", file=sys.stderr)
     if arguments.write:
         _write(config, shown, arguments.write)
     return 0

@@ -70,8 +70,11 @@ def activation_limit_of(
     return ActivationLimit(given, unit, memory, limit)
 
 
-def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:
-    """Bytes that a stage keeps of a microbatch from F to B, and what ops take in this unit."""
+def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
+    """Return the bytes that ops of one stage and microbatch allocate and free on a device.
+
+    Stages share their ring buffers, so these are the bytes of the largest stage.
+    """
     costs, away = costs_of(config), layout.first_ring_slots(config.train.offload_layers)
     kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
     here = [kind for ring, kind in enumerate(kinds) if ring not in away]
@@ -79,15 +82,21 @@ def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]
     stash, state = (sum(getattr(kind, name) for kind in kinds) for name in ("stash", "state"))
     if config.parallel.defer_ends:  # the logits' gradient, and the head's input or stage 0's dx
         for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
-    until_b, until_w = for_b + for_w, for_w + stash
-    if not until_b:
+    return MemoryCosts(F=for_b + for_w, B=stash - for_b, W=-for_w - stash, state=state)
+
+
+def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:
+    """Bytes that a stage keeps of a microbatch from F to B, and what ops take in this unit."""
+    memory = stage_memory(config, layout)
+    unit = memory.F
+    if not unit:
         raise ScheduleError(
             f"memory_limit={config.parallel.memory_limit!r} counts what a microbatch keeps on a "
             f"device from F to B, and with train.offload_layers={config.train.offload_layers} all "
             f"of it waits on the host: use fewer layers, or no limit."
         )
-    kept = until_w / until_b
-    return until_b, MemoryCosts(F=1.0, B=kept - 1, W=-kept, state=state / until_b)
+    kept = -memory.W / unit
+    return unit, MemoryCosts(F=1.0, B=kept - 1, W=-kept, state=memory.state / unit)
 
 
 def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:

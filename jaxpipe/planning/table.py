@@ -16,37 +16,55 @@ from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.schedule import FAMILIES
 
 _GIB = 2**30
-_COLUMNS = (
-    "schedule", "ends", "bubble", "span", "scan", "held", "GiB", "stored", "sent", "tokens/s",
-)  # fmt: skip
-_LEGEND = (
-    "ends: embedding and head of the ranks that have them, or shared by all. bubble, span: of "
-    "ranks that run freely, over the whole step and over a rank's own; scan: of the scan that "
-    "the executor runs. held: microbatches x stages on a rank. GiB: a device's (! too much), "
-    "stored: activations of it, sent: to neighbours in a step. *: what the configuration names, as "
-    "it would run."
-)
 
 
-class _Extra(NamedTuple):
-    """A column that is shown if some schedule has a value for it."""
+class Column(NamedTuple):
+    """A column of the table, shown if some schedule has a value for it."""
 
     name: str
     legend: str
-    value: Callable[[Estimate], float | None]
-    form: str
+    value: Callable[[Estimate], float | str | None]
+    form: str = ""
+
+    def text(self, one: Estimate) -> str:
+        """The value as it is printed."""
+        value = self.value(one)
+        return "" if value is None else format(value, self.form)
 
 
-_EXTRAS = (
-    _Extra(
+_TOTAL = Column("GiB", "bytes of a device (! too much)", lambda one: one.bytes.total / _GIB, ".1f")
+_COLUMNS = (
+    Column(
+        "schedule", "* what the configuration names, as it would run",
+        lambda one: one.label + " *" * one.configured,
+    ),
+    Column(
+        "ends", "embedding and head of the ranks that have them (own), or shared by all",
+        lambda one: _ends(one),
+    ),
+    Column(
+        "bubble", "idle share of ranks that run freely, of the whole step",
+        lambda one: one.report.bubble_global, ".1%",
+    ),
+    Column("span", "the same of a rank's own span", lambda one: one.report.bubble_span, ".1%"),
+    Column(
+        "scan", "idle share of the scan that the executor runs",
+        lambda one: one.report.bubble_scan, ".1%",
+    ),
+    Column("held", "microbatches x stages on a rank", lambda one: one.held, "d"),
+    _TOTAL,
+    Column("stored", "activations of it", lambda one: one.bytes.activations / _GIB, ".1f"),
+    Column("sent", "GiB sent to neighbours in a step", lambda one: one.sent / _GIB, ".1f"),
+    Column("tokens/s", "of all replicas", lambda one: one.tokens_per_second, ",.0f"),
+    Column(
         "host", "GiB of its host's memory (train.offload_layers, train.offload_moments)",
         lambda one: one.bytes.host / _GIB or None, ".1f",
     ),
-    _Extra(
+    Column(
         "exposed", "share of the step for which compute waits for other replicas, over ep or cp",
         lambda one: one.exposed / one.seconds or None, ".1%",
     ),
-    _Extra(
+    Column(
         "saved", "share of the scan's time if N steps overlapped, which no run does yet",
         lambda one: one.saved, "z.1%",
     ),
@@ -71,61 +89,69 @@ class Plan:
 
     def show(self, console: Console) -> None:
         """Print the table, its legend, the reasons of refused schedules, and the advice."""
+        console.print(self.summary)
+        console.print(self._table())
+        legend = " ".join(f"{column.name}: {column.legend}." for column in self.columns)
+        for text in (legend, *self.refusals()):
+            console.print(text, style="dim", soft_wrap=True)
+        for sentence in self.sentences():
+            console.print(sentence, soft_wrap=True)
+
+    @property
+    def summary(self) -> str:
+        """One line on the sizes of the model, the mesh and the batch."""
         parallel, train = self.config.parallel, self.config.train
         ticks = {str(one.plan.lockstep.transfer_ticks) for one in self.estimates}
         model = self.config.model
         every, active = model.parameter_count(), model.active_parameter_count()
         of_token = f" ({active:,} for a token)" if active < every else ""
-        console.print(
+        return (
             f"{every:,} parameters{of_token}, {parallel.mesh}, "
             f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
             f"{train.seq_len} tokens, remat {train.remat}, transfers take "
             f"{' or '.join(sorted(ticks))} ticks"
         )
-        console.print(self._table())
-        more = "".join(f" {extra.name}: {extra.legend}." for extra in self._extras)
-        console.print(_LEGEND + more, style="dim", soft_wrap=True)
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns that some schedule has a value for."""
+        return [
+            column
+            for column in _COLUMNS
+            if any(column.value(one) is not None for one in self.estimates)
+        ]
+
+    def refusals(self) -> Iterator[str]:
+        """Yield a sentence on every reason why schedules are not possible."""
         for why in dict.fromkeys(self.refused.values()):
             labels = ", ".join(label for label, reason in self.refused.items() if reason == why)
-            console.print(f"not possible: {labels}: {why}", style="dim", soft_wrap=True)
+            yield f"not possible: {labels}: {why}"
+
+    def sentences(self) -> Iterator[str]:
+        """Yield the advice: which schedule to take, the traffic of the network, what to change."""
         if self.advice.best:
             fastest = next(one for one in self.estimates if one.label == self.advice.best)
-            console.print(
+            yield (
                 f"fastest within {self.memory / _GIB:.1f} GiB: {self.advice.best} "
-                f"({FAMILIES[fastest.variant.family].summary})",
-                soft_wrap=True,
+                f"({FAMILIES[fastest.variant.family].summary})"
             )
-        for sentence in (*_traffic(self.config), *self.advice.sentences):
-            console.print(sentence, soft_wrap=True)
+        yield from _traffic(self.config)
+        yield from self.advice.sentences
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1))
-        for name in (*_COLUMNS, *(extra.name for extra in self._extras)):
-            justify = "left" if name in ("schedule", "ends") else "right"
-            table.add_column(name, justify=justify, no_wrap=True)
+        for column in self.columns:
+            justify = "left" if column.name in ("schedule", "ends") else "right"
+            table.add_column(column.name, justify=justify, no_wrap=True)
         for one in sorted(self.estimates, key=lambda e: -e.tokens_per_second):
-            label, report = one.label, one.report
             fits = one.bytes.total <= self.memory
-            chosen = label == self.advice.best
+            chosen = one.label == self.advice.best
+            marks = {_TOTAL: " " if fits else "!"}
             table.add_row(
-                label + (" *" if one.configured else ""),
-                _ends(one), f"{report.bubble_global:.1%}", f"{report.bubble_span:.1%}",
-                f"{report.bubble_scan:.1%}", str(one.held),
-                f"{one.bytes.total / _GIB:.1f}" + (" " if fits else "!"),
-                f"{one.bytes.activations / _GIB:.1f}", f"{one.sent / _GIB:.1f}",
-                f"{one.tokens_per_second:,.0f}",
-                *(_format(extra.value(one), extra.form) for extra in self._extras),
+                *(column.text(one) + marks.get(column, "") for column in self.columns),
                 style="bold" if chosen else "" if fits else "dim",
-            )  # fmt: skip
+            )
         return table
-
-    @property
-    def _extras(self) -> list[_Extra]:
-        return [
-            extra
-            for extra in _EXTRAS
-            if any(extra.value(one) is not None for one in self.estimates)
-        ]
 
     def as_json(self) -> dict[str, Any]:
         """The plan in plain types."""
@@ -177,7 +203,3 @@ def _traffic(config: Config) -> Iterator[str]:
 
 def _ends(one: Estimate) -> str:
     return "shared" if one.plan.lockstep.vocab_parallel else "own"
-
-
-def _format(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".pdf", ".png", ".html")
-_LOOKS = {  # Okabe and Ito's colours, W lightened: distinct to colour-blind readers and in print
+LOOKS = {  # Okabe and Ito's colours, W lightened: distinct to colour-blind readers and in print
     Op.F: ("F (forward)", (0.0, 0.45, 0.7)),
     Op.B: ("B (input gradient)", (0.0, 0.62, 0.45)),
     Op.W: ("W (weight gradient)", (0.94, 0.75, 0.29)),
@@ -207,8 +207,8 @@ def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Fl
     narrowest = min(box.end - box.start for row in rows for box in row.boxes) * points[0]
     seams = {"edgecolor": "white", "linewidth": 0.6 if narrowest > 3 else 0}
     last = max(shade for _, shade in corners)
-    for op, shade in sorted(corners, key=lambda kind: [*_LOOKS].index(kind[0])):
-        name, base = _LOOKS[op]
+    for op, shade in sorted(corners, key=lambda kind: [*LOOKS].index(kind[0])):
+        name, base = LOOKS[op]
         colour = tuple(1 - (1 - part) * (1 - 0.5 * shade / max(1, last)) for part in base)
         label = None if shade and (op, 0) in corners else name
         _draw_rectangles(axes, corners[op, shade], facecolor=colour, label=label, **seams)
