@@ -43,10 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
     parser.add_argument(
         "--status",
-        action=_Status,
+        action=_OfRun,
         type=local_path,
         metavar="RUN_DIR",
         help="print what a run does, from its files, and stop; needs no CONFIG",
+    )
+    parser.add_argument(
+        "--report",
+        action=_OfRun,
+        type=local_path,
+        metavar="RUN_DIR",
+        help="write report.html into it, a page of its metrics, and stop; needs no CONFIG",
     )
     parser.add_argument(
         "--seed-checkpoint", action="store_true",
@@ -94,16 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _leave_others(error)
 
 
-class _Status(argparse.Action):
-    """Prints the status of a run and exits, as `--help` does."""
+class _OfRun(argparse.Action):
+    """Reads the files of a run, prints what its option asks for and exits, as `--help` does."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
         values: Any, option_string: str | None = None,
     ) -> None:  # fmt: skip
+        from jaxpipe.training.report import write_report
         from jaxpipe.training.status import status
 
-        print(status(Path(values)))
+        read = {"status": status, "report": write_report}[self.dest]
+        print(read(Path(values)))
         parser.exit()
 
 

@@ -22,10 +22,15 @@ def status(directory: Path) -> str:
     Raises:
       ConfigError: the directory is not that of a run.
     """
-    if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
-        raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
+    check_directory(directory)
     lines = [*_step(directory), *_saved(directory), *_running(directory)]
     return "\n".join([*lines, *recordings(directory)])
+
+
+def check_directory(directory: Path) -> None:
+    """Raise `ConfigError` if the directory is not that of a run."""
+    if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
+        raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
 
 
 def recordings(directory: Path) -> Iterator[str]:

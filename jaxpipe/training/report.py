@@ -1,0 +1,93 @@
+"""The numbers of a run as one self-contained HTML file, from its metrics.jsonl."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpipe.planning.page import write_page
+from jaxpipe.training.status import check_directory
+
+_BUCKETS = 2000  # of a series; a screen has about as many columns
+
+
+class _Panel(NamedTuple):
+    """A chart of the page: its metrics, and what the index of a metric that is a list counts."""
+
+    title: str
+    metrics: tuple[str, ...]
+    index: str = "process"
+
+
+_PANELS = (
+    _Panel("loss", ("loss", "eval_loss")),
+    _Panel("gradient norm", ("grad_norm",)),
+    _Panel("tokens/s", ("tokens_per_second",)),
+    _Panel("step [s]", ("step_seconds", "data_seconds")),
+    _Panel("time that each process costs a step [s]", ("lost_seconds",)),
+    _Panel("devices wait for their data loader [s]", ("data_idle_seconds",)),
+    _Panel("devices wait for their host [s]", ("host_idle_seconds",)),
+    _Panel("time that ops and links of each rank cost a step [s]", ("rank_lost_seconds",), "rank"),
+)
+
+
+def write_report(directory: Path) -> str:
+    """Write `<directory>/report.html` and return a line that names it.
+
+    Raises `ConfigError` if the directory is not that of a run, or cannot be written.
+    """
+    check_directory(directory)
+    path = directory / "report.html"
+    title = f"run {directory.resolve().name}"
+    write_page(path, title, "jaxpipe.training", "report.js", report_data(directory))
+    return f"wrote {path}: open it in a browser"
+
+
+def report_data(directory: Path) -> dict[str, Any]:
+    """Return what the page shows: panels of series, whose points are `[step, value]`.
+
+    A metric that is a list has a series per index. A series of many steps keeps the least and the
+    greatest value of every `ceil(steps / 2000)` steps, so a spike stays visible.
+    """
+    records = list(_records(directory / "metrics.jsonl"))
+    panels = []
+    for panel in _PANELS:
+        series = {}
+        for metric in panel.metrics:
+            for record in records:
+                value = record.get(metric)
+                several = isinstance(value, list)
+                for index, number in enumerate(value if several else [value]):
+                    label = f"{panel.index} {index}" if several else metric
+                    if number is not None:
+                        series.setdefault(label, []).append([record["step"], number])
+        if series:
+            shown = [{"label": label, "points": _thin(of)} for label, of in series.items()]
+            panels.append({"title": panel.title, "series": shown})
+    last = records[-1]["step"] if records else 0
+    return {"steps": last, "panels": panels}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a log; the last one may be incomplete while the run goes on."""
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+
+
+def _thin(points: list[list[float]]) -> list[list[float]]:
+    """Keep the least and the greatest value of every bucket, in order of steps."""
+    size = -(-len(points) // _BUCKETS)
+    if size == 1:
+        return points
+    buckets = (points[at : at + size] for at in range(0, len(points), size))
+    ends = ((min(of, key=_value), max(of, key=_value)) for of in buckets)
+    return [point for pair in ends for point in sorted(pair)]
+
+
+def _value(point: list[float]) -> float:
+    return point[1]
