@@ -75,6 +75,7 @@ def test_every_schedule_can_be_built(variant):
     assert predict_seconds(config, SECONDS) > 8 * 8 * 3 / 2
 
 
+@pytest.mark.slow
 def test_timers_give_every_op_a_positive_time():
     trainer = Trainer.resolve(small(), tuple(jax.devices()[:1]))
     seconds = OpTimer(trainer, layers=2).seconds()
@@ -84,7 +85,7 @@ def test_timers_give_every_op_a_positive_time():
     assert UpdateTimer(trainer, 2).seconds() > 0
 
 
-@pytest.mark.slow(unless=["accumulated"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trained", "accumulated"])
 def test_a_worker_trains_as_the_trainer_does(kind):
     """A step of either kind and the data-parallel step give equal losses."""
@@ -139,6 +140,7 @@ def test_memory_counts_what_was_used_for_a_moment():
     assert 0.9 * size < found["peak"] - found["before"] < 3 * size
 
 
+@pytest.mark.slow
 def test_ops_write_what_plans_read(tmp_path, capsys):
     out = tmp_path / "ops.json"
     overrides = ["parallel.pp=2", "parallel.dp=1", "parallel.tp=2"]
@@ -151,6 +153,7 @@ def test_ops_write_what_plans_read(tmp_path, capsys):
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
 
 
+@pytest.mark.slow
 def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
     """On four devices at once, with a message to four others."""
     how = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.slices=2")

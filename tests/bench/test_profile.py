@@ -68,7 +68,7 @@ def test_a_recording_without_ticks_is_refused():
         match_ticks(recorded(6), grid, {7: 0, 5: 1, 3: 2})
 
 
-@pytest.mark.slow(unless=["dualpipe"])
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_the_command_records_a_step(tmp_path, capsys, schedule):
     overrides = [f"parallel.schedule={schedule}", "parallel.pp=2", "train.grad_accum_steps=8"]

@@ -174,6 +174,7 @@ TINY = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_f_b_and_w_are_off_by(tmp_path, monkeypatch, capsys):
     out = tmp_path / "correct.json"
     words = ["correct", str(ROOT / MODEL), *TINY, "--layers", "1", "--out", str(out)]

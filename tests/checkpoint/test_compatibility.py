@@ -73,6 +73,7 @@ def test_heads_of_the_same_product_are_another_model(starts, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_change_that_is_allowed_is_taken(starts, capsys):
     """And stored, so that the next start needs permission for the old value, not for the new."""
     words, rope = starts[0], "model.rope_factor=2.0"
@@ -90,6 +91,7 @@ def test_what_may_differ_may(starts):
     assert train.main([*starts[0], *same, "model.max_seq_len=4096"]) == 0
 
 
+@pytest.mark.slow(only=["muon"])
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_another_optimizer_is_named(starts, name, capsys):
     for words in starts[:2]:
@@ -140,6 +142,7 @@ def test_every_field_is_compared_but_those_of_the_table(family, model):
     }
 
 
+@pytest.mark.slow
 def test_the_printed_command_trains_the_imported_model(tmp_path, capsys):
     """Settings given to `import` besides the file are needed to start, and to export, too."""
     model = msgspec.structs.replace(LLAMA, rope_factor=8.0, rope_original_positions=64)

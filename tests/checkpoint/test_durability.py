@@ -104,6 +104,7 @@ def test_a_signal_saves_and_stops(tmp_path, name, code):
     assert complete(tmp_path) == [max(losses(tmp_path))]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_loses_no_step(tmp_path):
     """From then on all writes to it fail."""
     ours, theirs = pty.openpty()

@@ -129,7 +129,7 @@ def pairs(layouts):
     return chosen
 
 
-@pytest.mark.slow(unless=["6-7-dense"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "model"),
     [(*pair, model) for model, (_, layouts) in MODELS.items() for pair in pairs(layouts)],

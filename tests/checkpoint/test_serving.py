@@ -90,6 +90,7 @@ def trained(tmp_path, source, capsys, *more):
     return tmp_path / "run" / "checkpoints" / "2"
 
 
+@pytest.mark.slow
 def test_a_run_hands_on_what_import_has_read(tmp_path, capsys):
     source = published(tmp_path / "hf", dtype="bfloat16")
     step = trained(tmp_path, source, capsys)
@@ -185,6 +186,7 @@ def byte_level(directory):
     return directory, made.token_to_id("<end>")
 
 
+@pytest.mark.slow(only=["False", "True"])
 @pytest.mark.parametrize("imported", [False, True])
 def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
     tokenizer, end = byte_level(tmp_path / "tok")

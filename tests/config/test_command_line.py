@@ -197,6 +197,7 @@ def test_json_that_is_nested_too_deep_is_a_sentence(tmp_path):
         TensorFiles(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_says_what_it_left(tmp_path, capsys):
     assert train.main([CONFIG, f"run.dir={tmp_path}", "train.steps=2", "train.eval_every=0"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

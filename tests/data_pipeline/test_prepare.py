@@ -116,7 +116,7 @@ def command(inputs: Path, out: Path) -> list[str]:
     return [sys.executable, "-m", "jaxpipe.data", *words, "--workers", "2"]
 
 
-@pytest.mark.slow(unless=["3"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
 def test_killed_again_and_again_it_gives_the_same(tmp_path: Path, kills: int) -> None:
     for i in range(60):

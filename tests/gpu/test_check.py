@@ -20,7 +20,7 @@ STEP = ("model.n_layers=8", "train.grad_accum_steps=8", "train.compute_dtype=bfl
 VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
 
 
-@pytest.mark.slow(unless=["zbv-4-8"])
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize(
@@ -230,6 +230,7 @@ def test_moments_wait_in_the_hosts_memory():
     assert away["graphs"]["whole"]
 
 
+@pytest.mark.slow(only=["True", "False"])
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("told", [True, False])
@@ -291,6 +292,7 @@ def test_a_table_of_cards_and_schedules():
     assert "NOT HIDDEN" not in out
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_does_not_fit_is_one():
     alone = ("parallel.pp=1", "parallel.dp=1", "model.n_layers=1", "train.grad_accum_steps=1")

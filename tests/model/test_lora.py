@@ -186,6 +186,7 @@ def test_new_adapters_change_nothing_and_only_targets_have_them():
         np.testing.assert_allclose(got, want, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_every_mesh():
     schedule = build("zb_h1", pp=2, microbatches=MICROBATCHES)
     with jax.enable_x64(True):

@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(unless=["cp", "dp and ep", "tp and sequence parallel"])
+@pytest.mark.slow(unless=["cp"])
 @pytest.mark.parametrize("case", CASES)
 def test_router_losses_are_means_over_the_tokens(case):
     name, mesh, how = CASES[case]
@@ -99,7 +99,7 @@ def test_the_reference_is_the_oracle_too():
         assert_same(got.gradients, gradients)
 
 
-@pytest.mark.slow(unless=["dp and ep"])
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["one device", "dp and ep"])
 def test_half_precision_weighs_them_alike(case):
     """float16 divides at the end: router losses must not be divided by the number of targets."""

@@ -137,7 +137,7 @@ def trained(trainer, state, steps):
     return state, losses
 
 
-@pytest.mark.slow(unless=["adafactor-pp2 dp2 ZeRO 3"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", OURS)
 def test_every_mesh_trains_as_optax_on_plain_parameters(name, mesh):

@@ -201,6 +201,7 @@ def test_schedule_free_is_that_of_optax():
     assert averaged(states[0].base_optimizer_state, got) is got
 
 
+@pytest.mark.slow
 def test_a_held_out_loss_and_an_export_are_those_of_the_average(tmp_path):
     """With sharded parameters: two ranks of two replicas."""
     how = ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.lr=0.1"]

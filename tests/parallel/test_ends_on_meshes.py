@@ -14,7 +14,7 @@ from jaxpipe.schedule import Lockstep
 SHARED = Lockstep(vocab_parallel=True)
 
 
-@pytest.mark.slow(unless=["1f1b-(2, 2, 2)", "dualpipe-(2, 1, 4)"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
     [

@@ -85,6 +85,7 @@ def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
     assert_same(*run("qwen", "zb_h1", 2, 2, 1, 2, **how))
 
 
+@pytest.mark.slow
 def test_what_buffers_have_no_room_for_is_counted():
     """All tokens go to one device, whose buffer has space for half of each device's."""
     got, _ = run("one", "1f1b", 2, 2, 1, 2, crowded=True, room=1.0)

@@ -20,7 +20,7 @@ from jaxpipe.training.trainer import Trainer
 GROUPS = ["parallel.pp=2", "parallel.dp=4", "parallel.dp_replicate=2"]
 
 
-@pytest.mark.slow(unless=["zb_h1-mesh1-how1", "dualpipe-mesh2-how2"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [
@@ -68,6 +68,7 @@ def test_a_device_holds_what_it_would_in_its_group_alone(stage):
     assert shards(groups) == shards(alone)
 
 
+@pytest.mark.slow
 def test_groups_train_as_plain_replicas_do():
     batch = {name: np.arange(4 * 4 * 32, dtype=np.int32).reshape(4, 4, 32) % 97
              for name in ("inputs", "targets")}  # fmt: skip

@@ -48,7 +48,7 @@ from jaxpipe.schedule import Lockstep, build
 SHARED = Lockstep(vocab_parallel=True)
 
 
-@pytest.mark.slow(unless=["grouped-2-False", "normed-4-False", "grouped-4-*"])
+@pytest.mark.slow(unless=["grouped-2-False", "grouped-4-*"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("model", "tp"), [("grouped", 2), ("normed", 4), ("tied", 2), ("one_kv", 4), ("grouped", 4)]
@@ -99,14 +99,14 @@ def test_replicas_that_share_sequences(schedule, mesh, cp):
         assert_same(*run("one_kv", schedule, *mesh, cp=cp, dtype=jnp.float64, **how))
 
 
-@pytest.mark.slow(unless=["selective"])
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_keys_of_shared_sequences_are_gathered_again(remat):
     assert_close(*run("normed", "zb_h1", 2, 2, 1, cp=2, remat=remat))
     assert_close(*run("normed", "1f1b", 2, 2, 2, cp=2, remat=remat, lockstep=SHARED))
 
 
-@pytest.mark.slow(unless=["dualpipe-True"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "sequence"),
     [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", True),
@@ -135,6 +135,7 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
             assert_same(found["tables"], layer["tables"])
 
 
+@pytest.mark.slow(only=["own ends", "shared ends"])
 @pytest.mark.parametrize("lockstep", [PLAIN, SHARED], ids=["own ends", "shared ends"])
 def test_what_the_model_gives_back_of_every_microbatch(lockstep):
     """The residual stream after the last layer, all-gathered over tp."""

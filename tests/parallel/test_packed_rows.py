@@ -20,7 +20,7 @@ def check(*args, **how):
         assert_same(*run(*args, dtype=jnp.float64, **how))
 
 
-@pytest.mark.slow(unless=["v_half-4", "dualpipe-2"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "pp"), [*zip(BUILDERS, cycle((2, 4)))])
 def test_schedules_of_packed_rows(schedule, pp):
     """On 2 ranks with layers and sequences shared, sequences also in slices where possible."""

@@ -88,7 +88,7 @@ def test_what_is_gathered_has_no_padding():
         chex.assert_trees_all_equal(got, true)
 
 
-@pytest.mark.slow(unless=["dualpipe-3"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "zero_stage"),
     [("1f1b", 1), ("zb_h1", 2), ("interleaved_1f1b", 3), ("dualpipe", 1), ("dualpipe", 3)],
@@ -145,7 +145,7 @@ def test_training_is_that_of_one_device(mesh, optimizer):
             assert not np.asarray(leaf).take(range(size, leaf.shape[axis]), axis).any()
 
 
-@pytest.mark.slow(unless=["stages-adamw"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "optimizer"), [("stages", "adamw"), ("resharded", "muon")])
 def test_padded_bytes_are_planned(mesh, optimizer):
     trainer = trainer_of(mesh, f"optimizer.name={optimizer}")
@@ -223,7 +223,7 @@ def test_any_checkpoint_restores_padded(tmp_path, mesh):
     chex.assert_trees_all_equal(keyed(after, after.state_of(restored)), keyed(before, state))
 
 
-@pytest.mark.slow(unless=["True"])
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_some_replicas_may_hold_nothing_but_padding(tmp_path, asynchronous):
     """Of 64 rows, 5 replicas have 32, 32, 0, 0 and 0."""

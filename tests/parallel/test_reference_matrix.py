@@ -168,7 +168,7 @@ def test_one_replica_has_the_same_program_whatever_it_would_share(base):
     assert programs[0] == programs[1]
 
 
-@pytest.mark.slow(unless=["bf2_df2", "stp2"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name, (_, reference) in MATRIX.items() if reference and name != "df4_z2"]
 )

@@ -31,6 +31,7 @@ MESHES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(only=["uneven_gpt2-dualpipev-mesh6-how6"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
@@ -119,6 +120,7 @@ def restored(trainer, directory):
     return trainer.state_of(parts)
 
 
+@pytest.mark.slow(only=["tp=4", "shared"])
 @pytest.mark.parametrize("mesh", ["tp=4", "shared"])
 def test_training_is_that_of_one_device(mesh, tmp_path):
     """Initial values are bitwise equal, losses too, and its checkpoint restores on any mesh."""

@@ -63,6 +63,7 @@ def test_stages_that_differ_in_length(name, counts, dp, remat):
         assert_same(*run(name, counts, dp, jnp.float64, remat=remat))
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_gradients():
     got, want = run("1f1b", (3, 2), 1, compute_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(got[1])} == {jnp.dtype("float32")}

@@ -113,7 +113,7 @@ def frozen_decoder(functions, frozen):
     return replace(functions, kinds=kinds, embed_head_specs=freeze(functions.embed_head_specs))
 
 
-@pytest.mark.slow(unless=["1"])
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_tensor_parallel_devices_and_a_shared_vocabulary(zero_stage):
     """A frozen embedding, final norm and query matrix, with the vocabulary on all ranks."""

@@ -53,7 +53,7 @@ def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **ex
 OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule of each placement
 
 
-@pytest.mark.slow(unless=["1f1b-mixed", "dualpipe-mixed", "zbv-first_other"])
+@pytest.mark.slow(unless=["zbv-first_other"])
 @pytest.mark.parametrize(
     ("name", "order"),
     [(name, "mixed") for name in BUILDERS] + [(name, "first_other") for name in OF_PLACEMENTS],
@@ -69,7 +69,7 @@ def test_kinds_under_every_schedule(name, order):
         np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))
 
 
-@pytest.mark.slow(unless=["0-False-selective", "3-True-full"])
+@pytest.mark.slow(unless=["3-True-full"])
 @pytest.mark.parametrize(
     ("stage", "reshard", "remat"),
     [(0, False, "none"), (0, False, "selective"), (0, False, "full"), (1, False, "none"),
@@ -99,7 +99,7 @@ def test_what_layers_lose_is_in_none_of_the_heads_losses(name):
         assert (want.aux_losses > 0).all()
 
 
-@pytest.mark.slow(unless=["dualpipe"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zbv", "dualpipe"])
 def test_two_tick_transfers_and_pairs(name):
     with jax.enable_x64(True):

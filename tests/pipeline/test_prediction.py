@@ -52,6 +52,7 @@ def formula(decoder, shared, layers, batch):
     return total / count, ahead / count
 
 
+@pytest.mark.slow(only=["1"])
 @pytest.mark.parametrize("depth", [1, 2])
 @jax.enable_x64(True)
 def test_the_formula_of_the_paper(depth):

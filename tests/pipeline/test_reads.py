@@ -91,7 +91,7 @@ def check_toy(functions, schedule, dp=2, **execution):
         return got
 
 
-@pytest.mark.slow(unless=["1f1b", "zbv", "dualpipe"])
+@pytest.mark.slow(unless=["1f1b", "zbv"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_under_every_schedule(name):
     check_toy(toy(), near(name, 2, 1), poison_bubbles=True)
@@ -167,7 +167,7 @@ def check_decoder(model, schedule, pp, dp, tp, *, sequence=False, **how):
 SHARED = Lockstep(vocab_parallel=True)
 
 
-@pytest.mark.slow(unless=["tied-zb_h1-(2, 2, 2)-1", "uneven-1f1b-(2, 2, 1)-1"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "zero_stage"),
     [

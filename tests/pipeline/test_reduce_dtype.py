@@ -66,6 +66,9 @@ def reductions(trainer):
     return found
 
 
+@pytest.mark.slow(
+    only=["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, layer by layer", "HSDP", "experts"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for(layout):
     """The error is that of bfloat16: 2^-8 of each replica's sum, and of their total."""

@@ -26,6 +26,7 @@ def check(*args, **how):
         assert_same(*run(*args, dtype=jnp.float64, **how))
 
 
+@pytest.mark.slow(only=["one_kv"])
 @pytest.mark.parametrize("model", ["grouped", "one_kv"])
 def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):

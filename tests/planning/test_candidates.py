@@ -64,6 +64,7 @@ def test_one_candidate_is_the_runs_own(label):
     assert own.plan == arrange(config)
 
 
+@pytest.mark.slow
 def test_processes_estimate_what_one_does(monkeypatch):
     """Refusals too; for short schedules no process is started."""
     monkeypatch.undo()  # search with the default effort

@@ -143,6 +143,7 @@ def test_pairs_do_without_the_host():
     assert one.bytes.host > 0
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_host(capsys):
     arguments = [str(SMALL), *SIZES]
     assert main([*arguments, "--json", "train.offload_layers=2"]) == 0

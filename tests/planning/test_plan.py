@@ -148,6 +148,7 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
     assert other.mirroring == 0
 
 
+@pytest.mark.slow
 def test_a_shared_vocabulary_makes_stages_equal():
     """All stages cost the same, the step is shorter, and no device needs more memory."""
     sizes = ("model.vocab_size=4096", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",
@@ -203,6 +204,7 @@ def test_deferred_ends_take_what_the_head_leaves():
         assert more == waits
 
 
+@pytest.mark.slow
 def test_every_schedule_that_fits_the_sizes_is_there():
     _, refused, estimates = estimates_of(
         "parallel.pp=2", "model.n_layers=8", "train.grad_accum_steps=8", "parallel.dp=1"
@@ -249,6 +251,7 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_it_says_what_overlapping_steps_would_save(capsys):
     small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4",
              "parallel.transfer_ticks=1", "parallel.vocab_parallel_pp=false"]  # fmt: skip

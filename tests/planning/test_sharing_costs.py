@@ -45,6 +45,7 @@ def test_measured_seconds_of_bw_wait_too():
     assert LayerSeconds(1.0, 1.0, 1.0, BW=1.5).beside(more).whole_backward == 4.0
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_sent_and_waited_for(capsys):
     arguments = [str(SMALL), *SHARED, "parallel.cp_method=ulysses", "--network", "1MB"]
     assert main(arguments) == 0

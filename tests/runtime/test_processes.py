@@ -86,6 +86,7 @@ def test_checkpoints_interchange(one_process, run_by, tmp_path, saved_by, count,
     assert (cut / "costs.json").exists() == ("parallel.costs=measure" in MESH[mesh])
 
 
+@pytest.mark.slow
 def test_damage_that_one_process_finds_all_set_aside(run_by, tmp_path):
     """Each process compares the files that it wrote, and the first those that all share."""
     shutil.copytree(run_by(2), tmp_path, dirs_exist_ok=True)

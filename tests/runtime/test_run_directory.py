@@ -129,6 +129,7 @@ def tiny_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_goes_on_and_writes_its_log_when_there_is_room(tiny_disk):
     """From the start: config.toml, starts.jsonl, metrics.jsonl and TensorBoard all fail."""
     run = tiny_disk / "run"
@@ -157,6 +158,7 @@ def test_a_run_on_a_full_disk_goes_on_and_writes_its_log_when_there_is_room(tiny
     assert "Traceback" not in output.partition("SIGTERM")[0]
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_ends_nothing(tmp_path):
     """A log file on a full disk, and a reader that is gone."""
     command = train_command(tmp_path / "run", "train.steps=2", *ONE, devices=1)

@@ -127,6 +127,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     assert "has no locks" in said[0]
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_are_one(tmp_path):
     """The second ends with 2, and the first is as if it had been alone."""
     more = ["train.steps=1000000", "checkpoint.every=0", "log.every=50", *ONE]

@@ -36,7 +36,7 @@ def _load():
         process.wait()
 
 
-@pytest.mark.slow(unless=["2-0"])
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RUNS))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.usefixtures("_load")

@@ -69,6 +69,7 @@ def check(directory, count, stuck, place, way, phase):
 LIMITS = {"in_start": 40}  # set by `stuck.py`
 
 
+@pytest.mark.slow(only=["0-in_data-is_stopped-loading a batch"])
 @pytest.mark.parametrize(
     ("stuck", "place", "way", "phase"),
     [(1, "in_data", "sleeps", "loading a batch"), (0, "in_data", "is_stopped", "loading a batch")],
@@ -125,6 +126,7 @@ def test_a_busy_run_is_no_hang(tmp_path):
     assert not list(tmp_path.glob("hangs/*"))
 
 
+@pytest.mark.slow
 def test_a_single_process(tmp_path):
     line = command(tmp_path / "run", 2, f"runtime.hang_timeout={TIMEOUT}", "runtime.cpu_devices=2")
     at = line.index("-m")

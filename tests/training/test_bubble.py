@@ -30,6 +30,7 @@ def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):
     assert [again[step]["loss"] for step in (1, 2)] == [lines[step]["loss"] for step in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_recording_without_ticks_is_said_once(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise ProfileError("the recording has no exchange.")

@@ -81,6 +81,7 @@ def test_a_run_stops_at_a_device_that_flips_a_bit(tmp_path, monkeypatch):
     assert any(name.startswith("gradients-2/layers/0/") for name in shards)
 
 
+@pytest.mark.slow
 def test_a_device_that_flips_a_bit_once_is_named_and_the_run_may_go_on(tmp_path, monkeypatch):
     """The check changes no number of the run."""
     monkeypatch.chdir(tmp_path)

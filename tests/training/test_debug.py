@@ -118,6 +118,7 @@ def reading_a_dummy(pipeline):
     return wrong
 
 
+@pytest.mark.slow
 def test_poison_shows_who_reads_an_idle_message():
     clean, poisoned = trainer_of(), trainer_of("debug.poison_messages=true")
     (state, metrics), (same, also) = one_step(clean), one_step(poisoned)
@@ -129,6 +130,7 @@ def test_poison_shows_who_reads_an_idle_message():
         assert np.isfinite(float(metrics["loss"])) == finite
 
 
+@pytest.mark.slow(only=["more0", "more1"])
 @pytest.mark.parametrize("more", [[], ["parallel.zero_stage=3", "optimizer.name=muon"]])
 def test_steps_without_an_update(more):
     trainer, plain = trainer_of("debug.skip_update=true", *more), trainer_of(*more)

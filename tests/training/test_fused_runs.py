@@ -38,6 +38,7 @@ def test_programs_of_several_steps_begin_at_multiples_of_their_number():
     assert [list(steps) for steps in _programs(4, 11, 3)] == [[5], [6], [7, 8, 9], [10], [11]]
 
 
+@pytest.mark.slow
 def test_a_run_logs_and_saves_as_one_of_single_steps(tmp_path):
     """Two programs of three steps, and a single step."""
     for fused in (1, 3):

@@ -69,6 +69,7 @@ def stood_in(directory):
     return map(json.loads, (directory / "stand_in.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_run_is_logged_at_wandb_too(tmp_path, stand_in):
     directory = tmp_path / "small"
     command = [str(SMALL), f"run.dir={directory}", "log.wandb=offline", "log.wandb_project=mine"]

@@ -34,6 +34,7 @@ def load(directory, *more):
     return configs.load(SMALL, [f"run.dir={directory}", *HOW, *more])
 
 
+@pytest.mark.slow
 def test_a_run_measures_before_its_first_step_and_goes_on_with_the_same(tmp_path, capsys):
     """The second start finds the file, so it runs the schedule of the first."""
     command = [str(SMALL), f"run.dir={tmp_path}", *HOW, "parallel.dp=4"]

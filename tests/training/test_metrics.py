@@ -89,6 +89,7 @@ def test_rates_of_packed_rows_count_no_padding_and_attention_by_document():
     assert "padded_tokens" not in line
 
 
+@pytest.mark.slow
 def test_the_largest_loss_of_a_microbatch():
     """Of four, that with the least likely text, as a mean over its tokens."""
     trainer = Trainer.resolve(load(SMALL, ["parallel.pp=1", "parallel.dp=1"]), jax.devices()[:1])
@@ -101,6 +102,7 @@ def test_the_largest_loss_of_a_microbatch():
     assert metrics["loss_max"] > metrics["loss"]
 
 
+@pytest.mark.slow
 def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
     """It is trained on, but the loss and the held-out loss are the cross-entropy alone."""
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)

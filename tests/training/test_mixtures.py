@@ -133,6 +133,7 @@ def test_values_that_are_none(override):
         configs.load(SMALL, [*SIZES, override])
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
     dense = configs.load(SMALL, [*MESHES["one"], "train.eval_every=0", "train.steps=1"])
     assert run(Trainer.resolve(dense, tuple(jax.devices()[:1])), tmp_path, data=batches) == 0
@@ -141,6 +142,7 @@ def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
         restored(trainer_of("one"), tmp_path)
 
 
+@pytest.mark.slow
 def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
     """The command writes a batch that other meshes and schedules can use, with its routes fixed."""
     path = tmp_path / "routes.npz"

@@ -25,7 +25,7 @@ def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
-@pytest.mark.slow(unless=["adamw"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "adamw", "lion", "muon", "schedule_free"])
 def test_a_step_leaves_moments_where_they_were(name):
     """All other state stays on the device, and all bits equal those of a state entirely there."""

@@ -56,6 +56,7 @@ def assert_equal_batches(got, want):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_the_beginning_of_the_new_data_once(run):
     fresh, _ = run(8, *OTHER, directory="fresh")
     run(4)
@@ -84,6 +85,7 @@ def test_it_goes_on_from_the_beginning_of_the_new_data_once(run):
     assert max(complete(run.directory)) == 10
 
 
+@pytest.mark.slow
 def test_moments_step_and_rate_go_on(run):
     """Steps 5 and 6 are bitwise those of the state after step 4 with the new data's first batches,
     computed here from `Trainer` alone.

@@ -54,7 +54,7 @@ def passing_over(step):
     return others
 
 
-@pytest.mark.slow(unless=["parallel.pp=2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])
 def test_a_run_that_left_a_step_out_is_one_that_never_saw_its_data(tmp_path, mesh):
     trainer = trainer_of(mesh, *CONSTANT, "train.steps=5", "train.skip_non_finite=1")
@@ -74,6 +74,7 @@ def test_a_run_that_left_a_step_out_is_one_that_never_saw_its_data(tmp_path, mes
     assert lines[3]["loss"] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_how_many_it_left_out(tmp_path):
     settings = [*CONSTANT, "train.skip_non_finite=1"]
     assert run(trainer_of(*settings, "train.steps=3"), tmp_path, data=without(2)) == 0

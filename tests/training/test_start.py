@@ -59,7 +59,7 @@ def test_no_second_seed(run, capsys):
     assert "already holds checkpoints of steps [4, 8, 12]" in capsys.readouterr().err
 
 
-@pytest.mark.slow(unless=["checkpoints/8"])
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/8"])
 def test_go_on_from_another_run(tmp_path, run, path, capsys):
     other = tmp_path / "other"
@@ -75,6 +75,7 @@ def test_go_on_from_another_run(tmp_path, run, path, capsys):
     assert "resumed from step 12" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
     command = [SMALL, f"run.dir={tmp_path}", f"checkpoint.resume={run}", "train.seed=7"]
     assert train.main(command) == 2

@@ -132,6 +132,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow(only=["one device", "pp and dp", "experts", "fused steps", "float16"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_without_targets_changes_nothing_but_its_number(tmp_path, mesh):
     """A run with two such steps equals one without: parameters, moments, biases, rates."""
@@ -183,6 +184,7 @@ def test_the_largest_loss_is_of_the_microbatches_that_have_targets():
     assert made["target_tokens"].tolist() == [0, LENGTH, 1, LENGTH]
 
 
+@pytest.mark.slow(only=["0", "20"])
 @pytest.mark.parametrize("limit", [0, 20])
 def test_a_resumed_run_logs_the_rate_of_its_updates(tmp_path, monkeypatch, limit):
     """A float16 step that overflows is no update, whether or not steps may be skipped."""
