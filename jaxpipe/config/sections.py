@@ -77,8 +77,10 @@ class ParallelConfig(Section, kw_only=True):
     # op times [s] for searches and plans: a file of measured ones; "measure": the run measures them
     # before its first step and stores them in run.dir; empty: estimates for an H100
     costs: LocalPath = ""
-    # layers of each stage; even, weighted (embedding and head count as layers), or a list of counts
-    layer_split: Literal["even", "weighted"] | tuple[int, ...] = "even"
+    # layers of each stage; even, weighted (embedding and head count as layers), balanced (by the
+    # estimated time of every layer, embedding and head included, within memory_limit), or a list of
+    # counts; balanced costs up to seconds at the start
+    layer_split: Literal["even", "weighted", "balanced"] | tuple[int, ...] = "even"
     input_weight: Count = 1  # cost of the embedding [layers], for layer_split=weighted
     output_weight: Count = 1  # cost of the head [layers], for layer_split=weighted
     first_stage_layers: Count = 0  # layers of the first stage; 0: by layer_split

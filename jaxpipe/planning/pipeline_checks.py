@@ -23,6 +23,22 @@ def _check_weights(config: Config) -> None:
         )
 
 
+def _check_balanced(config: Config) -> None:
+    """Raise `ConfigError` if layers are both pinned and balanced.
+
+    `parallel.layer_split='balanced'` excludes `parallel.first_stage_layers` and
+    `parallel.last_stage_layers`.
+    """
+    parallel = config.parallel
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    if parallel.layer_split == "balanced" and (first or last):
+        raise ConfigError(
+            f"parallel.layer_split='balanced' chooses the layers of every stage, also those of "
+            f"parallel.first_stage_layers={first} and parallel.last_stage_layers={last}: leave "
+            f"both out, or use layer_split='even'."
+        )
+
+
 def _check_limit(config: Config) -> None:
     """Raise `ConfigError` if the limit on live activations allows none.
 
@@ -94,4 +110,6 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-PIPELINE_CHECKS = (_check_weights, _check_limit, _check_vocab_parallel, _check_pipeline)
+PIPELINE_CHECKS = (
+    _check_weights, _check_balanced, _check_limit, _check_vocab_parallel, _check_pipeline,
+)  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.planning.balance import balanced_splits
 from jaxpipe.planning.device_checks import check_devices
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import OpSeconds, op_seconds
@@ -21,6 +22,7 @@ from jaxpipe.schedule import (
     Costs,
     Lockstep,
     Op,
+    Placement,
     Schedule,
     ScheduleError,
     Tables,
@@ -138,10 +140,12 @@ def arrange(
     if config.parallel.vocab_parallel_pp == "auto":
         shared = not devices.on_cpu and _gains_by_sharing(config, devices)
         config = _with_vocabulary(config, shared=shared)
+    if config.parallel.layer_split == "balanced":
+        return _arrange_balanced(config, devices, seconds, effort)
     seconds = seconds or op_seconds(config, devices.hardware)
     parallel, lockstep = config.parallel, _lockstep_of(config, devices)
     schedule = _schedule_of(config, devices, lockstep, seconds, effort)
-    layers = layers_of(config, schedule.stages)
+    layers = layers_of(config, schedule.placement, devices)
     if config.train.offload_layers > min(layers):
         raise ScheduleError(
             f"train.offload_layers={config.train.offload_layers} exceeds the layers of the "
@@ -158,11 +162,32 @@ def arrange(
     return replace(plan, lockstep=optimize_pace(schedule, plan.costs, lockstep, turns=turns))
 
 
-def layers_of(config: Config, stages: int) -> tuple[int, ...]:
+def _arrange_balanced(
+    config: Config, devices: Devices, seconds: OpSeconds | None, effort: int | None
+) -> RunPlan:
+    """Return the plan of the balanced layer split, which is concrete in its configuration.
+
+    Where that exceeds `parallel.memory_limit`, the plan has the next split, with smaller stages,
+    that does not; raises `ScheduleError` if there is none.
+    """
+    refused = None
+    for layers in balanced_splits(config, _placement_of(config), devices.hardware):
+        parallel = structs.replace(config.parallel, layer_split=layers)
+        concrete = structs.replace(config, parallel=parallel)
+        try:
+            return arrange(concrete, devices, seconds=seconds, effort=effort)
+        except ScheduleError as error:
+            refused = refused or error
+    raise refused
+
+
+def layers_of(config: Config, placement: Placement, devices: Devices) -> tuple[int, ...]:
     """Number of layers per stage; raises `ScheduleError` if the layers do not fit the stages."""
     parallel = config.parallel
+    if parallel.layer_split == "balanced":
+        return next(balanced_splits(config, placement, devices.hardware))
     return assign_layers(
-        config.model.pipeline_layers, stages, parallel.layer_split,
+        config.model.pipeline_layers, placement.stages, parallel.layer_split,
         weights=(parallel.input_weight, parallel.output_weight),
         pinned=(parallel.first_stage_layers, parallel.last_stage_layers),
     )  # fmt: skip
@@ -197,9 +222,11 @@ def _gains_by_sharing(config: Config, devices: Devices) -> bool:
     devices = replace(devices, memory=DEVICES[devices.hardware.device].memory)
     try:
         own = arrange(_with_vocabulary(config, shared=False), devices, effort=QUICK)
+        with_shared = _with_vocabulary(config, shared=True)
         shared = replace(
             own,
-            config=_with_vocabulary(config, shared=True),
+            config=with_shared,
+            layers=layers_of(with_shared, own.schedule.placement, devices),
             lockstep=replace(own.lockstep, vocab_parallel=True),
         )
         return _scan_time(shared) <= _scan_time(own) * _AS_FAST
@@ -237,18 +264,11 @@ def _schedule_of(
 ) -> Schedule:
     """Build the configuration's schedule; a searched one for its costs and memory limit."""
     parallel, family = config.parallel, find_family(config.parallel.schedule)
-    sizes = family.name, parallel.pp, config.train.grad_accum_steps
-    options: dict[str, Any] = {
-        "virtual_stages": parallel.virtual_stages or None,
-        "breadth": parallel.breadth or None,
-        "slices": parallel.slices,
-    }
-    if parallel.schedule_file:
-        options["path"] = parallel.schedule_file
+    sizes, options = _build_options(config)
     if not family.is_searched:
         return _build(*sizes, tuple(options.items()))
     placement = family.place_stages(parallel.pp)
-    layers = layers_of(config, placement.stages)
+    layers = layers_of(config, placement, devices)
     options |= {
         "objective": parallel.objective,
         "effort": effort,
@@ -262,6 +282,29 @@ def _schedule_of(
     options |= {"memory": limit.memory, "memory_limit": limit.limit}
     with limit.explaining():
         return _build(*sizes, tuple(options.items()))
+
+
+def _placement_of(config: Config) -> Placement:
+    """The placement of the configuration's schedule, which no search decides."""
+    family = find_family(config.parallel.schedule)
+    if family.is_searched:
+        return family.place_stages(config.parallel.pp)
+    sizes, options = _build_options(config)
+    return _build(*sizes, tuple(options.items())).placement
+
+
+def _build_options(config: Config) -> tuple[tuple[str, int, int], dict[str, Any]]:
+    """The sizes of the configuration's schedule, and the options that its stages do not change."""
+    parallel = config.parallel
+    options: dict[str, Any] = {
+        "virtual_stages": parallel.virtual_stages or None,
+        "breadth": parallel.breadth or None,
+        "slices": parallel.slices,
+    }
+    if parallel.schedule_file:
+        options["path"] = parallel.schedule_file
+    name = find_family(parallel.schedule).name
+    return (name, parallel.pp, config.train.grad_accum_steps), options
 
 
 @lru_cache(maxsize=8)  # "auto" compares two plans that mostly have the same schedule

@@ -5,6 +5,7 @@ Pure Python and numpy; this package does not import jax. "Rank" means pipeline r
 
 from jaxpipe.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.schedule.assignment import assign_layers, compute_layer_assignment
+from jaxpipe.schedule.balance import balance_layers, shorter_and_shorter
 from jaxpipe.schedule.builders import build, check_memory, forward_only
 from jaxpipe.schedule.cells import Costs, MemoryCosts
 from jaxpipe.schedule.custom import read_schedule, write_schedule
@@ -50,6 +51,7 @@ __all__ = [
     "Tables",
     "VariantSizes",
     "assign_layers",
+    "balance_layers",
     "build",
     "check_memory",
     "compute_layer_assignment",
@@ -62,6 +64,7 @@ __all__ = [
     "lower",
     "peak_memory",
     "read_schedule",
+    "shorter_and_shorter",
     "simulate",
     "validate",
     "write_schedule",

@@ -1,0 +1,217 @@
+"""`parallel.layer_split = "balanced"`: against brute force, within memory, and as a run has it."""
+
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from commands import SMALL, metrics
+from resolving import resolved
+
+from jaxpipe import config as configs
+from jaxpipe import train
+from jaxpipe.config import ConfigError
+from jaxpipe.planning import Hardware, arrange
+from jaxpipe.planning.balance import layer_seconds
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.schedule import Placement, ScheduleError, assign_layers, balance_layers
+from jaxpipe.schedule.balance import shorter_and_shorter
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PLACEMENTS = {
+    "loop": Placement.loop(3),
+    "interleaved": Placement.loop(2, 3),
+    "v": Placement.v_shape(3),
+    "both ways": Placement((0, 1, 2, 3), mirrored_from=2),
+    "both ways, with a middle": Placement((0, 1, 2), mirrored_from=2),
+    "any": Placement((1, 0, 0, 1, 1)),
+}
+MIXED = [
+    "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=32",
+    "model.first_dense_layers=1", "model.vocab_size=1024", "parallel.pp=2", "parallel.dp=1",
+]  # fmt: skip
+BALANCED = "parallel.layer_split=balanced"
+PRESETS = {
+    "gemma3_12b": (
+        "llama3_8b_pp4.toml", "model.preset=gemma3_12b", "model.attention=cudnn",
+        "train.seq_len=8192", "train.remat=full",
+    ),
+    "gpt_oss_20b": ("gpt_oss_20b_pp2_ep4.toml",),
+    "deepseek_v3": ("deepseek_v3_2048gpu.toml",),
+}  # fmt: skip
+
+
+def every_split(layers, stages):
+    """All splits of layers over stages."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield tuple(end - begin for begin, end in pairwise((0, *cuts, layers)))
+
+
+def sums_of(values, counts):
+    """The sum over the layers of each stage."""
+    return [sum(values[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+def objective(costs, placement, counts):
+    """The work of the busiest rank, for all microbatches, and the largest stage."""
+    stages, work = sums_of(costs, counts), [0] * placement.pp
+    for stage, rank in enumerate(placement.rank_of):
+        work[rank] += stages[stage]
+        if placement.mirrored_from is not None:
+            work[placement.pp - 1 - rank] += stages[stage]
+    return max(work), max(stages)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_no_split_is_better(name):
+    placement, random = PLACEMENTS[name], Random(name)
+    for round_ in range(25):
+        layers = random.randint(placement.stages, 10)
+        # Few different costs, as of kinds, make ties; dyadic fractions add without rounding.
+        few, many = (1, 2, 5), [n / 64 for n in range(256)]
+        costs = random.choices(few if round_ % 2 else many, k=layers)
+        best = min(
+            objective(costs, placement, one) for one in every_split(layers, placement.stages)
+        )
+        assert objective(costs, placement, balance_layers(costs, placement)) == best, costs
+
+
+@pytest.mark.parametrize("name", ["loop", "v"])
+def test_no_split_within_a_bound_on_sizes_is_better(name):
+    placement, random, shortened = PLACEMENTS[name], Random(name), 0
+    for _ in range(10):
+        layers = random.randint(placement.stages, 9)
+        costs, sizes = random.choices((1, 2, 5), k=layers), random.choices((1, 3), k=layers)
+        seen = list(shorter_and_shorter(costs, placement, sizes))
+        largest = [max(sums_of(sizes, one)) for one in seen]
+        assert largest == sorted(set(largest), reverse=True)
+        shortened += len(seen) > 1
+        for most, split in [(None, seen[0]), *((a - 1, s) for a, s in zip(largest, seen[1:]))]:
+            best = min(
+                objective(costs, placement, one)
+                for one in every_split(layers, placement.stages)
+                if most is None or max(sums_of(sizes, one)) <= most
+            )
+            assert objective(costs, placement, split) == best
+        fits = [max(sums_of(sizes, one)) for one in every_split(layers, placement.stages)]
+        assert largest[-1] == min(fits)
+    assert shortened
+
+
+def lower_bound(costs, pp):
+    """A bound on the work of the busiest rank: ranks have whole layers, and one has the head."""
+    *layers, last = costs
+    sums = {0.0}
+    for cost in set(layers):
+        sums = {s + n * cost for s in sums for n in range(layers.count(cost) + 1)}
+    sums = np.sort(list(sums))
+
+    def most(work):
+        """The most work of whole layers within `work`."""
+        return sums[np.searchsorted(sums, work * (1 + 1e-9), side="right") - 1]
+
+    works = sorted({*sums[sums <= sum(costs)], *(last + sums)})
+    return next(
+        w for w in works if w >= last
+        if (pp - 1) * most(w) + last + most(w - last) >= sum(costs) * (1 - 1e-9)
+    )  # fmt: skip
+
+
+@pytest.mark.slow(unless=["gpt_oss_20b"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_published_models_are_near_the_bound(preset):
+    path, *overrides = PRESETS[preset]
+    costs = layer_seconds(configs.load(CONFIGS / path, overrides), Hardware(network=450e9))
+    for placement in (Placement.loop(4), Placement.v_shape(4), Placement.loop(4, 2)):
+        work, even = (
+            objective(costs, placement, counts)[0]
+            for counts in (
+                balance_layers(costs, placement),
+                assign_layers(len(costs), placement.stages),
+            )
+        )
+        assert work <= 1.02 * lower_bound(costs, 4)
+        v_shaped = placement == Placement.v_shape(4)
+        assert even >= (1.0 if v_shaped and preset == "deepseek_v3" else 1.05) * work
+
+
+def test_a_plan_has_concrete_counts():
+    config = configs.load(SMALL, [*MIXED, BALANCED])
+    plan = resolved(config, platform="cpu")
+    assert plan.layers == plan.config.parallel.layer_split == (3, 1)
+    seconds = layer_seconds(plan.config, plan.devices.hardware)
+    assert plan.layers == balance_layers(seconds, plan.schedule.placement)
+    dense, sparse, _, with_head = seconds
+    head = with_head - sparse
+    kinds = costs_of(plan.config).kinds
+    flops = [kind.F + kind.B + kind.W for kind in kinds.values()]
+    assert sparse / dense == pytest.approx(flops[1] / flops[0])
+    assert head / dense == pytest.approx(costs_of(plan.config).head / flops[0])
+
+
+def test_measurements_of_a_run_do_not_change_its_stages(tmp_path):
+    config = configs.load(SMALL, [*MIXED, f"run.dir={tmp_path}", "parallel.costs=measure"])
+    (tmp_path / "costs.json").write_text("{}")  # would be refused if it were read
+    seconds = layer_seconds(config, Hardware())
+    assert seconds == layer_seconds(configs.load(SMALL, MIXED), Hardware())
+
+
+def kept(plan):
+    """Bytes that 1F1B on two ranks keeps: of two microbatches, in the slots of every kind."""
+    costs = costs_of(plan.config)
+    kinds = [costs.kinds[kind] for kind in plan.layout.ring_slot_kinds]
+    return 2 * sum(kind.for_b + kind.for_w for kind in kinds)
+
+
+def test_a_memory_limit_shortens_the_largest_stage():
+    uniform = [*MIXED[3:], "parallel.vocab_parallel_pp=false"]
+    even, free = (arrange(configs.load(SMALL, [*uniform, *more])) for more in ([], [BALANCED]))
+    assert (even.layers, free.layers) == ((2, 2), (3, 1))
+    for limit, layers in ((kept(free), (3, 1)), (kept(free) - 1, (2, 2)), (kept(even), (2, 2))):
+        config = configs.load(SMALL, [*uniform, BALANCED, f"parallel.memory_limit={limit}B"])
+        assert arrange(config).layers == layers
+
+
+def test_empty_layer_slots_count():
+    """A dense and three sparse layers take a dense and two sparse slots, as (3, 1) and (2, 2)."""
+    mixed = [*MIXED, "parallel.vocab_parallel_pp=false"]
+    even, free = (arrange(configs.load(SMALL, [*mixed, *more])) for more in ([], [BALANCED]))
+    assert (even.layers, free.layers) == ((2, 2), (3, 1))
+    assert even.layout.slot_kinds == free.layout.slot_kinds
+    config = configs.load(SMALL, [*mixed, BALANCED, f"parallel.memory_limit={kept(even) - 1}B"])
+    with pytest.raises(ScheduleError, match="more than memory_limit"):
+        arrange(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.first_stage_layers=1"],
+            "chooses the layers of every stage, also those of parallel.first_stage_layers=1 .*: "
+            "leave both out, or use",
+        ),
+        (["parallel.last_stage_layers=1"], "last_stage_layers=1: leave both out"),
+        (["parallel.output_weight=2"], "with parallel.layer_split='weighted' .* is 'balanced'"),
+        (
+            ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=3"],
+            "4 layers cannot fill 6 stages: every stage needs a layer",
+        ),
+        (["parallel.memory_limit=1B"], "memory_limit='1B'"),
+    ],
+)
+def test_refusals(overrides, message):
+    with pytest.raises((ConfigError, ScheduleError), match=message) as refused:
+        resolved(configs.load(SMALL, [*MIXED, BALANCED, *overrides]))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mixed_model_trains_as_with_even_stages(tmp_path):
+    losses = []
+    for split in ("even", "balanced"):
+        settings = [f"run.dir={tmp_path / split}", f"parallel.layer_split={split}"]
+        settings += ["train.steps=3", "train.eval_every=0", "checkpoint.every=0"]
+        assert train.main([str(SMALL), *MIXED, *settings]) == 0
+        losses.append([line["loss"] for line in metrics(tmp_path / split).values()])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
