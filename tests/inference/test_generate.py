@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from trained_models import MODELS, published, saved_run  # noqa: E402
+from saved_runs import saved_run  # noqa: E402
+from trained_models import MODELS, published  # noqa: E402
 
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
 from jaxpipe.generate import main  # noqa: E402

@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trained_models import SMALL, VOCABULARY, logits_of, published, saved_run  # noqa: E402
+from commands import SMALL  # noqa: E402
+from saved_runs import saved_run  # noqa: E402
+from trained_models import VOCABULARY, logits_of, published  # noqa: E402
 
 from jaxpipe.score import main  # noqa: E402
 

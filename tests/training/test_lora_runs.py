@@ -22,7 +22,9 @@ from jaxpipe.training.weights import stream_weights
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from trained_models import SMALL, logits_of, published, saved_run  # noqa: E402
+from commands import SMALL  # noqa: E402
+from saved_runs import saved_run  # noqa: E402
+from trained_models import logits_of, published  # noqa: E402
 
 LORA = ("lora.rank=3", "lora.alpha=6.0")
 MESH = ("parallel.pp=2", "parallel.tp=2", "parallel.dp=2", "parallel.zero_stage=2")

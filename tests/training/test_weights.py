@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from commands import SMALL
 from hf_models import all_tensors, export
-from trained_models import saved_run
+from saved_runs import saved_run
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
