@@ -281,10 +281,8 @@ class _Problem:
             return found
 
         def largest(state: _State) -> tuple[int, _State]:
-            gaps = zip(pairwise(step.after), pairwise(state.layers))
-            means = [
-                (self.sums[end] - self.sums[begin]) // (b - a) for (a, b), (begin, end) in gaps
-            ]
+            known = [(edge, self.sums[at]) for edge, at in zip(step.after, state.layers)]
+            means = ((cost - start) // (b - a) for (a, start), (b, cost) in pairwise(known))
             return max(found[state].largest, *means), state
 
         return {state: found[state] for state in heapq.nsmallest(_WIDTH, found, key=largest)}

@@ -60,7 +60,7 @@ FUSED_RING = (
         ),
         (
             ["parallel.layer_split=odd"],
-            "unknown parallel.layer_split='odd': use one of 'even', 'weighted', 'balanced', a list",
+            "layer_split='odd': use one of 'even', 'weighted', 'balanced', a list of integers",
         ),
         (["parallel.transfer_ticks=3"], "unknown parallel.transfer_ticks=3: use one of 0, 1, 2"),
         (["parallel.layer_split=[2,'a']"], "parallel.layer_split\\[1\\]: expected `int`"),
