@@ -276,7 +276,7 @@ class _Problem:
         )
 
     def _keep_best(self, step: _Step, found: dict[_State, _Chosen]) -> dict[_State, _Chosen]:
-        """Of many states return those whose largest stage, chosen or to come, is smallest."""
+        """Return the states whose largest stage, chosen or to come, is smallest, if many."""
         if len(found) <= _WIDTH:
             return found
 
