@@ -24,7 +24,7 @@ _PANELS = (
     _Panel("gradient norm", ("grad_norm",)),
     _Panel("tokens/s", ("tokens_per_second",)),
     _Panel("step [s]", ("step_seconds", "data_seconds")),
-    _Panel("time that each process costs a step [s]", ("lost_seconds",)),
+    _Panel("time of a step that the slowest process costs [s]", ("lost_seconds",)),
     _Panel("devices wait for their data loader [s]", ("data_idle_seconds",)),
     _Panel("devices wait for their host [s]", ("host_idle_seconds",)),
     _Panel("time that ops and links of each rank cost a step [s]", ("rank_lost_seconds",), "rank"),

@@ -11,7 +11,7 @@ from jaxpipe.training.report import write_report
 
 STEPS = [
     {"step": 1, "loss": 5.5, "tokens_per_second": 100.0, "grad_norm": 2.0},
-    {"step": 2, "loss": None, "tokens_per_second": 200.0, "lost_seconds": [0.0, 0.25]},
+    {"step": 2, "loss": None, "tokens_per_second": 200.0, "data_idle_seconds": [0.0, 0.25]},
     {"step": 3, "loss": 5.0, "eval_loss": 5.1, "rank_lost_seconds": [0.5, None]},
 ]
 
@@ -41,7 +41,7 @@ def test_every_number_of_the_log_is_in_the_page(tmp_path, capsys):
         "loss": {"loss": [[1, 5.5], [3, 5.0]], "eval_loss": [[3, 5.1]]},
         "gradient norm": {"grad_norm": [[1, 2.0]]},
         "tokens/s": {"tokens_per_second": [[1, 100.0], [2, 200.0]]},
-        "time that each process costs a step [s]": {
+        "devices wait for their data loader [s]": {
             "process 0": [[2, 0.0]], "process 1": [[2, 0.25]],
         },
         "time that ops and links of each rank cost a step [s]": {"rank 0": [[3, 0.5]]},
