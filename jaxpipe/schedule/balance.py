@@ -55,7 +55,7 @@ def balance_layers(
     >>> balance_layers([1, 1, 1, 1, 1, 3], Placement.loop(2))
     (4, 2)
     >>> balance_layers([2, 1, 1, 1, 1, 2, 2, 2], Placement.v_shape(2))
-    (2, 2, 2, 2)
+    (1, 2, 3, 2)
     """
     return _balance(tuple(costs), placement, tuple(sizes), most)
 

@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(unless=["cp"])
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_router_losses_are_means_over_the_tokens(case):
     name, mesh, how = CASES[case]
