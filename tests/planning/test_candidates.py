@@ -128,8 +128,9 @@ def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():
 def test_its_row_is_marked(label, capsys):
     overrides = [*SIZES, *OWN[label]]
     assert main([str(SMALL), *overrides]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" *")[0].strip() for line in lines if " * " in line] == [label]
+    table, _, _ = capsys.readouterr().out.partition("\nschedule: ")  # the legend
+    marked = [line for line in table.splitlines() if " * " in line]
+    assert [line.split(" *")[0].strip() for line in marked] == [label]
     assert main([str(SMALL), *overrides, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["schedules"]
     assert [row["schedule"] for row in rows if row["configured"]] == [label]
