@@ -220,11 +220,12 @@ class TrainLoop:
         """The message after the last step: where the results are, and what to do next."""
         directory = self.trainer.config.run.dir
         saved = f"{directory}/checkpoints/{step}"
+        on_cpu = " runtime.cpu_devices=1" * bool(self.trainer.config.runtime.cpu_devices)
         return (
             f"done: {step} steps; saved in {saved}, numbers of all steps in "
             f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
             f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers, or to let it "
-            f"write `./launch/generate.sh {directory} --prompt 'def '`"
+            f"write `./launch/generate.sh {directory} --prompt 'def '{on_cpu}`"
         )
 
     def _heldout_loss(self, state: State) -> float:
