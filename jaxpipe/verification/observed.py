@@ -12,9 +12,9 @@ from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 Arrays = Mapping[str, np.ndarray]
-# Gradients below this share of the norm of all are rounding: those of key biases, to which a
-# softmax is invariant.
-_ROUNDING = 1e-10
+# Gradients below this share of the norm of all are compared with it: those of key biases, to which
+# a softmax is invariant, are rounding alone, which is 1e-16 of the norm of all.
+_ROUNDING = 1e-6
 
 
 class Observed(NamedTuple):
@@ -81,7 +81,7 @@ def compare(got: Observed, want: Observed, suffix: str = "") -> list[Deviation]:
     """The largest error of losses, gradients, the update and metrics, each with its array's name.
 
     The error of an array is the norm of the difference over the norm of the reference, but the
-    latter counts as at least 1e-10 of the norm of all gradients or updates. Updates of parameters
+    latter counts as at least 1e-6 of the norm of all gradients or updates. Updates of parameters
     whose gradient is below that, hence rounding, are left out.
     """
     size = _norm(want.gradients)
