@@ -42,8 +42,11 @@ def shift_positions(batch: Tree, trainer: Float64Trainer) -> Tree:
 
 
 def join_documents(batch: Tree, trainer: Float64Trainer) -> Tree:
-    """Packed rows count as one document each."""
-    return batch | {"segments": jnp.minimum(batch["segments"], 0)}
+    """Packed rows count as one document each, for code that reads segments or positions."""
+    segments, positions = batch["segments"], batch["positions"]
+    late = (segments > 0) * trainer.config.train.seq_len
+    joined = {"positions": positions + late.astype(positions.dtype)}
+    return batch | joined | {"segments": jnp.minimum(segments, 0)}
 
 
 def unmark_padding(batch: Tree, trainer: Float64Trainer) -> Tree:
