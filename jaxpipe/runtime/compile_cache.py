@@ -1,11 +1,13 @@
 """Compiled programs kept on disk, so that the next start of a run loads them."""
 
+import contextlib
 import hashlib
 import os
 import platform
 import threading
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ def use_compile_cache(setting: str) -> None:
     Raises:
       ConfigError: the directory that the setting names cannot be written.
     """
-    jax.monitoring.register_event_listener(_count)
     if not setting or _VARIABLE in os.environ:
         return
     directory = _default_directory() if setting == "auto" else Path(setting)
@@ -57,6 +58,7 @@ def compile_timed(program: Any, *args: Any) -> tuple[Any, str]:
     Returns:
       the compiled program, and how long it took, for the log.
     """
+    _count_hits()
     start, thread = time.perf_counter(), threading.get_ident()
     lowered = program.lower(*args)
     traced, hits = time.perf_counter(), _hits[thread]
@@ -66,9 +68,15 @@ def compile_timed(program: Any, *args: Any) -> tuple[Any, str]:
     return compiled, f"traced in {traced - start:.1f} s, {how} in {ended - traced:.1f} s"
 
 
-def _count(event: str, **_: Any) -> None:
-    if event == _HIT:
-        _hits[threading.get_ident()] += 1
+@cache
+def _count_hits() -> None:
+    """Count from now on; once in a process."""
+
+    def count(event: str, **_: Any) -> None:
+        if event == _HIT:
+            _hits[threading.get_ident()] += 1
+
+    jax.monitoring.register_event_listener(count)
 
 
 def _default_directory() -> Path:
@@ -93,5 +101,6 @@ def _processor() -> str:
 def _remove_old(directory: Path) -> None:
     oldest = time.time() - _DAYS * 86400
     for path in directory.iterdir():
-        if path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process removes it too
+            if path.stat().st_mtime < oldest:
+                path.unlink()

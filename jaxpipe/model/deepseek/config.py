@@ -90,14 +90,6 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         is_scaled = self.rope_scaling == "yarn"
         return self.yarn_scale(self.rope_mscale_all_dim) ** 2 if is_scaled else 1.0
 
-    def parameter_count(self) -> int:
-        """Number of parameters, from the sizes alone."""
-        return self._parameters(self.n_experts)
-
-    def active_parameter_count(self) -> int:
-        """Number of parameters per token: of routed experts only the chosen ones count."""
-        return self._parameters(self.experts_per_token if self.n_experts else 0)
-
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         ends = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)

@@ -67,14 +67,6 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         """Number of last tokens that a query attends to, itself included; 0: all."""
         return self.sliding_window
 
-    def parameter_count(self) -> int:
-        """Number of parameters, from the sizes alone."""
-        return self._parameters(self.n_experts)
-
-    def active_parameter_count(self) -> int:
-        """Number of parameters per token: of routed experts only the chosen ones count."""
-        return self._parameters(self.experts_per_token if self.n_experts else 0)
-
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         ends = self.vocab_size * self.d_model * (1 if self.tied else 2)

@@ -104,6 +104,18 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         routed = {"model.d_expert / parallel.tp": width} if self.capacity_factor else {}
         return super().product_sizes(tp) | shared | routed
 
+    def parameter_count(self) -> int:
+        """Number of parameters, from the sizes alone."""
+        return self._parameters(self.n_experts)
+
+    def active_parameter_count(self) -> int:
+        """Number of parameters per token: of routed experts only the chosen ones count."""
+        return self._parameters(self.experts_per_token if self.n_experts else 0)
+
+    def _parameters(self, experts: int) -> int:
+        """Number of parameters, counting `experts` routed experts per sparse layer."""
+        raise NotImplementedError
+
     def mlp_parameters(self, experts: int) -> int:
         """Count the parameters of all MLPs and routers, with `experts` routed experts per layer."""
         sparse = len(self.sparse_layers)
