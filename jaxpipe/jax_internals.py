@@ -70,6 +70,23 @@ def used_inputs(closed: ClosedJaxpr, wanted: Sequence[bool]) -> list[bool]:
     return dce_jaxpr(closed.jaxpr, list(wanted))[1]
 
 
+def store_programs_if(accepts: Callable[[Any], bool]) -> None:
+    """Let jax's compile cache store a compiled program only if it is accepted.
+
+    Args:
+      accepts: takes the executable, which has `hlo_modules()`.
+    """
+    from jax._src import compilation_cache
+
+    store = compilation_cache.put_executable_and_time
+
+    def store_accepted(key: str, module: str, executable: Any, *args: Any) -> None:
+        if accepts(executable):
+            store(key, module, executable, *args)
+
+    compilation_cache.put_executable_and_time = store_accepted
+
+
 def distributed_state() -> Any:
     """Return jax's record of this process: `client` of the coordination service (None in a run of
     one process), `process_id` and `num_processes`.

@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
     packages_apart "${1#--}"
-    export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/compiled
+    export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/programs
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     exec "$folder/bin/python" -m pytest -m "versions and not slow" -p no:cacheprovider "${@:2}"
 fi
@@ -21,7 +21,7 @@ python=.venv/bin/python
 processor=$({ uname -m; grep -m 2 -E '^(model name|flags|Features)' /proc/cpuinfo ||
     sysctl -n machdep.cpu.brand_string; } 2>/dev/null | sort | cksum | cut -d ' ' -f 1)
 version=$($python -c 'from importlib.metadata import version; print(version("jaxlib"))')
-cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/compiled-$version-$processor
+cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/jaxpipe/programs-$version-$processor
 mkdir -p "$cache"
 find "$cache" -type f -mtime +30 -delete
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.gpu.program import Instruction, Program, shape_bytes
+from jaxpipe.gpu.program import Program, shape_bytes
+from jaxpipe.runtime.hlo import Instruction
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may wrap a collective

@@ -4,7 +4,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from jaxpipe.gpu.program import Instruction, Program
+from jaxpipe.gpu.program import Program
+from jaxpipe.runtime.hlo import Instruction
 
 _TARGET = re.compile(r'custom_call_target="(__cublas[^"]*)"')
 _NAME = re.compile(r"%([\w.\-]+)")

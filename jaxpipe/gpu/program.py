@@ -13,8 +13,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+from jaxpipe.runtime.hlo import Instruction, parse_computations
+
 _NAME = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
@@ -24,24 +24,6 @@ _HOST = "S(5)"  # memory space of arrays on the host, in an HLO layout
 _MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
 _PRODUCT = 'custom_call_target="__cu'  # calls of cuBLAS and cuDNN
 _CLONE = "double_buffer_clone"
-
-
-class Instruction(NamedTuple):
-    """One line of a computation; `rest` is the text after the opening bracket of its operands."""
-
-    name: str
-    shape: str
-    opcode: str
-    rest: str
-    root: bool
-
-
-def parse_instruction(line: str) -> Instruction | None:
-    """Parse a line of a computation; None if it is no instruction."""
-    if not (match := _INSTRUCTION.match(line)):
-        return None
-    root, name, shape, opcode, rest = match.groups()
-    return Instruction(name, shape, opcode, rest, bool(root))
 
 
 class Permute(NamedTuple):
@@ -110,14 +92,7 @@ class Program:
     @cached_property
     def computations(self) -> dict[str, list[Instruction]]:
         """Instructions of every computation, in the order in which they run."""
-        found: dict[str, list[Instruction]] = {}
-        inside: list[Instruction] = []
-        for line in self.text.splitlines():
-            if header := _HEADER.match(line):
-                inside = found.setdefault(header[2], [])
-            elif one := parse_instruction(line):
-                inside.append(one)
-        return found
+        return parse_computations(self.text)
 
     @cached_property
     def loop(self) -> str | None:
@@ -158,7 +133,7 @@ class Program:
                 continue
             end = next(
                 (i for i, one in enumerate(body) if one.opcode == "collective-permute-done"
-                 and start.name in _NAME.findall(one.rest)), at,
+                 and start.name in one.names), at,
             )  # fmt: skip
             hides = sum(one.opcode == "conditional" for one in body[at:end])
             synchronous = '"is_sync":true' in start.rest
@@ -197,7 +172,7 @@ class Program:
             body = self.computations[name]
             shapes = {one.name: one.shape for one in body}
             for at, one in enumerate(body):
-                read = (shapes.get(name, "") for name in _NAME.findall(one.rest))
+                read = (shapes.get(name, "") for name in one.names)
                 moves = _HOST in one.shape or any(_HOST in shape for shape in read)
                 if fused or not moves:
                     continue
@@ -205,7 +180,7 @@ class Program:
                     found.append(HostCopy(one.name, None))
                 elif one.opcode.removesuffix("-start") in _MOVES:
                     end = next(i for i, later in enumerate(body) if i > at and one.name in
-                               _NAME.findall(later.rest))  # fmt: skip
+                               later.names)  # fmt: skip
                     products = sum(_PRODUCT in other.rest for other in body[at:end])
                     found.append(HostCopy(one.name, products))
         return tuple(found)
@@ -237,7 +212,7 @@ class Program:
             fused, current = todo.pop()
             yield fused, current
             for one in self.computations[current]:
-                for called in _NAME.findall(one.rest):
+                for called in one.names:
                     if called in self.computations and called not in seen:
                         seen.add(called)
                         todo.append((fused or one.opcode.startswith("fusion"), called))

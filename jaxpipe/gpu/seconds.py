@@ -16,9 +16,10 @@ from math import prod
 from typing import NamedTuple
 
 from jaxpipe.gpu.collectives import traced_action
-from jaxpipe.gpu.program import Instruction, Program, shape_bytes, shape_dims
+from jaxpipe.gpu.program import Program, shape_bytes, shape_dims
 from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
+from jaxpipe.runtime.hlo import Instruction
 
 _NAME = re.compile(r"%([\w.\-]+)")
 _COST = re.compile(r'"exec_time_us":([\d.e+\-]+),[^{}]*"name":""')

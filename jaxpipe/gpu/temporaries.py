@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpipe.gpu.program import Instruction, parse_instruction
+from jaxpipe.runtime.hlo import Instruction, parse_instruction
 
 _LIVE, _PLACES, _VALUES, _PROGRAM = (
     f"*gpu_after_optimizations{name}.txt"

@@ -85,7 +85,7 @@ def _default_directory() -> Path:
     Host code compiled for one processor may crash on another that shares the user's home.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "jaxpipe" / f"compiled-{_processor()}"
+    return Path(cache) / "jaxpipe" / f"programs-{_processor()}"
 
 
 def _processor() -> str:

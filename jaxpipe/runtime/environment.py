@@ -32,5 +32,8 @@ def use_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
     import jax
 
+    from jaxpipe.runtime.collective_order import store_ordered_programs
+
+    store_ordered_programs()
     jax.config.update("jax_platforms", "cpu")  # jax may already be imported: plans trace with it
     jax.config.update("jax_num_cpu_devices", count)
