@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.contract import Context, StageFunctions
+from jaxpipe.contract import Context
 from jaxpipe.parallel import PP
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.messages import MessagePrinter
+from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.ports import Cotangent
 from jaxpipe.pipeline.split import LayerSplit
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
@@ -45,33 +45,32 @@ class StepData:
 
     Attributes:
       tables: the lowered schedule.
+      execution: execution options.
       embed_head: parameters of embedding and head, gathered for compute.
       embed_head_of_layers: the same as layers read them; None: no layer does.
       batch: arrays `[M, B, ...]`.
       variables: the model's variables.
-      loss: shape and dtype of what the head returns.
-      outputs: shapes and dtypes of the model outputs of a microbatch.
       head: the mean of the head's losses over the terms of the batch.
       aux: the mean of the layers' auxiliary losses over the tokens of the batch.
       counts: number of terms of the head's losses per microbatch, over all replicas, `[M]`.
       unscale: factor of the gradient sums at the end of the step; None: 1.
-      poison: fill idle messages and free slots with NaN.
-      printer: prints messages; None: no printing.
     """
 
     tables: Tables
+    execution: Execution
     embed_head: Tree
     embed_head_of_layers: Tree
     batch: Tree
     variables: Tree
-    loss: jax.ShapeDtypeStruct
-    outputs: Tree
     head: Mean
     aux: Mean
     counts: jax.Array
     unscale: jax.Array | None
-    poison: bool
-    printer: MessagePrinter | None = None
+
+    @property
+    def poison(self) -> bool:
+        """Whether idle messages and free slots are filled with NaN."""
+        return self.execution.poison_bubbles
 
     def rows(self, m: jax.Array) -> Tree:
         """Return the rows of microbatch m."""
@@ -96,13 +95,29 @@ class StepData:
 
 @dataclass(frozen=True)
 class EmbedHead(ABC):
-    """Embedding and head of a device's program; `split` is the split head, None if forward-only."""
+    """Embedding and head of a device's program.
 
-    functions: StageFunctions
+    Attributes:
+      embed, head: the model's functions.
+      outputs: `StageFunctions.outputs`.
+      split: the split head; None: forward-only.
+      step: inputs and tables that no tick changes.
+    """
+
     embed: EmbedHeadFunction
     head: EmbedHeadFunction
+    outputs: Callable[..., Tree] | None
     split: LayerSplit | None
     step: StepData
+
+    def result_shapes(self, x: Any, rows: Tree) -> tuple[jax.ShapeDtypeStruct, Tree]:
+        """Return shapes and dtypes of the loss and of the outputs of a microbatch.
+
+        `x` and `rows` are shapes and dtypes of the head's inputs.
+        """
+        shared, outputs = self.step.embed_head, self.outputs
+        loss = jax.eval_shape(self.head.function, shared, x, rows)
+        return loss, outputs and jax.eval_shape(outputs, shared, x, rows)
 
     @abstractmethod
     def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
@@ -119,7 +134,7 @@ class EmbedHead(ABC):
     def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
         if self.split is None:
-            return self.functions.head(self.step.embed_head, y, rows), y, totals
+            return self.head.function(self.step.embed_head, y, rows), y, totals
         context = self._context(rows)
         output, kept = self.split.forward(None, y, context)
         dy, used = self.split.backward(None, context, kept, self._seed(output.y))
@@ -131,11 +146,13 @@ class EmbedHead(ABC):
 
     def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
         """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
-        if self.functions.outputs is None:
+        if self.outputs is None:
             return outputs
-        made = self.functions.outputs(self.step.embed_head, y, self.step.rows(m))
+        of_microbatch = self.outputs(self.step.embed_head, y, self.step.rows(m))
         return jax.tree.map(
-            lambda every, own: buffers.write(every, jnp.where(here, own, 0), m), outputs, made
+            lambda every, own: buffers.write(every, jnp.where(here, own, 0), m),
+            outputs,
+            of_microbatch,
         )
 
     def _seed(self, loss: jax.Array) -> Cotangent:
@@ -293,7 +310,7 @@ class VocabParallelEmbedHead(EmbedHead):
         m, slot = row.vocab_parallel.embed[k] - 1, row.vocab_parallel.embed_write
 
         def run() -> jax.Array:
-            x = self.functions.embed(self.step.embed_head, self.step.rows(m))
+            x = self.embed.function(self.step.embed_head, self.step.rows(m))
             return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
         inbox = self.step.choose(

@@ -97,8 +97,8 @@ class DeviceProgram:
         kinds = self._kinds(own, x, rows, variables)
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
-        work = DeviceWork(step, self._ends(step, x, rows), chunks, kinds)
-        return work, work.first_carry(x, own.gradient_shapes(chunks))
+        work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
+        return work, work.first_carry(x, rows, own.gradient_shapes(chunks))
 
     def _kinds(
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
@@ -129,7 +129,7 @@ class DeviceProgram:
         loss_scale: jax.Array | None,
     ) -> StepData:  # fmt: skip
         loss = jax.eval_shape(self.functions.head, own.embed_head, x, rows)
-        names, outputs = self.functions.losses, self.functions.outputs
+        names = self.functions.losses
         if loss.shape != (() if len(names) == 1 else (len(names),)):
             raise ValueError(
                 f"the head returns losses of shape {loss.shape}, but `losses` names "
@@ -151,18 +151,15 @@ class DeviceProgram:
             seeds, unscale = (jnp.ones_like(terms), terms * shares[1]), 1 / terms
         return StepData(
             tables=self.tables,
+            execution=self.execution,
             embed_head=own.embed_head,
             embed_head_of_layers=own.embed_head_of_layers,
             batch=batch,
             variables=variables,
-            loss=loss,
-            outputs=outputs and jax.eval_shape(outputs, own.embed_head, x, rows),
             head=Mean(shares[0], seeds[0]),
             aux=Mean(shares[1], seeds[1]),
             counts=counts,
             unscale=unscale,
-            poison=self.execution.poison_bubbles,
-            printer=self.execution.printer,
         )
 
     def _counts(self, count: Callable[[Tree], jax.Array], batch: Tree) -> jax.Array:
@@ -178,7 +175,7 @@ class DeviceProgram:
         total = self._total(counts, dtype)
         return jnp.where(total > 0, 1 / jnp.maximum(total, 1), 0)
 
-    def _ends(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
+    def _embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
         functions, shared = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])
@@ -186,9 +183,9 @@ class DeviceProgram:
         return (
             VocabParallelEmbedHead if self.tables.lockstep.vocab_parallel else EndStageEmbedHead
         )(
-            functions=functions,
             embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
             head=head,
+            outputs=functions.outputs,
             split=head.split(shared, x, rows) if self.tables.has_gradients else None,
             step=step,
         )

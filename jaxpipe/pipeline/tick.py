@@ -7,7 +7,7 @@ barrier ends the read. Only messages and the dx that a deferred embedding gradie
 outside a cond; those without use go to a dummy slot.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,30 +33,40 @@ class DeviceWork:
     """What one device computes in every tick of a step.
 
     Attributes:
-      step: inputs and tables that no tick changes.
-      embed_head: embedding and head.
+      embed_head: embedding and head, with the inputs and tables that no tick changes.
       chunks: the chunks of this pipeline rank.
       kinds: the traced layer kind of every ring slot (chunks share ring slots).
       closing: this is the closing tick (`ticks.py`): its gradient action is the chunk's last of the
         step and runs on every pipeline rank, in no cond.
     """
 
-    step: StepData
     embed_head: EmbedHead
     chunks: tuple[Chunk, ...]
     kinds: tuple[TracedKind, ...]
     closing: bool = False
 
-    def first_carry(self, x: jax.ShapeDtypeStruct, gradients: Tree) -> Carry:
+    @property
+    def step(self) -> StepData:
+        """Inputs and tables that no tick changes."""
+        return self.embed_head.step
+
+    def with_step(self, **changes: Any) -> "DeviceWork":
+        """Return the work with some fields of `step` changed."""
+        step = replace(self.step, **changes)
+        return replace(self, embed_head=replace(self.embed_head, step=step))
+
+    def first_carry(self, x: jax.ShapeDtypeStruct, rows: Tree, gradients: Tree) -> Carry:
         """Return the carry of the first tick, with empty buffers and zero gradients.
 
         Args:
           x: shape and dtype of the activation between stages.
+          rows: shapes and dtypes of the batch rows of a microbatch.
           gradients: shapes and dtypes of the gradient accumulators.
         """
         step, slots = self.step, self.step.tables.slots
         message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(step.batch)[0].shape[0]
+        loss, outputs = self.embed_head.result_shapes(x, rows)
         carry = Carry(
             y=message,
             dx=None,
@@ -70,14 +80,12 @@ class DeviceWork:
             layer_gradients=(),
             embed_head_gradients=None,
             read_gradients=None,
-            losses=jnp.zeros((microbatches, *step.loss.shape), step.loss.dtype),
-            aux_losses=(
-                jnp.zeros(microbatches, step.loss.dtype) if self._layers_make_losses else None
-            ),
+            losses=jnp.zeros((microbatches, *loss.shape), loss.dtype),
+            aux_losses=jnp.zeros(microbatches, loss.dtype) if self._layers_make_losses else None,
             aux=empty_aux(self.kinds, microbatches),
             statistics={},
             outputs=jax.tree.map(
-                lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), step.outputs
+                lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), outputs
             ),
         )
         if not step.tables.has_gradients:
@@ -103,7 +111,7 @@ class DeviceWork:
 
     @property
     def _transfers(self) -> Transfers:
-        return Transfers(self.step.tables, self.step.poison, self.step.printer)
+        return Transfers(self.step.tables, self.step.poison, self.step.execution.printer)
 
     def tick(self, carry: Carry, row: TableRow) -> Carry:
         """Run one tick as a row of the tables says, and return the carry of the next."""
@@ -238,7 +246,7 @@ class DeviceWork:
     def _input(self, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
         """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
         rows = self.step.rows(row.forward_mb)
-        embed, shared = self.embed_head.functions.embed, self.step.embed_head
+        embed, shared = self.embed_head.embed.function, self.step.embed_head
         x = self.step.choose(
             lambda row: row.embed, row,
             lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),

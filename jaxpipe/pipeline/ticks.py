@@ -48,7 +48,7 @@ def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | Non
 
     With a `closing` tick, the gradient sums of layers are returned reduced over replicas.
     """
-    if work.step.printer is not None:
+    if work.step.execution.printer is not None:
         rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
     scanned = rows if closing is None else jax.tree.map(lambda column: column[:closing], rows)
     carry, _ = lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, scanned)
@@ -64,9 +64,8 @@ def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | Non
 def _after(work: DeviceWork, closing: int) -> Iterator[tuple[int, DeviceWork]]:
     """Yield the closing tick and every later one, with the device work of that tick alone."""
     for tick in range(closing, work.step.tables.ticks):
-        step = replace(work.step, tables=_of_tick(work.step.tables, tick))
-        ends = replace(work.embed_head, step=step)
-        yield tick, replace(work, step=step, embed_head=ends, closing=tick == closing)
+        alone = work.with_step(tables=_of_tick(work.step.tables, tick))
+        yield tick, replace(alone, closing=tick == closing)
 
 
 def _of_tick(tables: Tables, tick: int) -> Tables:

@@ -182,11 +182,9 @@ class _UpdatingTicks:
         work, step = self.work, self.work.step
         own = replace(self.own, embed_head=held.embed_head, layers=held.layers)
         head, aux = jax.tree.map(lambda of_steps: of_steps[held.done], (step.head, step.aux))
-        step = replace(step, embed_head=held.embed_head, head=head, aux=aux)
         chunks = own.chunks(self.layout, work.kinds, mirrored=False)
-        return replace(
-            work, step=step, embed_head=replace(work.embed_head, step=step), chunks=chunks
-        )
+        work = replace(work, chunks=chunks)
+        return work.with_step(embed_head=held.embed_head, head=head, aux=aux)
 
     def _updated(self, carry: Carry, held: UpdatedState) -> UpdatedState:
         gradients = self.own.gradients(
