@@ -146,7 +146,7 @@ def _describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device
 
 
 def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compile the program of a run, with one step or `train.fused_steps`, from abstract arrays."""
+    """Compile the program of a run, with one step or several, from abstract arrays."""
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,

@@ -51,9 +51,9 @@ class Kind(NamedTuple):
     Attributes:
       make: the transformation from its ingredients.
       by_value: whether it updates value by value: every value from what stands at its own position,
-        with the same bits in every program. A device can then apply it to its own shards
-        (`train.fused_steps`). Others need the full matrices of a layer, or round differently where
-        XLA fuses them differently (schedule-free's averages).
+        with the same bits in every program. A device can then apply it to its own shards in the
+        program of several steps. Others need the full matrices of a layer, or round differently
+        where XLA fuses them differently (schedule-free's averages).
     """
 
     make: Callable[[Ingredients], optax.GradientTransformation]

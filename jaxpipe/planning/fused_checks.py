@@ -11,10 +11,11 @@ def check_fused(config: Config) -> None:
 
     `train.fused_steps` must divide `train.eval_every` and `checkpoint.every`.
 
-    `train.fused_steps` above 1 excludes `train.variable_length` and `train.offload_moments`; with a
-    schedule whose ranks have stages of both directions (dualpipe) also `log.bubble_every`, and with
-    any other: `train.spike_sigma`, `debug.skip_update`, `debug.print_messages`, a head that is the
-    embedding, `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
+    `train.fused_steps` above 1 excludes `train.variable_length`, `train.offload_moments` and
+    `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
+    (dualpipe) also `log.bubble_every`, and with any other: `train.spike_sigma`,
+    `debug.skip_update`, `debug.print_messages`, a head that is the embedding,
+    `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
     `parallel.slices`, `parallel.reshard_after_forward`, and optimizers that do not update value by
     value.
     """
@@ -44,6 +45,8 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.variable_length=true", "steps of one program have rows of one length"
     if train.offload_moments:
         yield "train.offload_moments=true", "ranks update in the midst of others' work"
+    if every := train.corruption_check_every:
+        yield f"train.corruption_check_every={every}", "its check computes a single step again"
     if find_family(parallel.schedule).placement == "both ways":
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"

@@ -104,14 +104,13 @@ def _check_corruption(config: Config) -> None:
     """Raise `ConfigError` if steps could not be checked for corruption.
 
     `train.corruption_check_every` needs `train.deterministic`, at least 3 devices, so that two of
-    three results agree, and excludes `train.fused_steps` above 1, `train.variable_length` and
+    three results agree, and excludes `train.variable_length` and
     `parallel.reshard_after_forward`.
     """
     train, parallel = config.train, config.parallel
     unmet = {
         "train.deterministic=false": not train.deterministic,
         f"{parallel.devices} devices": 0 < parallel.devices < 3,
-        f"train.fused_steps={train.fused_steps}": train.fused_steps > 1,
         "train.variable_length=true": train.variable_length,
         "parallel.reshard_after_forward=true": parallel.reshards,
     }

@@ -31,7 +31,7 @@ class BubbleMeter:
 
     A recorded step starts after the steps before it have ended. Its metrics get `bubble`, the mean
     over this process's pipeline ranks in one replica, and `bubble_predicted`, the simulator's value
-    for the scan. Steps of one program (`train.fused_steps`) all get the values of the program.
+    for the scan. Steps that run in one program all get its values.
     `note_ticks` gets the ticks of a recorded step by replica, for those that this process has.
     """
 

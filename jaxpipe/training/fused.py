@@ -7,6 +7,7 @@ finite and too small to clip, the result is bitwise that of the same steps one b
 steps run again one by one from the previous state, which is kept until then.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import optimizer as optimizers
+from jaxpipe.config import TrainConfig
 from jaxpipe.pipeline import Aux, Pipeline
 from jaxpipe.schedule import fuse_steps
 from jaxpipe.training.rates import step_metrics
@@ -25,6 +27,35 @@ from jaxpipe.training.trainer import Trainer
 Tree = Any
 _MARGIN = 1e-3  # relative, below the limit: another summation order changes a norm by less
 _MOST = jnp.finfo(jnp.float32).max ** 0.5  # the largest norm whose square is finite
+
+
+def programs(train: TrainConfig, done: int) -> Iterator[range]:
+    """Yield the numbers of the steps of each program of a run, after `done` steps.
+
+    A program has `train.fused_steps` steps if the number of steps before it is a multiple of that
+    and at least as many are left; otherwise it has one step.
+
+    >>> train = TrainConfig(steps=7, fused_steps=2, microbatch_size=1, seq_len=8)
+    >>> [list(program) for program in programs(train, done=1)]
+    [[2], [3, 4], [5, 6], [7]]
+    """
+    while done < train.steps:
+        fused = train.fused_steps
+        count = fused if done % fused == 0 and done + fused <= train.steps else 1
+        yield range(done + 1, done + count + 1)
+        done += count
+
+
+def round_to_programs(train: TrainConfig, steps: range) -> range:
+    """Return the steps of all programs that contain one of `steps`.
+
+    >>> train = TrainConfig(steps=20, fused_steps=4, microbatch_size=1, seq_len=8)
+    >>> round_to_programs(train, range(7, 10))
+    range(5, 13)
+    """
+    before, fused = steps.start - 1, train.fused_steps
+    last = -(-(steps.stop - 1) // fused) * fused
+    return range(before // fused * fused + 1, last + 1)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.corruption import EXIT_CODE, CorruptionCheck
 from jaxpipe.training.exports import Exports
+from jaxpipe.training.fused import programs
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.recording import Window
@@ -93,7 +94,7 @@ class TrainLoop:
         meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
         was_interrupted = True  # whether something else happened since the last program
         with contextlib.closing(batches):
-            for program in _programs(int(state.step), train.steps, train.fused_steps):
+            for program in programs(train, int(state.step)):
                 started = time.perf_counter()
                 position.enter("data", program.start)
                 with _timed(spent, "data_seconds"):
@@ -276,21 +277,6 @@ class TrainLoop:
             f"stopped before the update; the parameters of step {step - 1} are saved."
         )
         return 1
-
-
-def _programs(done: int, last: int, fused: int) -> Iterator[range]:
-    """Yield the numbers of the steps of each program, from step `done` + 1 to `last`.
-
-    A program has `fused` steps if the number of steps before it is a multiple of `fused` and at
-    least `fused` steps are left; otherwise it has one step.
-
-    >>> [list(program) for program in _programs(1, 7, 2)]
-    [[2], [3, 4], [5, 6], [7]]
-    """
-    while done < last:
-        count = fused if done % fused == 0 and done + fused <= last else 1
-        yield range(done + 1, done + count + 1)
-        done += count
 
 
 def _joined(batches: Iterator[dict[str, Any]], steps: int) -> dict[str, Any]:

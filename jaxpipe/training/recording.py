@@ -9,6 +9,7 @@ import jax
 from jaxpipe.config import Config, first_line
 from jaxpipe.runtime import position
 from jaxpipe.runtime.directory import WriteGuard
+from jaxpipe.training.fused import round_to_programs
 
 
 @contextlib.contextmanager
@@ -41,10 +42,10 @@ class Window:
     def __init__(self, config: Config, say: Callable[[str], None]):
         first, count = config.log.profile_start, config.log.profile_steps
         # The recording starts after step `_begin` and ends after step `_end`; -1: never.
-        self._begin, self._end = (first - 1, first - 1 + count) if first else (-1, -1)
-        if first:  # round outwards to full programs (`train.fused_steps`)
-            each = config.train.fused_steps
-            self._begin, self._end = self._begin // each * each, -(-self._end // each) * each
+        self._begin = self._end = -1
+        if first:
+            steps = round_to_programs(config.train, range(first, first + count))
+            self._begin, self._end = steps.start - 1, steps.stop - 1
         self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
         self._say, self._guard = say, WriteGuard(say)
         self._open = contextlib.ExitStack()

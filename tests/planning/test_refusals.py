@@ -253,6 +253,10 @@ def test_validate_rejects(overrides, message):
         (["checkpoint.every=2"], "checkpoint.every=2 must be a multiple of train.fused_steps=4"),
         (["train.variable_length=true"], "with train.variable_length=true: steps of one program"),
         (["train.offload_moments=true"], "with train.offload_moments=true: ranks update in the"),
+        (
+            ["train.corruption_check_every=2", "train.deterministic=true"],
+            "with train.corruption_check_every=2: its check computes a single step again",
+        ),
         (["model.tie_embeddings=true"], "with a head that is the embedding: two ranks would"),
         (["parallel.vocab_parallel_pp=true"], "with parallel.vocab_parallel_pp=true: ranks that"),
         (["model.n_experts=4", "model.experts_per_token=2"], "with model.n_experts=4: what"),

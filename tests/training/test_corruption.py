@@ -139,7 +139,6 @@ def test_who_is_outvoted(results, want):
     [
         (["train.deterministic=false"], "train.deterministic=false"),
         (["parallel.pp=2", "parallel.dp=1"], "2 devices"),
-        (["train.fused_steps=2"], "train.fused_steps=2"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(settings, what):
