@@ -5,24 +5,17 @@
   train CONFIG   training steps on the present devices
   report         every measurement for one GPU, as launch/gpu_report.sh runs it
   step CONFIG    training steps of every schedule on two CPU cores, compared with PyTorch
-  torch CONFIG   `step` with the PyTorch of this Python (extra `bench`)
   clockwork      the executor over layers that sleep, compared with the simulator and PyTorch
 
 Exit codes: 0 done; 1 a measurement failed; 2 bad input.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import (
-    clockwork,
-    correct,
-    costs,
-    report,
-    step,
-    train,
-)
+from jaxpipe.bench import clockwork, correct, costs, report, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleError
@@ -33,7 +26,6 @@ _COMMANDS = {
     "train": train,
     "report": report,
     "step": step,
-    "torch": step,
     "clockwork": clockwork,
 }
 
@@ -54,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
-    if arguments.command == "torch":
-        arguments.torch = arguments.torch or sys.executable
+    arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
     try:
         _COMMANDS[arguments.command].run(arguments)
     except (ConfigError, ScheduleError) as error:

@@ -28,7 +28,12 @@ from typing import Any
 import msgspec
 
 from jaxpipe.bench.options import add_out, check_out, check_positive, markdown_table, write_json
-from jaxpipe.bench.processes import ProcessGroup, processor_name, step_seconds
+from jaxpipe.bench.processes import (
+    ProcessGroup,
+    framework_versions,
+    processor_name,
+    step_seconds,
+)
 from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
@@ -107,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
     machine = f"{os.cpu_count()} cores of {processor_name()}"
-    found = ClockworkResult(f"{date.today():%F}", machine, {}, _command(arguments), [])
+    found = ClockworkResult(f"{date.today():%F}", machine, {}, arguments.line, [])
     for ranks in arguments.ranks:
         with ExitStack() as stack:
             programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
@@ -117,9 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
                 name: stack.enter_context(ProcessGroup(name, program, ranks))
                 for name, program in programs.items()
             }
-            for name, group in groups.items():
-                called = "jax" if name == "jaxpipe" else name
-                found.versions[called] = group.versions[0]["ready"]
+            found.versions = framework_versions(groups.values())
             for variant in _list_variants(arguments, ranks):
                 steps = _measure_variant(variant, ranks, arguments, groups)
                 found.steps.append(steps)
@@ -197,15 +200,6 @@ def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Schedu
         yield ScheduleVariant(family.name, virtual_stages=2 if in_chunks else None)
         if family.name in _AHEAD:
             yield ScheduleVariant(family.name, in_flight=_AHEAD[family.name](ranks))
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    a = arguments
-    words = ["python -m jaxpipe.bench clockwork --schedules", *a.schedules]
-    words += ["--ranks", *map(str, a.ranks), "--rounds", str(a.rounds)]
-    words += ["--seconds", *(f"{each:g}" for each in a.seconds), "--steps", str(a.steps)]
-    words += [f"--fused-steps {a.fused_steps}"] * (a.fused_steps > 1)
-    return " ".join([*words, *(["--torch PYTHON"] if a.torch else [])])
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -9,8 +9,6 @@ limit.
 """
 
 import argparse
-import sys
-from datetime import date
 from functools import partial
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.bench.options import add_config, add_out, load_for_devices, write_json
+from jaxpipe.bench.options import add_config, add_out, load_for_devices, provenance, write_json
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import Config
 from jaxpipe.config import ParallelConfig as Parallel
@@ -40,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file; raises `BenchError` above a limit."""
     config = load_for_devices(arguments)
-    found = measure(config, arguments.layers)
-    words = ["python -m jaxpipe.bench correct", arguments.config, *arguments.overrides]
-    found["command"] = " ".join([*words, "--layers", str(arguments.layers)])
+    found = provenance(arguments) | measure(config, arguments.layers)
     table = Table("products in", "F", "B", "W", "limit", title=found["device"])
     for name, errors in found["errors"].items():
         table.add_row(name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}")
@@ -61,7 +57,7 @@ def measure(config: Config, layers: int) -> dict[str, Any]:
         layers: of the model.
 
     Returns:
-        date, device, versions, and `errors` by precision and op.
+        device, and `errors` by precision and op.
     """
     import jax
 
@@ -82,12 +78,7 @@ def measure(config: Config, layers: int) -> dict[str, Any]:
         for name, fp8 in _WAYS.items()
         if fp8 == "none" or able
     }
-    return {
-        "date": date.today().isoformat(),
-        "device": kind,
-        "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
-        "errors": errors,
-    }
+    return {"device": kind, "errors": errors}
 
 
 def _gradients(config: Config, fp8: str | None) -> Tree:

@@ -10,8 +10,6 @@ device's peak. `plan --costs` and `parallel.costs` read the file.
 
 import argparse
 import os
-import sys
-from datetime import date
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.bench.options import add_config, add_out, check_positive, load_for_devices, write_json
+from jaxpipe.bench import options
 from jaxpipe.bench.processes import processor_name
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.costs import costs_of
@@ -32,23 +30,21 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add_config(parser, "configs/llama3_8b_pp4.toml")
+    options.add_config(parser, "configs/llama3_8b_pp4.toml")
     add("--layers", type=int, default=2, help="layers in a loop's turn (2)")
     add("--repeats", type=int, default=5, help="loops, of which the median counts (5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour, if there is none (50e9)")
-    add_out(parser)
+    options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    check_positive(layers=arguments.layers, repeats=arguments.repeats)
-    config = load_for_devices(arguments)
-    found = measure(config, arguments.layers, arguments.repeats, arguments.link)
-    words = ["python -m jaxpipe.bench ops", arguments.config, *arguments.overrides]
-    how = ["--layers", str(arguments.layers), "--repeats", str(arguments.repeats)]
-    found["command"] = " ".join([*words, *how])
+    options.check_positive(layers=arguments.layers, repeats=arguments.repeats)
+    config = options.load_for_devices(arguments)
+    ops = measure(config, arguments.layers, arguments.repeats, arguments.link)
+    found = options.provenance(arguments) | ops
     _print(found)
-    write_json(found, arguments.out)
+    options.write_json(found, arguments.out)
 
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
@@ -61,8 +57,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         link: bytes/s between pipeline ranks, used if there are too few devices to measure it.
 
     Returns:
-        the content of the file: date, device, its peak FLOP/s, versions, seconds by op, seconds of
-        the update of a layer, FLOPs by op, and whether the transfer was measured.
+        device, its peak FLOP/s, seconds by op, seconds of the update of a layer, FLOPs by op, and
+        whether the transfer was measured.
     """
     import jax
 
@@ -91,10 +87,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     update = UpdateTimer(Trainer.resolve(reduce_to_one_device(config), devices[:1]), layers)
     layer = costs.kinds[costs.order[0]]
     return {
-        "date": date.today().isoformat(),
         "device": _device_name(device),
         "peak": peak_flops(device.device_kind),
-        "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
         "seconds": seconds,
         "update": median(update.seconds() for _ in range(repeats)) / layers,
         "flops": {

@@ -1,7 +1,10 @@
 """Arguments, early checks and output that the bench commands share."""
 
 import argparse
+import platform
 from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,15 @@ def load_for_devices(arguments: argparse.Namespace) -> Config:
     use_gpu_memory()
     check_devices()
     return config
+
+
+def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return date, command and versions, with which every result begins."""
+    return {
+        "date": date.today().isoformat(),
+        "command": arguments.line,
+        "versions": {"Python": platform.python_version(), "jax": version("jax")},
+    }
 
 
 def write_json(found: dict[str, Any], path: Path | None) -> None:

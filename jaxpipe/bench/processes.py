@@ -6,7 +6,7 @@ import platform
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Self
@@ -111,6 +111,12 @@ class ProcessGroup:
             last = (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
             raise BenchError(f"a process of {self.name} ended before it answered: {last}")
         return [json.loads(line) for line in lines]
+
+
+def framework_versions(groups: Iterable[ProcessGroup]) -> dict[str, str]:
+    """Return the versions of jax and torch that groups named after their program have."""
+    versions = {group.name: group.versions[0]["ready"] for group in groups}
+    return {"jax" if name == "jaxpipe" else name: version for name, version in versions.items()}
 
 
 def step_seconds(answers: list[dict[str, Any]]) -> float:

@@ -111,13 +111,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _resume_or_start(out: Path, arguments: argparse.Namespace) -> ReportResult:
     """Return the report in `out` if it has this machine and these versions, or else a new one."""
-    words = ["python -m jaxpipe.bench report --out", str(out), *["--cpu"] * arguments.cpu]
     machine, versions = _machine(cpu=arguments.cpu), _versions()
     if out.is_file():
         before = msgspec.json.decode(out.read_bytes(), type=ReportResult)
         if (before.machine, before.versions) == (machine, versions):
             return before
-    return ReportResult(date.today().isoformat(), " ".join(words), machine, versions)
+    return ReportResult(date.today().isoformat(), arguments.line, machine, versions)
 
 
 def _interrupted(*_: object) -> None:

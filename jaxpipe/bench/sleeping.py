@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpipe.bench.worker import serve
+from jaxpipe.bench.serving import StepWorker, serve
+from jaxpipe.bench.worker import connect
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
@@ -36,8 +37,7 @@ class SleepingStep:
         in_flight: limit on live microbatches per rank; None: that of the schedule.
         options: further arguments of `build`.
         steps: number of fused steps (see `fuse_steps`): each starts while the one before it ends,
-          and
-            updates take no time.
+            and updates take no time.
     """
 
     family: str
@@ -99,12 +99,10 @@ class SleepingStep:
         return asdict(self)
 
 
-class SleepWorker:
-    """The process's compiled steps by name, each with its parameters and batch."""
+class SleepWorker(StepWorker):
+    """The process's compiled steps by name."""
 
-    def __init__(self) -> None:
-        self.steps: dict[str, tuple[Any, Tree, Tree]] = {}
-        self.asleep = True
+    asleep = True
 
     def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
         """Compile a step of the given `SleepingStep` fields and run it once."""
@@ -123,16 +121,14 @@ class SleepWorker:
             lambda leaf: _put_replicated(leaf, NamedSharding(mesh, batch_spec())), batch
         )
         step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
-        self.steps[name] = jax.jit(step).lower(params, batch).compile(), params, batch
-        return self.step(name)
+        compiled = jax.jit(step).lower(params, batch).compile()
 
-    def step(self, name: str, *, asleep: bool = True) -> dict[str, Any]:
-        """Run a step and return its begin and end, seconds of the monotonic clock."""
-        compiled, params, batch = self.steps[name]
-        self.asleep = asleep
-        begin = time.monotonic()
-        jax.block_until_ready(compiled(params, batch))
-        return {"begin": begin, "end": time.monotonic()}
+        def run(*, asleep: bool = True) -> None:
+            self.asleep = asleep
+            jax.block_until_ready(compiled(params, batch))
+
+        self.steps[name] = run
+        return self.step(name)
 
     def functions(self, costs: Costs) -> StageFunctions:
         """Return a model of one layer kind whose F, B and W sleep for the given seconds."""
@@ -183,4 +179,4 @@ def _put_replicated(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 if __name__ == "__main__":
-    serve(SleepWorker)
+    serve(partial(connect, SleepWorker), jax.__version__)

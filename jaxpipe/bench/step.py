@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from jaxpipe.bench.options import add_config, add_out, check_out, check_positive
 from jaxpipe.bench.processes import (
     BenchError,
     ProcessGroup,
+    framework_versions,
     processor_name,
     step_losses,
     step_seconds,
@@ -122,7 +122,7 @@ class _Bench:
                     groups[kind] = stack.enter_context(
                         ProcessGroup(kind, self.programs[program], size)
                     )
-            versions = {name: groups[name].versions[0]["ready"] for name in self.programs}
+            versions = framework_versions(groups[name] for name in self.programs)
             for microbatches in self.arguments.microbatches:
                 steps.append(self._steps(groups, microbatches))
                 yield self._result(versions, steps)
@@ -133,8 +133,8 @@ class _Bench:
         train = self.config.train
         return StepResult(
             date=date.today().isoformat(),
-            command=self._command(),
-            versions={"Python": platform.python_version()} | _named(versions),
+            command=self.arguments.line,
+            versions={"Python": platform.python_version(), **versions},
             machine=f"{PP} cores of {processor_name()}, one thread a rank",
             tokens=train.microbatch_size * train.seq_len,
             ops=self.ops,
@@ -251,15 +251,6 @@ class _Bench:
                 most = max(answers, key=lambda answer: answer["peak"])
                 one.memory[entry.name] = PeakMemory(most["peak"], most["before"])
 
-    def _command(self) -> str:
-        a = self.arguments
-        words = ["python -m jaxpipe.bench step", a.config, *a.overrides, "--schedules"]
-        words += [*a.schedules, "--microbatches", *map(str, a.microbatches)]
-        words += ["--rounds", str(a.rounds), "--patience", f"{a.patience:g}"]
-        words += ["--torch PYTHON"] if a.torch else []
-        words += ["--memory", *map(str, a.memory)] if a.memory else []
-        return " ".join(words)
-
 
 def _steps_after(entry: BenchEntry) -> str:
     return f"{_OPS}{entry.name}"
@@ -308,26 +299,11 @@ def _without_update(ops: dict[str, Any]) -> tuple[OpSeconds, float]:
     return msgspec.convert(rest, OpSeconds), ops["update"]
 
 
-def _named(versions: dict[str, str]) -> dict[str, str]:
-    return {"jax" if name == "jaxpipe" else name: number for name, number in versions.items()}
-
-
-def _has_torch() -> bool:
-    try:
-        return find_spec("torch") is not None
-    except ValueError:  # sys.modules blocks its import
-        return False
-
-
 def _check(arguments: argparse.Namespace, config: Config) -> None:
     """Raise `ConfigError` if the options, the machine or a configuration are unsuitable."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
         raise ConfigError(f"this needs Linux and {PP} processor cores.")
     check_positive(rounds=arguments.rounds)
-    if arguments.torch == sys.executable and not _has_torch():
-        raise ConfigError(
-            "this Python has no torch: pip install 'jaxpipe[bench]', or give another by --torch."
-        )
     if arguments.torch and not shutil.which(arguments.torch):
         raise ConfigError(f"--torch {arguments.torch} cannot be started: give a Python with torch.")
     check_out(arguments.out)

@@ -6,8 +6,6 @@ peak memory.
 """
 
 import argparse
-import sys
-from datetime import date
 from statistics import median
 from typing import Any
 
@@ -15,24 +13,22 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.bench.options import add_config, add_out, check_positive, load_for_devices, write_json
+from jaxpipe.bench import options
 from jaxpipe.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
+    options.add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
     parser.add_argument("--steps", type=int, default=10, help="measured, after two others (10)")
-    add_out(parser)
+    options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
-    check_positive(steps=arguments.steps)
-    config = load_for_devices(arguments)
-    found = measure(config, arguments.steps)
-    words = ["python -m jaxpipe.bench train", arguments.config, *arguments.overrides]
-    found["command"] = " ".join([*words, "--steps", str(arguments.steps)])
+    options.check_positive(steps=arguments.steps)
+    config = options.load_for_devices(arguments)
+    found = options.provenance(arguments) | measure(config, arguments.steps)
     table = Table("figure", "value")
     for name, value in found.items():
         shown = (
@@ -40,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         table.add_row(name, f"{shown:,.4g}" if isinstance(shown, float) else str(shown))
     Console(highlight=False).print(table)
-    write_json(found, arguments.out)
+    options.write_json(found, arguments.out)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
@@ -60,10 +56,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     peak = peak_flops(kind)
     flops = rate * config.model.flops_per_token(train.seq_len)
     return {
-        "date": date.today().isoformat(),
         "device": kind,
         "devices": devices,
-        "versions": {"Python": sys.version.split()[0], "jax": jax.__version__},
         "parameters": config.model.parameter_count(),
         "precision": train.compute_dtype if train.fp8 == "none" else "fp8",
         "remat": train.remat,

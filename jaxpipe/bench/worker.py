@@ -1,15 +1,12 @@
 """The process of one rank of a measurement: it reads commands and writes answers as JSON lines.
 
 `{"do": "build", "name": key, "kind": ..., "config": ...}` compiles a step and runs it twice,
-`"step"` runs it, `"ops"` times the ops, `"peak"` measures the memory of a step, `"rest"` returns
-freed memory to the system. Times are of the machine's monotonic clock, which all processes share.
+`"step"` runs it, `"ops"` times the ops, and so on.
 """
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.bench import memory
+from jaxpipe.bench.serving import StepWorker, serve
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Aux, Context
 from jaxpipe.runtime.environment import use_cpu_devices
@@ -31,11 +28,11 @@ from jaxpipe.training.trainer import Trainer
 Tree = Any
 
 
-class BenchWorker:
-    """The process's compiled steps by name, each with its state and batch, and its op timers."""
+class BenchWorker(StepWorker):
+    """The process's compiled steps by name, and its op timers."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, tuple[Any, State, Tree]] = {}
+        super().__init__()
         self.timers: Any = None
 
     def build(self, name: str, kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -58,34 +55,14 @@ class BenchWorker:
         begin = time.monotonic()
         compiled = step.lower(state, batch).compile()
         seconds = time.monotonic() - begin
-        self.steps[name] = compiled, state, batch
-        first, second = self.step(name), self.step(name)
-        return second | {"losses": [first["loss"], second["loss"]], "compile": seconds}
 
-    def step(self, name: str) -> dict[str, Any]:
-        """Run a step; return its loss and its begin and end, in seconds."""
-        compiled, state, batch = self.steps.pop(name)
-        begin = time.monotonic()
-        state, metrics = compiled(state, batch)
-        loss = float(metrics["loss"])
-        jax.block_until_ready(state)
-        end = time.monotonic()
-        self.steps[name] = compiled, state, batch
-        return {"begin": begin, "end": end, "loss": loss}
+        def run() -> float:
+            nonlocal state
+            state, metrics = compiled(state, batch)
+            return float(jax.block_until_ready((state, metrics))[1]["loss"])
 
-    def drop(self, name: str) -> dict[str, Any]:
-        """Delete a step and its state."""
-        self.steps.pop(name, None)
-        return {}
-
-    def rest(self) -> dict[str, Any]:
-        """Return freed memory to the system."""
-        memory.return_memory()
-        return {}
-
-    def peak(self, name: str) -> dict[str, Any]:
-        """Return the process's resident bytes: peak during a step, and before the step."""
-        return memory.measure_peak(lambda: self.step(name))
+        self.steps[name] = run
+        return self.step_twice(name) | {"compile": seconds}
 
     def ops(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return seconds of every op, of a tick's transfer and of a rank's update."""
@@ -143,22 +120,14 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     return Trainer.resolve(converted, jax.devices()[: converted.parallel.devices])
 
 
-def serve(kind: Callable[[], Any]) -> None:
-    """Construct a worker and execute commands from stdin until it ends; `do` names a method."""
-    how = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to stdout
+def connect(kind: Callable[[], StepWorker], rank: int, size: int, port: int) -> StepWorker:
+    """Return a worker with one CPU device, connected to the other processes."""
     use_cpu_devices(1)
-    if how["size"] > 1:
+    if size > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{how['port']}", how["size"], how["rank"])
-    worker = kind()
-    print(json.dumps({"ready": jax.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        reply = getattr(worker, command.pop("do"))(**command)
-        print(json.dumps(reply), file=answers, flush=True)
+        jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
+    return kind()
 
 
 if __name__ == "__main__":
-    serve(BenchWorker)
+    serve(partial(connect, BenchWorker), jax.__version__)

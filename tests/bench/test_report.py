@@ -67,7 +67,7 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
     assert found["items"]["three"]["error"] == "ended after its limit of 1 s"
     assert found["items"]["three"]["found"] == {"said": "started"}
     assert found["versions"]["jax"]
-    assert found["command"] == f"python -m jaxpipe.bench report --out {out} --cpu"
+    assert found["command"] == f"python -m jaxpipe.bench report --cpu --out {out}"
     said = out.with_suffix(".md").read_text()
     assert "| here: one | fp8 | full | 1,234 | 500 | 50.0% | 16.0 | this report |" in said
     assert "| two | 0 | exit 3: it is broken |" in said

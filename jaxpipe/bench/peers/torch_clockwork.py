@@ -1,15 +1,16 @@
 """The process of one rank of a torch.distributed.pipelining pipeline that sleeps (`clockwork.py`).
 
 Imports nothing that needs jax. `{"do": "build", "name": key, "schedule": class, "work": ...}`
-prepares a step and runs it once, `"step"` runs it.
+prepares a step and runs it once.
 """
 
 import time
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch_pipeline import serve, stages_of
+from torch_pipeline import RankWorker, connect, list_stages, serve
 
 
 class SleepingIdentity(torch.autograd.Function):
@@ -42,16 +43,12 @@ class SleepingStage(nn.Module):
         return SleepingIdentity.apply(x, self.b) * SleepingIdentity.apply(self.weight, self.w)
 
 
-class TorchSleepWorker:
-    """One rank's prepared steps, by name."""
-
-    def __init__(self, how):
-        self.rank, self.size = how["rank"], how["size"]
-        self.steps = {}
+class TorchSleepWorker(RankWorker):
+    """Steps of modules that sleep."""
 
     def build(self, name, schedule, work):
         """Prepare a step and run it once."""
-        stages, own = stages_of(schedule, self.rank, self.size)
+        stages, own = list_stages(schedule, self.rank, self.size)
         part = self.size / stages
         pieces = [
             pipelining.PipelineStage(
@@ -76,12 +73,6 @@ class TorchSleepWorker:
         self.steps[name] = step
         return self.step(name)
 
-    def step(self, name):
-        """Run a step; return its begin and end, in seconds."""
-        begin = time.monotonic()
-        self.steps[name]()
-        return {"begin": begin, "end": time.monotonic()}
-
 
 if __name__ == "__main__":
-    serve(TorchSleepWorker)
+    serve(partial(connect, TorchSleepWorker), torch.__version__)

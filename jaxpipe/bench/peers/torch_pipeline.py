@@ -1,16 +1,13 @@
 """jaxpipe's decoder under torch.distributed.pipelining: one rank, one thread, gloo.
 
-Imports nothing that needs jax and runs under any Python that has torch and numpy. Reads commands
-and writes answers as JSON lines: `{"do": "build", "name": key, "schedule": class or null, "config":
-..., "values": file}` prepares a step and runs it twice, `"step"` runs it, `"rest"` returns freed
-memory to the system, `"peak"` measures the memory of a step. The file has the initial parameters by
-name, and the batch. A step ends with AdamW.
+Imports nothing that needs jax and runs under any Python that has torch and numpy. `{"do": "build",
+"name": key, "schedule": class or null, "config": ..., "values": file}` prepares a step and runs it
+twice; for other commands see `serving.py`. The file has the initial parameters by name, and the
+batch. A step ends with AdamW.
 """
 
-import json
-import os
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 sys.path.append(str(Path(__file__).parents[1]))
-import memory
+from serving import StepWorker, serve
 
 
 class TorchLayer(nn.Module):
@@ -106,12 +103,16 @@ class TorchStage(nn.Module):
         return self.head(self.layers(self.embed(x)))
 
 
-class TorchWorker:
+class RankWorker(StepWorker):
     """One rank's prepared steps, by name."""
 
-    def __init__(self, how):
-        self.rank, self.size = how["rank"], how["size"]
-        self.steps = {}
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+class TorchWorker(RankWorker):
+    """Training steps of a decoder."""
 
     def build(self, name, schedule, config, values):
         """Prepare a step and run it twice; return both losses and the second's begin and end."""
@@ -123,28 +124,7 @@ class TorchWorker:
         inputs, targets = (t.flatten(0, 1).contiguous() for t in tokens)
         prepare = self.single if schedule is None else self.pipelined
         self.steps[name] = prepare(inputs, targets, len(tokens[0]), schedule)
-        first, second = self.step(name), self.step(name)
-        return second | {"losses": [first["loss"], second["loss"]]}
-
-    def step(self, name):
-        """Run a step; return its loss and its begin and end, in seconds."""
-        begin = time.monotonic()
-        loss = self.steps[name]()
-        return {"begin": begin, "end": time.monotonic(), "loss": loss}
-
-    def rest(self):
-        """Return freed memory to the system."""
-        memory.give_back()
-        return {}
-
-    def peak(self, name):
-        """Return the process's resident bytes: peak during a step, and before the step."""
-        return memory.peak(lambda: self.step(name))
-
-    def drop(self, name):
-        """Delete a step."""
-        self.steps.pop(name, None)
-        return {}
+        return self.step_twice(name)
 
     def adamw(self, modules):
         """Return PyTorch's fused AdamW, without weight decay of norm gains."""
@@ -217,23 +197,13 @@ def list_stages(schedule, rank, size):
     return 2 * size, [rank, 2 * size - 1 - rank if v_shaped else rank + size]
 
 
-def serve(kind):
-    """Construct a worker and execute commands from stdin until it ends; `do` names a method."""
-    how = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def connect(kind, rank, size, port):
+    """Return a worker of one thread, connected to the other processes."""
     torch.set_num_threads(1)
-    if how["size"] > 1:
-        dist.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{how['port']}", rank=how["rank"], world_size=how["size"]
-        )
-    worker = kind(how)
-    print(json.dumps({"ready": torch.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        reply = getattr(worker, command.pop("do"))(**command)
-        print(json.dumps(reply), file=answers, flush=True)
+    if size > 1:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    return kind(rank, size)
 
 
 if __name__ == "__main__":
-    serve(TorchWorker)
+    serve(partial(connect, TorchWorker), torch.__version__)

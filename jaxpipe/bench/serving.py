@@ -1,0 +1,93 @@
+"""A measured process: named steps, run by commands from stdin. Imports only the standard library.
+
+A command is a line of JSON, such as `{"do": "step", "name": key}`, and so is its answer. Times are
+of the machine's monotonic clock, which all processes share.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PROCESS = Path("/proc/self")
+
+
+class StepWorker:
+    """The process's steps by name; a subclass adds commands that prepare them.
+
+    A step is a function that returns its loss, or None.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Callable[..., float | None]] = {}
+
+    def step(self, name: str, **how: Any) -> dict[str, Any]:
+        """Run a step; return its begin and end [seconds] and its loss."""
+        begin = time.monotonic()
+        loss = self.steps[name](**how)
+        return {"begin": begin, "end": time.monotonic(), "loss": loss}
+
+    def step_twice(self, name: str) -> dict[str, Any]:
+        """Return what `step` returns for the second of two steps, with both losses."""
+        first, second = self.step(name), self.step(name)
+        return second | {"losses": [first["loss"], second["loss"]]}
+
+    def drop(self, name: str) -> dict[str, Any]:
+        """Delete a step and its state."""
+        self.steps.pop(name, None)
+        return {}
+
+    def rest(self) -> dict[str, Any]:
+        """Return freed memory to the system."""
+        return_memory()
+        return {}
+
+    def peak(self, name: str) -> dict[str, Any]:
+        """Return the process's resident bytes: peak during a step, and before the step."""
+        return measure_peak(lambda: self.step(name))
+
+
+def serve(start: Callable[..., StepWorker], version: str) -> None:
+    """Start a worker and execute commands until stdin ends; `do` names a method.
+
+    Args:
+        start: returns the worker, given this process's `rank`, the number of processes `size`, and
+            a free `port` of rank 0.
+        version: of the framework, for the first answer.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stdout
+    worker = start(**json.loads(sys.argv[1]))
+    print(json.dumps({"ready": version}), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        reply = getattr(worker, command.pop("do"))(**command)
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+def measure_peak(run: Callable[[], Any]) -> dict[str, int]:
+    """Return resident memory (RSS) in bytes, as `peak` during the call and as `before` it.
+
+    Freed blocks are returned to the system first.
+    """
+    return_memory()
+    (_PROCESS / "clear_refs").write_text("5")  # resets the peak, VmHWM
+    before = _read_bytes("VmRSS")
+    run()
+    return {"before": before, "peak": _read_bytes("VmHWM")}
+
+
+def return_memory() -> None:
+    """Return freed blocks to the system if the C library has `malloc_trim`."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _read_bytes(name: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(found.split()[1])
