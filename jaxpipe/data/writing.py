@@ -59,7 +59,7 @@ def write_shard(
     if first is None:
         return None
     path, digest = folder / f"{name}.bin", hashlib.blake2b(digest_size=16)
-    smallest, largest, all_lengths, bits = first.ids[0], first.ids[0], [], _BitPacker()
+    smallest, largest, all_lengths, all_counted = first.ids[0], first.ids[0], [], []
     with replace_atomically(path) as file:
         for batch in chain([first], batches):
             smallest = min(smallest, batch.ids.min())
@@ -68,47 +68,29 @@ def write_shard(
             file.write(content)
             digest.update(content)
             all_lengths.append(batch.lengths)
-            bits.add(batch.counted)
+            all_counted.append(batch.counted)
         lengths = np.concatenate(all_lengths).astype("<i4")
         digest.update(lengths.tobytes())
         with replace_atomically(path.with_suffix(".idx")) as index:
             write_index(index, lengths, dtype)
         tokens = int(lengths.sum(dtype=np.int64))
-        if bits.counted < tokens:
+        counted = np.concatenate(all_counted)
+        if not counted.all():
+            bits = np.packbits(counted, bitorder="little").tobytes()
             with replace_atomically(path.with_suffix(".mask")) as mask:
-                mask.write(bits.content())
-            digest.update(bits.content())
+                mask.write(bits)
+            digest.update(bits)
     sync_folder(folder)
     return ShardEntry(
         name=name,
         dtype=dtype.name,
         documents=len(lengths),
         tokens=tokens,
-        counted=bits.counted,
+        counted=int(counted.sum()),
         smallest_id=int(smallest),
         largest_id=int(largest),
         digest=digest.hexdigest(),
     ), lengths
-
-
-class _BitPacker:
-    """Packs a stream of bits, eight to a byte."""
-
-    def __init__(self) -> None:
-        self.counted = 0  # number of bits that are 1
-        self._packed: list[bytes] = []
-        self._rest = np.zeros(0, bool)
-
-    def add(self, bits: np.ndarray) -> None:
-        self.counted += int(bits.sum())
-        bits = np.concatenate([self._rest, bits])
-        whole = len(bits) // 8 * 8
-        self._packed.append(np.packbits(bits[:whole], bitorder="little").tobytes())
-        self._rest = bits[whole:]
-
-    def content(self) -> bytes:
-        rest = np.packbits(self._rest, bitorder="little").tobytes()
-        return b"".join([*self._packed, rest])
 
 
 def write_index(file: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:

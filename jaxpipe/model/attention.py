@@ -116,7 +116,7 @@ class CausalAttention:
         position_BL = None if documents is None else documents.positions
         place_L = begin + slice_positions(sequence, length)
         needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
-        if needs_blocks and not _has_dropout(masks):
+        if needs_blocks and not masks.drops_shares:  # blocks have no dropout
             key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
             of_keys = FULL_SEQUENCE if self._gathers else sequence
             layout = RingLayout(of_keys, tokens, self._blocks(length))
@@ -145,7 +145,7 @@ class CausalAttention:
                 q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL, sink_H
             )
         else:
-            kept = masks.shares if _has_dropout(masks) else None
+            kept = masks.shares if masks.drops_shares else None
             mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept, sink_H)
         return mixed_BLHK, past
 
@@ -178,11 +178,6 @@ class CausalAttention:
             if self.kernel == "cudnn"
             else PlainBlocks(count_halvings(length))
         )
-
-
-def _has_dropout(masks: Masks) -> bool:
-    """Whether attention dropout is on, which blockwise attention does not implement."""
-    return bool(masks.dropout.shares)
 
 
 def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:
@@ -231,7 +226,7 @@ def causal_attention(
         return grouped_attention(
             q_BLHK[:, own], k_BLGK[:, keys], v_BLGK[:, keys],
             _attention_mask(jnp.arange(begin, end), jnp.arange(first, end), window, position),
-            partial(masks.shares, query=begin, key=first) if masks.dropout.shares else None,
+            partial(masks.shares, query=begin, key=first) if masks.drops_shares else None,
             sink_H,
         )  # fmt: skip
 

@@ -62,6 +62,11 @@ class Masks(NamedTuple):
         key = jax.random.fold_in(jax.random.PRNGKey(dropout.seed), jnp.asarray(layer) + 1)
         return cls(dropout, _fold_in(key, samples_B.astype(jnp.uint32)), place_L, devices)
 
+    @property
+    def drops_shares(self) -> bool:
+        """Whether `shares` drops attention probabilities."""
+        return bool(self.dropout.shares)
+
     def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
         """Apply dropout to the stream, or to this device's shard of its tokens."""
         if not self.dropout.rate:
