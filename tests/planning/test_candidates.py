@@ -54,14 +54,26 @@ def candidates(config):
     return found
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("label", OWN)
-def test_one_candidate_is_the_runs_own(label):
-    config = configs.load(SMALL, [*SIZES, *OWN[label]])
+def test_one_candidate_is_the_runs_own(label, on_cpu):
+    """On virtual CPU devices of the configuration, and compiled for GPUs that are not present.
+
+    Its tables are those that run.
+    """
+    config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
     rows = candidates(config)
     assert len({row.label for row in rows}) == len(rows)
     (own,) = (row for row in rows if row.configured)
-    assert own.label == label
+    assert (own, own.label) == (rows[0], label)
     assert own.plan == arrange(config)
+    planned = own.plan.tables
+    if on_cpu:
+        run = Trainer.resolve(config, tuple(jax.devices()[:2])).pipeline.tables
+    else:
+        run = arrange(config, Devices()).tables
+    assert signature(planned) == signature(run)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (planned.columns, run.columns))))
 
 
 @pytest.mark.slow
@@ -92,20 +104,6 @@ def test_a_process_begins_without_a_search_for_cycles():
     finally:
         gc.enable()
     assert "jaxpipe.pipeline" in sys.modules
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-@pytest.mark.parametrize("label", OWN)
-def test_its_tables_are_those_that_run(label, on_cpu):
-    """On virtual CPU devices of the configuration, and compiled for GPUs that are not present."""
-    config = configs.load(SMALL, [*SIZES, *OWN[label], f"runtime.cpu_devices={2 * on_cpu}"])
-    own = candidates(config)[0].plan.tables
-    if on_cpu:
-        run = Trainer.resolve(config, tuple(jax.devices()[:2])).pipeline.tables
-    else:
-        run = arrange(config, Devices()).tables
-    assert signature(own) == signature(run)
-    assert all(map(np.array_equal, *map(jax.tree.leaves, (own.columns, run.columns))))
 
 
 def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():

@@ -127,11 +127,17 @@ def loss_and_gradients(record, layout, **execution):
 
 @jax.enable_x64(True)
 def trained(record, layout, optimizer, steps):
-    """Return the losses of some steps, and the parameters after them by path."""
+    """Return the losses of some steps, the first step's gradients, and the last parameters."""
     trainer = trainer_of(record, layout, optimizer)
-    weights = record.by_our_names("weights", trainer.config.model)
-    state, losses = trainer.fresh(staged(trainer, weights)), []
-    for step in range(steps):
-        state, metrics = trainer.train_step(state, trainer.put(record.batch(step)))
-        losses.append(float(metrics["loss"]))
-    return losses, by_path(trainer, state.params)
+
+    def loss_and_gradients(state, batch):
+        state, metrics, outputs = trainer.step_with_outputs(state, batch)
+        return state, (metrics["loss"], outputs.gradients)
+
+    step, found = trainer.compiled(loss_and_gradients), []
+    state = trainer.fresh(staged(trainer, record.by_our_names("weights", trainer.config.model)))
+    for number in range(steps):
+        state, made = step(state, trainer.put(record.batch(number)))
+        found.append(made)
+    losses = [float(loss) for loss, _ in found]
+    return losses, by_path(trainer, found[0][1]), by_path(trainer, state.params)
