@@ -233,24 +233,24 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
         arguments.schedules or (), arguments.memory,
     )  # fmt: skip
-    found = [check.check_step(one.plan, one.card) for one in every]
-    as_json = [report.report_as_json(one) for one in found]
+    reports = [check.check_step(one.plan, one.card) for one in every]
+    as_json = [report.report_as_json(one) for one in reports]
     if arguments.json:
-        print(json.dumps(as_json if len(found) > 1 else as_json[0], indent=1))
-    elif len(found) > 1:
-        Console(highlight=False, width=140).print(several.build_table(every, found))
+        print(json.dumps(as_json if len(reports) > 1 else as_json[0], indent=1))
+    elif len(reports) > 1:
+        Console(highlight=False, width=140).print(several.build_table(every, reports))
     else:
-        print("\n".join(report.report_lines(found[0])))
-    return 0 if all(one.fits for one in found) else 1
+        print("\n".join(report.report_lines(reports[0])))
+    return 0 if all(one.fits for one in reports) else 1
 
 
-def _shown(found: Sequence[Estimate], label: str | None) -> Estimate:
-    for one in found:
-        if one.label == (label or found[0].label):
+def _shown(rows: Sequence[Estimate], label: str | None) -> Estimate:
+    for one in rows:
+        if one.label == (label or rows[0].label):
             return one
     raise ConfigError(
         f"--show {label!r} is not in the table: use one of "
-        f"{', '.join(repr(e.label) for e in found)}."
+        f"{', '.join(repr(e.label) for e in rows)}."
     )
 
 

@@ -92,7 +92,7 @@ def profile(config: Config, out: Path) -> RankTicks:
 
 
 def _print(ranks: RankTicks) -> None:
-    console, found = Console(highlight=False), rank_bubbles(ranks)
+    console, bubbles = Console(highlight=False), rank_bubbles(ranks)
     table = Table("rank", "ticks with work", "work, s", "exchanges and waits, s", "bubble")
     for rank, ticks in ranks.items():
         busy = [tick for tick in ticks if tick.cell.actions]
@@ -100,7 +100,7 @@ def _print(ranks: RankTicks) -> None:
         exchanges = sum(tick.compute_begin - tick.begin for tick in ticks)
         table.add_row(
             str(rank), f"{len(busy)} of {len(ticks)}", f"{work:.4f}", f"{exchanges:.4f}",
-            f"{found[rank]:.1%}",
+            f"{bubbles[rank]:.1%}",
         )  # fmt: skip
     console.print(table)
     ops = Table("op", "stage", "median, ms", title="ops that had a tick to themselves")

@@ -63,10 +63,10 @@ def _verify(run: SmallerRun) -> int:
     # Needs jax, which reads the environment when it starts.
     from jaxpipe.verification.verifying import Verification
 
-    found = Verification(run.config, _say).deviations()
-    wrong = [one for one in found if not one.error <= TOLERANCE]
+    deviations = Verification(run.config, _say).deviations()
+    wrong = [one for one in deviations if not one.error <= TOLERANCE]
     table = Table("compared", "largest relative error", "in")
-    for one in found:
+    for one in deviations:
         table.add_row(one.what, f"{one.error:.1e}", one.name)
     _print(table)
     for one in wrong:

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
     machine = f"{os.cpu_count()} cores of {processor_name()}"
-    found = ClockworkResult(f"{date.today():%F}", machine, {}, arguments.line, [])
+    result = ClockworkResult(f"{date.today():%F}", machine, {}, arguments.line, [])
     for ranks in arguments.ranks:
         with ExitStack() as stack:
             programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
@@ -122,13 +122,13 @@ def run(arguments: argparse.Namespace) -> None:
                 name: stack.enter_context(ProcessGroup(name, program, ranks))
                 for name, program in programs.items()
             }
-            found.versions = framework_versions(groups.values())
+            result.versions = framework_versions(groups.values())
             for variant in _list_variants(arguments, ranks):
                 steps = _measure_variant(variant, ranks, arguments, groups)
-                found.steps.append(steps)
+                result.steps.append(steps)
                 print(_table_row(steps), flush=True)
-    print("\n" + table(found))
-    write_json(msgspec.to_builtins(found), arguments.out)
+    print("\n" + table(result))
+    write_json(msgspec.to_builtins(result), arguments.out)
 
 
 def _measure_variant(
@@ -148,15 +148,15 @@ def _measure_variant(
     transfer = median(steps(ours, asleep=False)) / lower(work.schedule, work.lockstep).ticks
     costs = replace(work.costs, transfer=transfer)
     predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
-    found = ClockworkSteps(
+    times = ClockworkSteps(
         name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours)
     )
-    found.fused = work.steps
+    times.fused = work.steps
     if "torch" in groups and variant.family in _PEERS and not variant.in_flight:
         peer = _PEERS[variant.family]
         groups["torch"].ask("build", name=name, schedule=peer, work=work.as_words())
-        found.torch = steps(groups["torch"])
-    return found
+        times.torch = steps(groups["torch"])
+    return times
 
 
 def variant_work(
@@ -167,7 +167,7 @@ def variant_work(
     return SleepingStep(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
 
 
-def table(found: ClockworkResult) -> str:
+def table(result: ClockworkResult) -> str:
     """Return the results as a Markdown table."""
     header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
     rows = [
@@ -179,7 +179,7 @@ def table(found: ClockworkResult) -> str:
             f"{one.idle(one.predicted):.3f}",
             f"{one.idle(median(one.torch)):.3f}" if one.torch else "",
         )
-        for one in found.steps
+        for one in result.steps
     ]  # fmt: skip
     return markdown_table(header, rows)
 

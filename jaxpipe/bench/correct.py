@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file; raises `BenchError` above a limit."""
     config = load_for_devices(arguments)
-    found = provenance(arguments) | measure(config, arguments.layers)
-    table = Table("products in", "F", "B", "W", "limit", title=found["device"])
-    for name, errors in found["errors"].items():
+    result = provenance(arguments) | measure(config, arguments.layers)
+    table = Table("products in", "F", "B", "W", "limit", title=result["device"])
+    for name, errors in result["errors"].items():
         table.add_row(name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}")
     Console(highlight=False).print(table)
-    write_json(found, arguments.out)
-    for name, errors in found["errors"].items():
+    write_json(result, arguments.out)
+    for name, errors in result["errors"].items():
         if not _worst(errors) <= LIMITS[name]:
             raise BenchError(f"in {name} an op is off by more than {LIMITS[name]:g}: {errors}.")
 

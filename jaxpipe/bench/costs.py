@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     options.check_positive(layers=arguments.layers, repeats=arguments.repeats)
     config = options.load_for_devices(arguments)
     ops = measure(config, arguments.layers, arguments.repeats, arguments.link)
-    found = options.provenance(arguments) | ops
-    _print(found)
-    options.write_json(found, arguments.out)
+    result = options.provenance(arguments) | ops
+    _print(result)
+    options.write_json(result, arguments.out)
 
 
 def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str, Any]:
@@ -107,18 +107,18 @@ def reduce_to_one_rank(config: Config, devices: int) -> Config:
     Raises:
         ConfigError: there are too few devices for `parallel.cp`.
     """
-    given = config.parallel
-    if given.tp * given.cp > devices:
-        if given.cp > 1:
+    full = config.parallel
+    if full.tp * full.cp > devices:
+        if full.cp > 1:
             raise ConfigError(
-                f"parallel.tp={given.tp} x parallel.cp={given.cp} devices share a sequence, but "
+                f"parallel.tp={full.tp} x parallel.cp={full.cp} devices share a sequence, but "
                 f"there are {devices}: time ops on as many, or with parallel.cp=1."
             )
         config = reduce_to_one_device(config)
     parallel = configs.ParallelConfig(
-        dp=given.cp, cp=given.cp, cp_method=given.cp_method, cp_heads=given.cp_heads,
-        tp=config.parallel.tp, slices=given.slices,
-        sequence_parallel=given.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
+        dp=full.cp, cp=full.cp, cp_method=full.cp_method, cp_heads=full.cp_heads,
+        tp=config.parallel.tp, slices=full.slices,
+        sequence_parallel=full.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
     )  # fmt: skip
     train = msgspec.structs.replace(config.train, grad_accum_steps=1)
     return msgspec.structs.replace(config, parallel=parallel, train=train)
@@ -143,15 +143,15 @@ def _device_name(device: "jax.Device") -> str:
 COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
+def rows(result: dict[str, Any]) -> list[list[str]]:
     """Return the table cells of every op that was measured, in the order of `COLUMNS`."""
-    seconds, peak = found["seconds"], found["peak"]
+    seconds, peak = result["seconds"], result["peak"]
     every = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
-    if not found["transfer_measured"]:
+    if not result["transfer_measured"]:
         del every["transfer"]
     cells = []
-    for name, each in {**every, "update, a layer": found["update"]}.items():
-        flops = found["flops"].get(name)
+    for name, each in {**every, "update, a layer": result["update"]}.items():
+        flops = result["flops"].get(name)
         rate = ["", "", ""]
         if flops:
             share = f"{flops / each / peak:.1%}" if peak else ""
@@ -160,11 +160,11 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-def _print(found: dict[str, Any]) -> None:
-    title = f"{found['device']}, {', '.join(' '.join(v) for v in found['versions'].items())}"
+def _print(result: dict[str, Any]) -> None:
+    title = f"{result['device']}, {', '.join(' '.join(v) for v in result['versions'].items())}"
     table = Table(*COLUMNS, title=title)
-    for cells in rows(found):
+    for cells in rows(result):
         table.add_row(*cells)
     Console(highlight=False).print(table)
-    if not found["transfer_measured"]:
+    if not result["transfer_measured"]:
         print("transfer: from --link, there is one device")

@@ -64,10 +64,10 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def write_json(found: dict[str, Any], path: Path | None) -> None:
+def write_json(result: dict[str, Any], path: Path | None) -> None:
     """Write the results as JSON if `path` is given."""
     if path:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -88,12 +88,12 @@ class ProcessGroup:
 
     def _counts(self) -> list[tuple[int, int, int]]:
         """Return minor page faults, user ticks and system ticks of each process."""
-        found = []
+        counts = []
         for process in self._processes:
             with open(f"/proc/{process.pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
-            found.append((int(fields[7]), int(fields[11]), int(fields[12])))
-        return found
+            counts.append((int(fields[7]), int(fields[11]), int(fields[12])))
+        return counts
 
     def __enter__(self) -> Self:
         return self

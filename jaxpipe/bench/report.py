@@ -172,19 +172,19 @@ def _machine(*, cpu: bool) -> str:
         return processor_name()
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"nvidia-smi finds no GPU ({error}): run this on a machine with one, or try it with "
             f"--cpu."
         ) from error
-    return "; ".join(found.strip().splitlines())
+    return "; ".join(listing.strip().splitlines())
 
 
 def _versions() -> dict[str, str]:
-    found = {dist.name: dist.version for dist in distributions() if dist.name}
-    kept = {n: v for n, v in sorted(found.items()) if n in _KEPT or n.startswith(_NVIDIA)}
-    return {"Python": sys.version.split()[0], **kept}
+    versions = {dist.name: dist.version for dist in distributions() if dist.name}
+    listed = {n: v for n, v in sorted(versions.items()) if n in _KEPT or n.startswith(_NVIDIA)}
+    return {"Python": sys.version.split()[0], **listed}
 
 
 def table(result: ReportResult) -> str:
@@ -209,33 +209,34 @@ def table(result: ReportResult) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _step(name: str, found: dict[str, Any]) -> PublishedSpeed:
+def _step(name: str, figures: dict[str, Any]) -> PublishedSpeed:
     return PublishedSpeed(
         what=f"here: {name}",
-        precision=found["precision"],
-        remat=found["remat"],
-        tokens=found["tokens_per_second_per_device"],
-        tflops=found["flops_per_second_per_device"] / 1e12,
-        mfu=found["mfu"],
-        memory=found["peak_memory_bytes"] and found["peak_memory_bytes"] / 2**30,
+        precision=figures["precision"],
+        remat=figures["remat"],
+        tokens=figures["tokens_per_second_per_device"],
+        tflops=figures["flops_per_second_per_device"] / 1e12,
+        mfu=figures["mfu"],
+        memory=figures["peak_memory_bytes"] and figures["peak_memory_bytes"] / 2**30,
         source="this report",
     )
 
 
-def _summarise(found: dict[str, Any]) -> str:
+def _summarise(figures: dict[str, Any]) -> str:
     """Return a summary of an item's results for a table cell."""
-    if "step_seconds" in found:
-        return f"{found['step_seconds']:.3g} s a step, compiled in {found['compile_seconds']:.0f} s"
-    if "errors" in found:
+    if "step_seconds" in figures:
+        seconds, compiled = figures["step_seconds"], figures["compile_seconds"]
+        return f"{seconds:.3g} s a step, compiled in {compiled:.0f} s"
+    if "errors" in figures:
         return "; ".join(
             f"{name} off by " + ", ".join(f"{op} {error:.2g}" for op, error in errors.items())
-            for name, errors in found["errors"].items()
+            for name, errors in figures["errors"].items()
         )
-    if "seconds" in found:
-        layer, peak = found["seconds"]["layer"], found["peak"]
+    if "seconds" in figures:
+        layer, peak = figures["seconds"]["layer"], figures["peak"]
         return ", ".join(
             f"{op} {1e3 * each:.3g} ms"
-            + (f" ({found['flops'][op] / each / peak:.0%} of the peak)" if peak else "")
+            + (f" ({figures['flops'][op] / each / peak:.0%} of the peak)" if peak else "")
             for op, each in layer.items()
         )
-    return str(found.get("said", ""))
+    return str(figures.get("said", ""))

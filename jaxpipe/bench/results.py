@@ -49,7 +49,7 @@ class StepMeasurements(msgspec.Struct):
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds of all undisturbed steps of that name."""
-        return [found[name] for found in self.rounds if name in found]
+        return [seconds[name] for seconds in self.rounds if name in seconds]
 
     def efficiency(self, of: str, name: str) -> list[float]:
         """Return, for each round, half of the single-device step time over that step's time.
@@ -60,33 +60,33 @@ class StepMeasurements(msgspec.Struct):
         """
         single = f"{of} single"
         return [
-            found[single] / PP / found[f"{of} {name}"]
-            for found in self.rounds
-            if single in found and f"{of} {name}" in found
+            seconds[single] / PP / seconds[f"{of} {name}"]
+            for seconds in self.rounds
+            if single in seconds and f"{of} {name}" in seconds
         ]
 
     def bubble(self, name: str) -> list[float]:
         """Return, for each round, the share of both cores' time in which the ranks were idle."""
         return [
-            1 - used[name] / PP / found[name]
-            for found, used in zip(self.rounds, self.busy)
-            if name in found
+            1 - used[name] / PP / seconds[name]
+            for seconds, used in zip(self.rounds, self.busy)
+            if name in seconds
         ]
 
     def predicted_efficiency(self, variant: str) -> list[float]:
         """Return, for each round, `efficiency` with the simulator's step time."""
         return [
-            found["jaxpipe single"] / PP / said[variant]
-            for found, said in zip(self.rounds, self.predicted)
-            if "jaxpipe single" in found and variant in said
+            seconds["jaxpipe single"] / PP / said[variant]
+            for seconds, said in zip(self.rounds, self.predicted)
+            if "jaxpipe single" in seconds and variant in said
         ]
 
     def promise_kept(self, variant: str) -> list[float]:
         """Return, for each round, the simulator's step time over the measured step time."""
         return [
-            said[variant] / found[f"jaxpipe {variant}"]
-            for found, said in zip(self.rounds, self.predicted)
-            if f"jaxpipe {variant}" in found and variant in said
+            said[variant] / seconds[f"jaxpipe {variant}"]
+            for seconds, said in zip(self.rounds, self.predicted)
+            if f"jaxpipe {variant}" in seconds and variant in said
         ]
 
 

@@ -33,7 +33,7 @@ class Rounds:
 
     def kept(self, name: str) -> list[Any]:
         """Return the results of one turn, in the order of rounds."""
-        return [found[name] for found in self.rounds if name in found]
+        return [results[name] for results in self.rounds if name in results]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Runner:
 
     def round(self, turns: Mapping[str, Callable[[], Any]], into: Rounds) -> None:
         """Run all turns once and append the results; a turn disturbed in every try is left out."""
-        found = {}
+        results = {}
         for name, turn in turns.items():
             for _ in range(self.tries):
                 into.tried[name] += 1
@@ -62,9 +62,9 @@ class Runner:
                     name, answer, own, others, fresh / 2**20,
                 )  # fmt: skip
                 if others < CLEAN and fresh < FRESH:
-                    found[name] = answer
+                    results[name] = answer
                     break
-        into.rounds.append(found)
+        into.rounds.append(results)
 
     def _watched(self, turn: Callable[[], Any]) -> tuple[Any, float, float, int]:
         """Return a turn's result, its CPU seconds, other processes' CPU share, new bytes touched.

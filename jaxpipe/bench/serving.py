@@ -89,5 +89,5 @@ def return_memory() -> None:
 
 def _read_bytes(name: str) -> int:
     lines = (_PROCESS / "status").read_text().splitlines()
-    (found,) = (line for line in lines if line.startswith(f"{name}:"))
-    return 1024 * int(found.split()[1])
+    (entry,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(entry.split()[1])

@@ -69,13 +69,13 @@ class SleepingStep:
         """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
         if self.steps > 1:
             return self._in_every_tick
-        found = optimize_pace(
+        paced = optimize_pace(
             self.schedule,
             self.costs,
             replace(self._in_every_tick, synchronizes_all=False),
             turns=True,
         )
-        return found if found.turns > 1 else self._in_every_tick
+        return paced if paced.turns > 1 else self._in_every_tick
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -140,7 +140,7 @@ class SleepWorker(StepWorker):
 
         product.defvjp(
             lambda w, x: (product(w, x), (w, x)),
-            lambda kept, dy: (slept_w(kept[1].T @ dy), slept_b(dy @ kept[0].T)),
+            lambda residuals, dy: (slept_w(residuals[1].T @ dy), slept_b(dy @ residuals[0].T)),
         )
 
         def layer(params: Tree, x: jax.Array, context: Context) -> LayerOutput:

@@ -169,13 +169,13 @@ class _Bench:
             groups[entry.group].ask("drop", name=entry.name)
         self.ops += [ops for name in turns if name.startswith(_OPS) for ops in rounds.kept(name)]
         named = {entry.name for entry in entries}
-        taken = [{k: v for k, v in found.items() if k in named} for found in rounds.rounds]
+        taken = [{k: v for k, v in results.items() if k in named} for results in rounds.rounds]
         return StepMeasurements(
             microbatches,
-            rounds=[{name: step.seconds for name, step in found.items()} for found in taken],
-            busy=[{name: step.busy for name, step in found.items()} for found in taken],
+            rounds=[{name: step.seconds for name, step in results.items()} for results in taken],
+            busy=[{name: step.busy for name, step in results.items()} for results in taken],
             predicted=[
-                self._predicted(entries, found, microbatches, costs) for found in rounds.rounds
+                self._predicted(entries, results, microbatches, costs) for results in rounds.rounds
             ],
             tried={name: rounds.tried[name] for name in turns if name in named},
             losses=losses,
@@ -212,7 +212,7 @@ class _Bench:
     def _predicted(
         self,
         entries: Sequence[BenchEntry],
-        found: Mapping[str, Any],
+        results: Mapping[str, Any],
         microbatches: int,
         costs: Path,
     ) -> dict[str, float]:
@@ -224,7 +224,9 @@ class _Bench:
         for before, entry in pairwise(entries):
             name = entry.name.removeprefix("jaxpipe ")
             around = [
-                found[_steps_after(each)] for each in (before, entry) if _steps_after(each) in found
+                results[_steps_after(each)]
+                for each in (before, entry)
+                if _steps_after(each) in results
             ]
             if name in self.arguments.schedules and len(around) == 2:
                 ops, update = _without_update(_mean(around))
@@ -275,8 +277,8 @@ def _wake_group(groups: Mapping[str, ProcessGroup], which: str) -> ProcessGroup:
 
 
 def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -> None:
-    for found, wanted in zip(losses, single):
-        if not abs(found - wanted) < _AGREE * wanted:
+    for loss, wanted in zip(losses, single):
+        if not abs(loss - wanted) < _AGREE * wanted:
             raise BenchError(f"{name}: its losses {losses} are not those of one device, {single}.")
 
 

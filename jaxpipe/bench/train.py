@@ -28,15 +28,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     options.check_positive(steps=arguments.steps)
     config = options.load_for_devices(arguments)
-    found = options.provenance(arguments) | measure(config, arguments.steps)
+    result = options.provenance(arguments) | measure(config, arguments.steps)
     table = Table("figure", "value")
-    for name, value in found.items():
+    for name, value in result.items():
         shown = (
             ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         )
         table.add_row(name, f"{shown:,.4g}" if isinstance(shown, float) else str(shown))
     Console(highlight=False).print(table)
-    options.write_json(found, arguments.out)
+    options.write_json(result, arguments.out)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:

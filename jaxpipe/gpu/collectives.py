@@ -82,12 +82,12 @@ class Collectives:
     @property
     def shares(self) -> tuple[CollectiveShare, ...]:
         """Totals by place (in the loop or outside it), kind and axes."""
-        found: dict[tuple[bool, str, tuple[str, ...]], list[Collective]] = {}
+        groups: dict[tuple[bool, str, tuple[str, ...]], list[Collective]] = {}
         for one in self:
-            found.setdefault((not one.looped, one.kind, one.axes), []).append(one)
+            groups.setdefault((not one.looped, one.kind, one.axes), []).append(one)
         return tuple(
             CollectiveShare(kind, axes, not outside, len(of), *_sum_bytes(of), _sum_by_action(of))
-            for (outside, kind, axes), of in sorted(found.items())
+            for (outside, kind, axes), of in sorted(groups.items())
         )
 
     def __iter__(self) -> Iterator[Collective]:
@@ -112,12 +112,12 @@ class Collectives:
                 end = rest[len(between)]
                 synchronous = '"is_sync":true' in start.rest
                 hidden = not synchronous and any(map(self._computes, between))
-            given = sum(sizes.get(name, 0) for name in _split_operands(start))
+            operand_bytes = sum(sizes.get(name, 0) for name in _split_operands(start))
             yield Collective(
                 collective.opcode.removesuffix("-start"),
                 mesh_axes(collective.rest, self.mesh),
                 looped,
-                max(given, sizes[end.name]),
+                max(operand_bytes, sizes[end.name]),
                 hidden,
                 traced_action(start) or traced_action(collective),
             )
@@ -138,11 +138,11 @@ class Collectives:
     @cached_property
     def _computing(self) -> frozenset[str]:
         """Computations with a product or attention; HLO text has callees before their callers."""
-        found: set[str] = set()
+        names: set[str] = set()
         for name, instructions in self.program.computations.items():
-            if any(_is_product(o) or not found.isdisjoint(self._called(o)) for o in instructions):
-                found.add(name)
-        return frozenset(found)
+            if any(_is_product(o) or not names.isdisjoint(self._called(o)) for o in instructions):
+                names.add(name)
+        return frozenset(names)
 
     def _called(self, one: Instruction) -> list[str]:
         """Return the computations that an instruction calls."""
@@ -162,8 +162,8 @@ def _sum_by_action(of: Sequence[Collective]) -> dict[str, tuple[int, int]]:
 
 def traced_action(one: Instruction) -> str:
     """Return the action in whose name scope an instruction was traced, or ""."""
-    found = _ACTION.search(one.rest)
-    return found[1] + (found[2] or "") if found else ""
+    action = _ACTION.search(one.rest)
+    return action[1] + (action[2] or "") if action else ""
 
 
 def _split_operands(one: Instruction) -> list[str]:

@@ -32,7 +32,7 @@ class ProductCount(NamedTuple):
 
 def count_products(text: Program) -> tuple[ProductCount, ...]:
     """Return the matrix products of a program, without those inside fused attention kernels."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for body in text.computations.values():
         shapes = {one.name: one.shape for one in body}
         for one in body:
@@ -42,8 +42,8 @@ def count_products(text: Program) -> tuple[ProductCount, ...]:
                 operands = " x ".join(match[1] if match else "?" for match in dtypes)
                 op = _OP.search(one.rest)
                 ops = "+".join(filter(None, op.groups())) if op else ""
-                found[ops, library, operands] += 1
-    return tuple(ProductCount(*kind, count) for kind, count in sorted(found.items()))
+                counts[ops, library, operands] += 1
+    return tuple(ProductCount(*kind, count) for kind, count in sorted(counts.items()))
 
 
 def _library(one: Instruction) -> str:

@@ -75,8 +75,8 @@ def shape_dims(shape: str) -> tuple[int, ...]:
     >>> shape_dims("(bf16[2,3]{1,0}, s8[32]{0})")
     (2, 3)
     """
-    found = _SHAPE.search(shape)
-    return tuple(map(int, filter(None, found[2].split(",")))) if found else ()
+    match = _SHAPE.search(shape)
+    return tuple(map(int, filter(None, match[2].split(",")))) if match else ()
 
 
 def _count_elements(dims: str) -> int:
@@ -127,7 +127,7 @@ class Program:
         """
         body = self._body()
         waits = [one for one in self._in_loop() if one.opcode == "collective-permute"]
-        found = [Permute(one.name, shape_bytes(one.shape), None) for one in waits]
+        permutes = [Permute(one.name, shape_bytes(one.shape), None) for one in waits]
         for at, start in enumerate(body):
             if start.opcode != "collective-permute-start":
                 continue
@@ -137,10 +137,10 @@ class Program:
             )  # fmt: skip
             hides = sum(one.opcode == "conditional" for one in body[at:end])
             synchronous = '"is_sync":true' in start.rest
-            found.append(
+            permutes.append(
                 Permute(start.name, shape_bytes(body[end].shape), None if synchronous else hides)
             )
-        return tuple(found)
+        return tuple(permutes)
 
     @property
     def hidden(self) -> bool:
@@ -167,7 +167,7 @@ class Program:
     @cached_property
     def host_copies(self) -> tuple[HostCopy, ...]:
         """Copies between device and host in the loop, including its branches."""
-        found = []
+        copies = []
         for fused, name in self._below(self.loop) if self.loop else ():
             body = self.computations[name]
             shapes = {one.name: one.shape for one in body}
@@ -177,13 +177,13 @@ class Program:
                 if fused or not moves:
                     continue
                 if one.opcode in _MOVES:
-                    found.append(HostCopy(one.name, None))
+                    copies.append(HostCopy(one.name, None))
                 elif one.opcode.removesuffix("-start") in _MOVES:
                     end = next(i for i, later in enumerate(body) if i > at and one.name in
                                later.names)  # fmt: skip
                     products = sum(_PRODUCT in other.rest for other in body[at:end])
-                    found.append(HostCopy(one.name, products))
-        return tuple(found)
+                    copies.append(HostCopy(one.name, products))
+        return tuple(copies)
 
     @cached_property
     def custom_calls(self) -> dict[str, int]:
@@ -222,14 +222,17 @@ class Program:
         """Shapes of the arrays in the loop's state that an iteration may change."""
         body = {one.name: one for one in self._body()}
         roots = [one for one in body.values() if one.root and one.opcode == "tuple"]
-        found = set()
+        shapes = set()
         for root in roots:
             for index, name in enumerate(_NAME.findall(root.rest.split(")")[0])):
-                made = body[name]
-                same = made.opcode == "get-tuple-element" and f"index={index}," in made.rest + ","
-                if not same or body[_NAME.search(made.rest)[1]].opcode != "parameter":
-                    found.update(_remove_layouts(made.shape))
-        return {shape for shape in found if not shape.endswith("[]")}
+                producer = body[name]
+                same = (
+                    producer.opcode == "get-tuple-element"
+                    and f"index={index}," in producer.rest + ","
+                )
+                if not same or body[_NAME.search(producer.rest)[1]].opcode != "parameter":
+                    shapes.update(_remove_layouts(producer.shape))
+        return {shape for shape in shapes if not shape.endswith("[]")}
 
     @cached_property
     def _messages(self) -> set[str]:

@@ -119,12 +119,12 @@ def _permutes(report: CompiledReport) -> str:
     )
 
 
-def _products(found: Iterable[ProductCount]) -> str:
+def _products(products: Iterable[ProductCount]) -> str:
     """Format the number of matrix products by action and dtypes, and of those outside layers."""
     of_ops = [
         f"{op or 'outside layers'} "
         + ", ".join(f"{one.count} {one.operands} by {one.library}" for one in of)
-        for op, of in groupby(found, lambda one: one.op)
+        for op, of in groupby(products, lambda one: one.op)
     ]
     return f"products: {'; '.join(of_ops) or 'none'}"
 
@@ -162,14 +162,14 @@ def _host(report: CompiledReport) -> list[str]:
 
 
 def _graphs(report: CompiledReport) -> str:
-    found = report.graphs
-    if found is None:
+    graphs = report.graphs
+    if graphs is None:
         return "CUDA graphs: no loop was found in what the host launches"
-    if found.whole:
+    if graphs.whole:
         return "CUDA graphs: a tick is one graph"
     return (
-        f"CUDA graphs: a turn of the loop launches {_counts(found.launches)}; the host waits for "
-        f"{found.stops} conditionals"
+        f"CUDA graphs: a turn of the loop launches {_counts(graphs.launches)}; the host waits for "
+        f"{graphs.stops} conditionals"
     )
 
 
@@ -178,11 +178,11 @@ def _temporaries(report: CompiledReport) -> str:
     alike: Counter[tuple[str, str]] = Counter()
     for one in report.temporaries[:_LISTED]:
         alike[one.shape, one.line] += 1
-    found = (
+    temporaries = (
         f"{count} x {shape} ({readable_bytes(count * shape_bytes(shape))}, {line or 'no line'})"
         for (shape, line), count in list(alike.items())[:_SHOWN]
     )
-    return f"largest temporaries at the peak: {', '.join(found) or 'unknown'}"
+    return f"largest temporaries at the peak: {', '.join(temporaries) or 'unknown'}"
 
 
 def _seconds(report: CompiledReport) -> str:

@@ -148,7 +148,7 @@ def _attention_flops(one: Instruction, operands: list[str]) -> float:
 
 def _peak_flops(operands: list[str], sheet: Device) -> float:
     """Return the peak FLOP/s for the operands' dtypes; float32 runs as TF32, at half the rate."""
-    dtypes = [found[1] for found in map(_DTYPE.match, operands[:2]) if found]
+    dtypes = [match[1] for match in map(_DTYPE.match, operands[:2]) if match]
     if any(dtype.startswith("f8") for dtype in dtypes) and sheet.fp8:
         return sheet.fp8
     return sheet.flops / (2 if "f32" in dtypes else 1)

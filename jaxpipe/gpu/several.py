@@ -37,16 +37,16 @@ def load_requests(
     Raises `ConfigError` for an invalid combination.
     """
     replicas = ["parallel.dp=-1"] if len(devices) > 1 else []
-    found = []
+    requests = []
     for count in devices or (None,):
         for schedule in schedules or (None,):
             named = [f"parallel.schedule={schedule}"] if schedule else []
             config = configs.load(path, [*overrides, *replicas, *named])
             check_settings(config)
-            found += [
+            requests += [
                 CardRequest(card, resolve(config, _devices(card, count, memory))) for card in cards
             ]
-    return found
+    return requests
 
 
 def _devices(card: str, count: int | None, memory: float | None) -> Devices:

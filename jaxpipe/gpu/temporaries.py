@@ -152,7 +152,7 @@ class SourceLines:
         """Return the innermost source line in the project of an instruction; "" if unknown."""
         if source := _SOURCE.search(one.rest):
             return _within(source[1], int(source[2]))
-        frame = int(found[1]) if (found := _FRAME.search(one.rest)) else 0
+        frame = int(match[1]) if (match := _FRAME.search(one.rest)) else 0
         while frame in self._frames:
             row = self._frames[frame]
             place = self._locations.get(row.get("file_location_id", 0), {})

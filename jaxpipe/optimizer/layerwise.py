@@ -95,16 +95,16 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
     """
     known = {_name(path) for path, _ in jax.tree.leaves_with_path(params)}
 
-    def traced(function: Callable[..., Tree], *given: Tree) -> Tree:
+    def traced(function: Callable[..., Tree], *arguments: Tree) -> Tree:
         try:
-            jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*given)
+            jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
         except Exception as error:  # whatever the user's function raises
             raise ConfigError(
                 f"optimizer.name={name!r} fails on the parameters of this model "
                 f"({type(error).__name__}: {first_line(error)}): an optimizer has init(params) and "
                 f"update(gradients, state, params)."
             ) from error
-        inputs, outputs = _owners(given, known), _owners(result, known)
+        inputs, outputs = _owners(arguments, known), _owners(result, known)
         for owner in dict.fromkeys(outputs):
             used = used_inputs(jaxpr, [other == owner for other in outputs])
             read = {other for other, reads in zip(inputs, used) if reads} - {owner, None}

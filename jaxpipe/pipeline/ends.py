@@ -136,8 +136,8 @@ class EmbedHead(ABC):
         if self.split is None:
             return self.head.function(self.step.embed_head, y, rows), y, totals
         context = self._context(rows)
-        output, kept = self.split.forward(None, y, context)
-        dy, used = self.split.backward(None, context, kept, self._seed(output.y))
+        output, residuals = self.split.forward(None, y, context)
+        dy, used = self.split.backward(None, context, residuals, self._seed(output.y))
         return output.y, dy.value, add_gradients(totals, used.embed_head)
 
     def _context(self, rows: Tree) -> Context:
@@ -202,9 +202,9 @@ class EndStageEmbedHead(EmbedHead):
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
         context = self._context(rows)
-        output, kept = self.split.forward(None, carry.y, context)
-        dy, used, stash = self.split.backward_input(None, context, kept, self._seed(output.y))
-        ring = buffers.write(carry.head_ring, (kept.for_w, stash), row.head_write)
+        output, residuals = self.split.forward(None, carry.y, context)
+        dy, used, stash = self.split.backward_input(None, context, residuals, self._seed(output.y))
+        ring = buffers.write(carry.head_ring, (residuals.for_w, stash), row.head_write)
         totals = add_gradients(carry.embed_head_gradients, used.embed_head)
         return output.y, dy.value, totals, ring
 

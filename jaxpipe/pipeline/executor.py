@@ -307,6 +307,6 @@ def loss_and_gradients(
     23.492 (2, 4, 4)
     """
     pipeline = Pipeline(functions, schedule, mesh, **options)
-    made = pipeline.step(params, batch)
-    added = 0 if made.aux_losses is None else made.aux_losses.sum()
-    return made.losses.sum() + added, made.gradients
+    output = pipeline.step(params, batch)
+    added = 0 if output.aux_losses is None else output.aux_losses.sum()
+    return output.losses.sum() + added, output.gradients

@@ -64,8 +64,8 @@ def trace_labelled(function: Callable[..., Tree], *args: Tree) -> Labelled:
 
 def unrounded(jaxpr: Jaxpr, outputs: Tree) -> Tree:
     """Replace every output that is only a rounded wider float by that float."""
-    made = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if _rounds(eqn)}
-    return jax.tree.map(lambda var: made.get(var, var) if isinstance(var, Var) else var, outputs)
+    wider = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if _rounds(eqn)}
+    return jax.tree.map(lambda var: wider.get(var, var) if isinstance(var, Var) else var, outputs)
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
@@ -105,12 +105,12 @@ def equations_to(
 ) -> list[JaxprEqn]:
     """Return, in order, the equations that `outputs` and `effects` need, given `known`."""
     wanted = {var for var in outputs if isinstance(var, Var) and var not in known}
-    found = []
+    equations = []
     for eqn in reversed(jaxpr.eqns):
         if wanted.intersection(eqn.outvars) or any(eqn is one for one in effects):
-            found.append(eqn)
+            equations.append(eqn)
             wanted.update(var for var in variables_in(eqn) if var not in known)
-    return found[::-1]
+    return equations[::-1]
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
@@ -130,11 +130,11 @@ def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
 
 def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
     """Return `sources` and every variable computed from them."""
-    found = set(sources)
+    reached = set(sources)
     for eqn in jaxpr.eqns:
-        if found.intersection(variables_in(eqn)):
-            found.update(eqn.outvars)
-    return found
+        if reached.intersection(variables_in(eqn)):
+            reached.update(eqn.outvars)
+    return reached
 
 
 def variables_in(eqn: JaxprEqn) -> list[Var]:
@@ -158,12 +158,12 @@ def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[
         if eqn.primitive in _WITH_BODIES:
             bodies = {name: _with_wide_sums(param) for name, param in eqn.params.items()}
             eqn = eqn.replace(params=bodies)
-        made = eqn.outvars[0] if eqn.outvars else None
-        if (eqn.primitive in _SUMS and _is_narrow(made.aval)) or (
+        result = eqn.outvars[0] if eqn.outvars else None
+        if (eqn.primitive in _SUMS and _is_narrow(result.aval)) or (
             eqn.primitive in _RESHAPES and not sums.keys().isdisjoint(variables_in(eqn))
         ):
-            sums[made] = _in_float32(eqn, values | sums)
-            values[made] = sums[made].astype(made.aval.dtype)
+            sums[result] = _in_float32(eqn, values | sums)
+            values[result] = sums[result].astype(result.aval.dtype)
         else:
             bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]

@@ -127,10 +127,10 @@ def _least(like: Any) -> jax.Array:
     return jnp.full(like.shape, -jnp.inf if inexact else jnp.iinfo(like.dtype).min, like.dtype)
 
 
-def _check_alike(kind: str, what: str, got: Tree, other: str, want: Tree) -> None:
-    if _types(got) != _types(want):
+def _check_alike(kind: str, what: str, value: Tree, other: str, want: Tree) -> None:
+    if _types(value) != _types(want):
         raise ValueError(
-            f"the layers of kind {kind!r} make {what} as {_types(got)} where {other} is "
+            f"the layers of kind {kind!r} make {what} as {_types(value)} where {other} is "
             f"{_types(want)}: stages hand on what they take; make both alike in shape and dtype."
         )
 

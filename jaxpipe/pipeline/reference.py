@@ -104,7 +104,7 @@ def step_ref(
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         losses, aux, sides, outputs, states = [], [], [], [], [None] * len(kinds)
         for rows, of_layers in zip(sequence, seen):
-            made = []
+            layer_aux = []
             x, more = functions.embed(params["embed_head"], rows), None
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
@@ -115,8 +115,8 @@ def step_ref(
                 x, states[index], side = kind.layer(layer, x, context)
                 if side.loss is not None:
                     more = side.loss if more is None else more + side.loss
-                made.append(side)
-            sides.append(reduce(_joined, made, Aux()))
+                layer_aux.append(side)
+            sides.append(reduce(_joined, layer_aux, Aux()))
             if functions.outputs is not None:
                 outputs.append(functions.outputs(params["embed_head"], x, rows))
             loss = functions.head(params["embed_head"], x, rows)

@@ -57,10 +57,10 @@ class EmbedHeadFunction:
             _, pull = jax.vjp(function, select(self.used, shared))
             return pull(dx)[0]
 
-        given = shared, rows, dx
-        closed, inputs, outputs = trace_labelled(pulled, *given)
+        arguments = shared, rows, dx
+        closed, inputs, outputs = trace_labelled(pulled, *arguments)
         known = dict(zip(closed.jaxpr.constvars, closed.consts))
-        known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(given)))
+        known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments)))
         return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, outputs))
 
     def reset(self, total: Tree, anew: jax.Array) -> Tree:

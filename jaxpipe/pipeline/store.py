@@ -124,8 +124,8 @@ class RingStore:
     ) -> tuple[jax.Array, ...]:
         """Return `rings` with poison in one slot of a use."""
         forms = tuple(self.lengths)
-        found = (forms[place.ring] for place in self.positions[use])
-        values = tuple(buffers.poisoned(form.shape, form.dtype) for form in found)
+        of_use = (forms[place.ring] for place in self.positions[use])
+        values = tuple(buffers.poisoned(form.shape, form.dtype) for form in of_use)
         return self.write(rings, use, values, slot)
 
 

@@ -143,8 +143,8 @@ class DeviceWork:
         """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
-            given, before = self._given_forward(carry, row)
-            return self._forward_made(carry, row, self.chunks[chunk].forward(given, before))
+            inputs, before = self._given_forward(carry, row)
+            return self._forward_made(carry, row, self.chunks[chunk].forward(inputs, before))
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
@@ -156,15 +156,15 @@ class DeviceWork:
             return plan.read(plan.with_written(carry.rings[ring], op, part), row, op)
 
         def run() -> BackwardOutputs:
-            given, before = self._given_gradient(carry, row, op, chunk)
+            inputs, before = self._given_gradient(carry, row, op, chunk)
             if self.closing:
-                return self.chunks[chunk].last_gradient(op, given, before, kept, runs)
-            return self.chunks[chunk].gradient(op, given, before, kept, in_turn=True)
+                return self.chunks[chunk].last_gradient(op, inputs, before, kept, runs)
+            return self.chunks[chunk].gradient(op, inputs, before, kept, in_turn=True)
 
         if self.closing:
             return self._with_gradient(carry, op, chunk, run())
-        made = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
-        return self._with_gradient(carry, op, chunk, made)
+        outputs = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
+        return self._with_gradient(carry, op, chunk, outputs)
 
     def _pair(
         self,
@@ -184,11 +184,13 @@ class DeviceWork:
         ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
 
         def run() -> tuple[Any, BackwardOutputs]:
-            given, x = self._given_forward(carry, row)
+            inputs, x = self._given_forward(carry, row)
             behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
             layers = back.gradient_layers(pair.op, behind, lambda ring, _: read[ring])
-            made, gradients = run_paired(ahead.forward_layers(given), x, layers, dy, ahead.hooks)
-            return self._forward_made(carry, row, made), gradients
+            outputs, gradients = run_paired(
+                ahead.forward_layers(inputs), x, layers, dy, ahead.hooks
+            )
+            return self._forward_made(carry, row, outputs), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
         carry = self._with_forward(carry, *forward)
@@ -219,12 +221,12 @@ class DeviceWork:
         return self._given(row, rows), before._replace(y=x)
 
     def _forward_made(
-        self, carry: Carry, row: TableRow, made: ForwardOutputs
+        self, carry: Carry, row: TableRow, outputs: ForwardOutputs
     ) -> tuple[ForwardOutputs, jax.Array | None]:
         losses = carry.aux_losses
         if losses is not None:
-            losses = self.step.aux.recorded(losses, made.loss, row.forward_mb)
-        return made._replace(loss=None), losses
+            losses = self.step.aux.recorded(losses, outputs.loss, row.forward_mb)
+        return outputs._replace(loss=None), losses
 
     def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
         step = self.step
@@ -253,9 +255,11 @@ class DeviceWork:
         )  # fmt: skip
         return x, rows
 
-    def _with_forward(self, carry: Carry, made: ForwardOutputs, losses: jax.Array | None) -> Carry:
-        rings = self._after(carry, Op.F, made.rings)
-        return carry._replace(y=made.y, rings=rings, aux=made.aux, aux_losses=losses)
+    def _with_forward(
+        self, carry: Carry, outputs: ForwardOutputs, losses: jax.Array | None
+    ) -> Carry:
+        rings = self._after(carry, Op.F, outputs.rings)
+        return carry._replace(y=outputs.y, rings=rings, aux=outputs.aux, aux_losses=losses)
 
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
         """Return the state that a gradient action updates."""
@@ -272,14 +276,17 @@ class DeviceWork:
         shared = self.step.tables.lockstep.vocab_parallel
         return "read_gradients" if shared else "embed_head_gradients"
 
-    def _with_gradient(self, carry: Carry, op: Op, chunk: int, made: BackwardOutputs) -> Carry:
+    def _with_gradient(self, carry: Carry, op: Op, chunk: int, outputs: BackwardOutputs) -> Carry:
         gradients = list(carry.layer_gradients)
-        gradients[chunk] = made.grad_sums
-        rings = self._after(carry, op, made.rings)
+        gradients[chunk] = outputs.grad_sums
+        rings = self._after(carry, op, outputs.rings)
         if self.chunks[chunk].reads_embed_head:
-            carry = carry._replace(**{self._read_sums: made.read_sums})
+            carry = carry._replace(**{self._read_sums: outputs.read_sums})
         return carry._replace(
-            dx=made.dx, rings=rings, layer_gradients=tuple(gradients), statistics=made.statistics
+            dx=outputs.dx,
+            rings=rings,
+            layer_gradients=tuple(gradients),
+            statistics=outputs.statistics,
         )
 
     def _parts(self, carry: Carry, op: Op) -> tuple[RingBuffers, ...]:

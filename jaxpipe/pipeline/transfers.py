@@ -79,7 +79,7 @@ class Transfers:
             sent = self._send(loads, row)
         return sent, inbox, row
 
-    def _loads(self, made: dict[str, Any], row: TableRow) -> list[jax.Array]:
+    def _loads(self, outputs: dict[str, Any], row: TableRow) -> list[jax.Array]:
         """Return the message of every lane; its content is arbitrary where no rank reads it.
 
         Messages in flight during the conds must not be the arrays that the conds write, or XLA
@@ -90,7 +90,7 @@ class Transfers:
         selects = lockstep.transfer_ticks == 2 or lockstep.turns > 1
         loads = []
         for index, lane in enumerate(self.tables.lanes):
-            load, *other = (made[kind] for kind in lane.kinds)
+            load, *other = (outputs[kind] for kind in lane.kinds)
             if other or selects:
                 nothing = jnp.full_like(load, jnp.nan if self.poison else 0)
                 load = lax.select_n(row.send[index], nothing, load, *other)

@@ -55,14 +55,14 @@ def advise(
 
 def _advise_on_copies(best: Estimate) -> str:
     """Sentence on a step's wait for host copies, and on how many layers' copies would hide."""
-    label, given, seconds = best.label, best.plan.config.train.offload_layers, best.plan.seconds
-    for layers in range(given - 1, -1, -1):
+    label, offloaded, seconds = best.label, best.plan.config.train.offload_layers, best.plan.seconds
+    for layers in range(offloaded - 1, -1, -1):
         fewer = replace(seconds, copies=replace(seconds.copies, layers=layers))
         if not estimate(best.plan, fewer).waiting:
             break
     return (
         f"{label}: compute waits for copies with the host {best.waiting / best.seconds:.1%} of "
-        f"the step (train.offload_layers={given}); those of {layers} layers would be hidden."
+        f"the step (train.offload_layers={offloaded}); those of {layers} layers would be hidden."
     )
 
 

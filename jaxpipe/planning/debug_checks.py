@@ -15,8 +15,8 @@ def check_debug(config: Config) -> None:
     `debug.print_messages` needs a `parallel.pp` above 1.
     """
     debug, pp = config.debug, config.parallel.pp
-    given = {"debug.ticks": debug.ticks, "debug.pp_ranks": debug.pp_ranks}
-    for name, values in given.items():
+    ranges = {"debug.ticks": debug.ticks, "debug.pp_ranks": debug.pp_ranks}
+    for name, values in ranges.items():
         if values and not debug.print_messages:
             raise ConfigError(
                 f"{name}={list(values)} says what debug.print_messages prints, but that is false: "

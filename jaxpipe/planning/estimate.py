@@ -128,12 +128,12 @@ def estimates(
     else:
         results = {variant: request(variant) for variant in every}
     refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
-    found = [
+    rows = [
         dataclasses.replace(results[v], configured=v == every[0])
         for v in every
         if v.label not in refused
     ]
-    return found, refused
+    return rows, refused
 
 
 def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:

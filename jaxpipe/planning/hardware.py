@@ -275,8 +275,8 @@ def measured_seconds(config: Config) -> OpSeconds | None:
         return None
 
     def read() -> str:
-        found = read_own(config) if costs == "measure" else read_measured(Path(costs))
-        return msgspec.json.encode(found).decode()
+        seconds = read_own(config) if costs == "measure" else read_measured(Path(costs))
+        return msgspec.json.encode(seconds).decode()
 
     return msgspec.json.decode(processes.from_first("costs", read), type=OpSeconds | None)
 
@@ -313,8 +313,8 @@ def write_own(config: Config, seconds: OpSeconds) -> None:
     """Store measured seconds with the run, for every later start; may raise `OSError`."""
     path = own_costs(config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"of": _sizes(config), "seconds": msgspec.to_builtins(seconds)}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    content = {"of": _sizes(config), "seconds": msgspec.to_builtins(seconds)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _sizes(config: Config) -> str:

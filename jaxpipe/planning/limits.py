@@ -95,8 +95,8 @@ def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]
             f"device from F to B, and with train.offload_layers={config.train.offload_layers} all "
             f"of it waits on the host: use fewer layers, or no limit."
         )
-    kept = -memory.W / unit
-    return unit, MemoryCosts(F=1.0, B=kept - 1, W=-kept, state=memory.state / unit)
+    for_w = -memory.W / unit
+    return unit, MemoryCosts(F=1.0, B=for_w - 1, W=-for_w, state=memory.state / unit)
 
 
 def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:

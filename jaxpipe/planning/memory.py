@@ -149,11 +149,11 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
     from jaxpipe.pipeline.store import ring_lengths
 
     waits = kind.waits
-    kept = Residuals(waits["for_b"], waits["for_w"])
+    residuals = Residuals(waits["for_b"], waits["for_w"])
     with_residuals, rest = (
         sum(length * size_of([value])
             for value, length in ring_lengths(uses, tables.rank_slots).items())
-        for uses in values_by_use(kept, waits["stash"], separate=bool(tables.pairs) or on_host)
+        for uses in values_by_use(residuals, waits["stash"], separate=bool(tables.pairs) or on_host)
     )  # fmt: skip
     return RingBytes(rest, with_residuals) if on_host else RingBytes(with_residuals + rest, 0)
 

@@ -15,10 +15,10 @@ def _check_weights(config: Config) -> None:
     weights = parallel.input_weight, parallel.output_weight
     pinned = parallel.first_stage_layers or parallel.last_stage_layers
     if weights != (1, 1) and (pinned or parallel.layer_split != "weighted"):
-        given = f"{parallel.layer_split!r}{' with pinned layers' if pinned else ''}"
+        split = f"{parallel.layer_split!r}{' with pinned layers' if pinned else ''}"
         raise ConfigError(
             f"parallel.input_weight={weights[0]} and parallel.output_weight={weights[1]} count "
-            f"only with parallel.layer_split='weighted' and no pinned layers, but it is {given}: "
+            f"only with parallel.layer_split='weighted' and no pinned layers, but it is {split}: "
             f"set it, or leave the weights out."
         )
 

@@ -46,12 +46,12 @@ def rules() -> list[tuple[str, str]]:
     A rule is a paragraph of a check's docstring that begins with a setting, which gives the
     section.
     """
-    found: dict[str, list[str]] = {}
+    by_section: dict[str, list[str]] = {}
     for check in RULES:
         for paragraph in (inspect.getdoc(check) or "").split("\n\n"):
             if setting := re.match(r"`(\w+)\.", paragraph):
-                found.setdefault(setting[1], []).append(" ".join(paragraph.split()))
-    return [(section, rule) for section, of_it in found.items() for rule in of_it]
+                by_section.setdefault(setting[1], []).append(" ".join(paragraph.split()))
+    return [(section, rule) for section, of_it in by_section.items() for rule in of_it]
 
 
 def rules_table() -> str:

@@ -23,11 +23,11 @@ def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
     kind_of(optimizer.name)
     if is_custom(optimizer.name):
-        made = load_custom(optimizer, learning_rate(optimizer, config.train.steps))
+        custom = load_custom(optimizer, learning_rate(optimizer, config.train.steps))
         costs = costs_of(config)
         layers = tuple(kind.parameters.shapes for kind in costs.kinds.values())
         params = {"embed_head": costs.ends.shapes, "layers": layers}
-        check_independent(optimizer.name, made, params)
+        check_independent(optimizer.name, custom, params)
     if optimizer.muon_lr and optimizer.name != "muon":
         raise ConfigError(
             f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
@@ -138,8 +138,8 @@ def _check_log(config: Config) -> None:
         ("prometheus_port", log.prometheus_port, "prometheus_client"),
     ):
         # A folder named wandb, such as wandb writes its logs to, is also found, but has no origin.
-        found = find_spec(package) if value else None
-        if value and (found is None or found.origin is None):
+        spec = find_spec(package) if value else None
+        if value and (spec is None or spec.origin is None):
             raise ConfigError(
                 f"log.{name}={value!r} needs the package {package}, which is not installed: pip "
                 f"install {package}, or leave log.{name} out."

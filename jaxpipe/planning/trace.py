@@ -184,13 +184,15 @@ def _layer_costs(
 ) -> LayerCosts:  # fmt: skip
     """Costs of a layer for an average sequence slice, which half of the other slices precede."""
     split: LayerSplit = run.split
-    kept, dloss = split.residuals, run.output.aux.loss
+    residuals, dloss = split.residuals, run.output.aux.loss
     dy = Cotangent(x, inexact(run.state), dloss)
     before = (parallel.slices - 1) / 2
     ops = {
         "F": jax.make_jaxpr(split.forward)(params, x, context),
-        "B": jax.make_jaxpr(split.backward_input)(params, context, kept, dy),
-        "W": jax.make_jaxpr(split.backward_weight)(params, context, kept.for_w, split.stash, dloss),
+        "B": jax.make_jaxpr(split.backward_input)(params, context, residuals, dy),
+        "W": jax.make_jaxpr(split.backward_weight)(
+            params, context, residuals.for_w, split.stash, dloss
+        ),
     }
 
     def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
@@ -204,7 +206,7 @@ def _layer_costs(
         exchanged=sent((EP,), parallel.ep),
         shared=sent(ZERO_AXES, parallel.cp),
         turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
-        waits={"for_b": kept.for_b, "for_w": kept.for_w, "stash": split.stash},
+        waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,
     )

@@ -167,10 +167,10 @@ class _Problem:
                 every = sorted({*edges, stage, stage + 1})
                 after = tuple(edge for edge in every if edge in missing or edge - 1 in missing)
                 own = {stage: -2, stage + 1: -1}
-                kept = tuple(edges.index(e) if e in edges else own[e] for e in after)
+                sources = tuple(edges.index(e) if e in edges else own[e] for e in after)
                 ranks, completes = len(self.groups) - done, stage == list(group)[-1]
                 steps.append(
-                    _Step(stage, times, edges, is_open, gap, after, kept, ranks, completes)
+                    _Step(stage, times, edges, is_open, gap, after, sources, ranks, completes)
                 )
                 edges = after
         return steps
@@ -275,14 +275,14 @@ class _Problem:
             if is_open
         )
 
-    def _keep_best(self, step: _Step, found: dict[_State, _Chosen]) -> dict[_State, _Chosen]:
+    def _keep_best(self, step: _Step, states: dict[_State, _Chosen]) -> dict[_State, _Chosen]:
         """Return the states whose largest stage, chosen or to come, is smallest, if many."""
-        if len(found) <= _WIDTH:
-            return found
+        if len(states) <= _WIDTH:
+            return states
 
         def largest(state: _State) -> tuple[int, _State]:
             known = [(edge, self.sums[at]) for edge, at in zip(step.after, state.layers)]
             means = ((cost - start) // (b - a) for (a, start), (b, cost) in pairwise(known))
-            return max(found[state].largest, *means), state
+            return max(states[state].largest, *means), state
 
-        return {state: found[state] for state in heapq.nsmallest(_WIDTH, found, key=largest)}
+        return {state: states[state] for state in heapq.nsmallest(_WIDTH, states, key=largest)}

@@ -91,7 +91,7 @@ class Replay:
         cells with the same ops on other ranks, relative to the planned times. Peers of a link are
         the other links. Links are compared only where a permute does not synchronize all ranks.
         """
-        found = []
+        losses = []
         for replica in sorted({replica for _, replica in measured}):
             ranks = [measured[rank, replica] for rank in range(self.schedule.pp)]
             links = self._links(ranks)
@@ -112,13 +112,13 @@ class Replay:
                 main = max(costs, key=lambda cause: (cause != ALL) * costs[cause])
                 cause = main if costs[main] > _MAIN_SHARE * costs[ALL] else ALL
                 if costs[cause] > 0:
-                    found.append(LostTime(costs[cause], rank, replica, cause))
+                    losses.append(LostTime(costs[cause], rank, replica, cause))
             for pair, seconds in links.items():
                 others = [other for at, other in links.items() if at != pair]
                 if others and seconds > (expected := median(others)):
                     lost = takes - self._seconds(compute, links | {pair: expected})
-                    found.append(LostTime(lost, min(pair), replica, LINK))
-        return sorted(found, key=lambda lost: -lost.seconds)
+                    losses.append(LostTime(lost, min(pair), replica, LINK))
+        return sorted(losses, key=lambda lost: -lost.seconds)
 
     def late_start(self, rank: int, seconds: float, step_seconds: float) -> float:
         """Return the time that a step of `step_seconds` loses if a rank starts `seconds` late."""

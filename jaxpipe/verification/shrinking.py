@@ -122,8 +122,8 @@ def _smaller_split(
     first, last = parallel.first_stage_layers > 0, parallel.last_stage_layers > 0
     if isinstance(parallel.layer_split, tuple):
         least = min(counts)
-        kept = [counts[i * len(counts) // stages] for i in range(stages)]
-        split = [1 + (count > least) for count in kept]
+        fewer = [counts[i * len(counts) // stages] for i in range(stages)]
+        split = [1 + (count > least) for count in fewer]
         split[-1] += max(layers - sum(split), 0)
         sizes["layer_split"], layers = tuple(split), sum(split)
     elif (first or last) and stages > first + last:

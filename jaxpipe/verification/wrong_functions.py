@@ -20,7 +20,7 @@ ChangeInputs = Callable[[Tree, Context], tuple[Tree, Context]]
 def divide_losses(functions: StageFunctions, config: Config) -> StageFunctions:
     """Losses are divided by M, though their terms are counted already."""
     count = config.train.grad_accum_steps
-    return replace(functions, head=lambda *given: functions.head(*given) / count)
+    return replace(functions, head=lambda *arguments: functions.head(*arguments) / count)
 
 
 def count_ignored(functions: StageFunctions, config: Config) -> StageFunctions:

@@ -24,7 +24,7 @@ def seen_in(functions, schedule="1f1b", policy="none", trains=True):
     built = build(schedule, pp=2, microbatches=MICROBATCHES)
     layout = StageLayout((LAYERS // built.stages,) * built.stages, built.placement)
     params = {"embed_head": shared, "layers": layout.stack(layers)}
-    batch = toy_batch(jax.random.key(1), MICROBATCHES, 2)
+    batch = toy_batch(1, MICROBATCHES, 2)
     mesh = make_mesh(2, devices=jax.devices()[:2])
     how = Execution(remat=policy)
     pipeline = Pipeline(functions, built, mesh, layout.layers_per_stage, how)

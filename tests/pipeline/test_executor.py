@@ -25,7 +25,7 @@ def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **ex
     """Return `(losses, gradients)` of the pipeline and of the reference, stage-stacked."""
     pp, layout = schedule.pp, StageLayout(tuple(counts), schedule.placement)
     shared, layers = toy_params(jax.random.key(key), layout.layers, dtype)
-    batch = toy_batch(jax.random.key(key + 1), schedule.microbatches, 2 * dp, ignore)
+    batch = toy_batch(key + 1, schedule.microbatches, 2 * dp, ignore)
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
     params = {"embed_head": shared, "layers": layout.stack(layers)}
@@ -146,7 +146,7 @@ def test_ignored_tokens(ignore):
 
 def test_no_valid_token_at_all():
     shared, layers = toy_params(jax.random.key(0), 2)
-    batch = toy_batch(jax.random.key(1), 2, 2)
+    batch = toy_batch(1, 2, 2)
     batch["targets"] = jnp.full_like(batch["targets"], -100)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     mesh = make_mesh(2, devices=jax.devices()[:2])
@@ -205,7 +205,7 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     counts = uneven(schedule.stages)
     layout = StageLayout(tuple(counts), schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers)
-    batch = toy_batch(jax.random.key(1), schedule.microbatches, 4)
+    batch = toy_batch(1, schedule.microbatches, 4)
     mesh = make_mesh(4, 2, devices=jax.devices())
     execution = Execution(Lockstep(transfer_ticks))
     pipeline = Pipeline(TOY, schedule, mesh, counts, execution)
@@ -222,7 +222,7 @@ def test_forward_only_holds_nothing_and_so_has_no_limit():
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(Lockstep(in_flight=3)))
     shared, layers = toy_params(jax.random.key(0), 2)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
-    batch = toy_batch(jax.random.key(1), 4, 2)
+    batch = toy_batch(1, 4, 2)
     losses = jax.jit(pipeline.losses)(params, batch)
     want, _ = losses_and_gradients_ref(TOY, shared, layers, batch)
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)

@@ -53,7 +53,7 @@ def pipeline_of(name, counts, hook, pp=2, **execution):
     model = replace(TOY, kinds=LayerKind(layer, pair=hook))
     layout = StageLayout(tuple(counts(schedule.stages)), schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers, jnp.float64)
-    batch = toy_batch(jax.random.key(1), schedule.microbatches, 2)
+    batch = toy_batch(1, schedule.microbatches, 2)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     how = Execution(PAIRED, **execution)
     pipeline = Pipeline(model, schedule, mesh, layout.layers_per_stage, how)
@@ -176,7 +176,7 @@ def test_a_half_without_points_is_not_divided():
 def one_layer(remat, *, named=True):
     """Return the split layer, and its parameters, x and context."""
     shared, (params,) = toy_params(jax.random.key(0), 1)
-    rows = jax.tree.map(lambda leaf: leaf[0], toy_batch(jax.random.key(1), 1, 2))
+    rows = jax.tree.map(lambda leaf: leaf[0], toy_batch(1, 1, 2))
     given = params, TOY.embed(shared, rows), Context(rows)
     return split_layer(partial(layer, named=named), *given, POLICIES[remat]), given
 

@@ -53,7 +53,7 @@ def test_no_ring_is_copied_in_the_loop(name):
     tables = lower(schedule)
     # Every message, residual and W stash of the toy layer is [examples, length, ...].
     _, (layer, *_) = toy_params(jax.random.key(0), 1)
-    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, WIDE))
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(1, 1, WIDE))
     split = split_layer(KIND.layer, layer, jnp.zeros((WIDE, 6, 8)), Context(microbatch))
     uses, _ = values_by_use(split.residuals, split.stash, separate=False)
     lengths = ring_lengths(uses, tables.rank_slots)
@@ -114,7 +114,7 @@ def test_no_wasted_flops(name, remat, extra, defer_ends):
     trace, schedule = traced(name, pp, microbatches, lockstep=lockstep, remat=remat)
     tables = lower(schedule, lockstep)
     shared, layers = toy_params(jax.random.key(0), schedule.stages * LAYERS_EACH)
-    microbatch = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), microbatches, WIDE))
+    microbatch = jax.tree.map(lambda a: a[0], toy_batch(1, microbatches, WIDE))
 
     def loss(params):
         x = TOY.embed(params["embed_head"], microbatch)

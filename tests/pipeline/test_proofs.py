@@ -53,7 +53,7 @@ class Planted:
         counts = (1,) * schedule.stages
         layout = StageLayout(counts, schedule.placement)
         shared, layers = toy_params(jax.random.key(0), layout.layers, jnp.float64)
-        batch = toy_batch(jax.random.key(1), schedule.microbatches, 2)
+        batch = toy_batch(1, schedule.microbatches, 2)
         mesh = make_mesh(PP, devices=jax.devices()[:PP])
         execution = Execution(poison_bubbles=True)
         pipeline = Pipeline(TOY, schedule, mesh, counts, execution)

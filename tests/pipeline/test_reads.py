@@ -77,7 +77,7 @@ def check_toy(functions, schedule, dp=2, **execution):
         shared, layers = toy_params(jax.random.key(0), len(ORDER), float)
         if functions.head is not TOY.head:
             del shared["head"]
-        batch = toy_batch(jax.random.key(1), schedule.microbatches, 2 * dp)
+        batch = toy_batch(1, schedule.microbatches, 2 * dp)
         mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp])
         execution = Execution(**execution)
         pipeline = Pipeline(functions, schedule, mesh, layout.layers_per_stage, execution)
@@ -212,7 +212,7 @@ def test_replicas_that_share_sequences(lockstep):
 def test_their_matrices_gradients_are_in_w():
     """B has the products of the gradient at x alone, and the gradients of vectors."""
     shared, (params,) = toy_params(jax.random.key(0), 1)
-    rows = jax.tree.map(lambda a: a[0], toy_batch(jax.random.key(1), 1, 3))
+    rows = jax.tree.map(lambda a: a[0], toy_batch(1, 1, 3))
     x, context = jnp.ones((3, 6, WIDTH)), Context(rows, embed_head=shared)
     trained = is_trained({name: ParamSpec() for name in shared})
     kind = LayerKind(scores, reads=READS)

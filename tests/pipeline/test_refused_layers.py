@@ -23,7 +23,7 @@ def step(layer=None, losses=("loss",), **more):
     )
     shared, layers = toy_params(jax.random.key(0), 2)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
-    batch = toy_batch(jax.random.key(1), 2, 2)
+    batch = toy_batch(1, 2, 2)
     batch |= {name: batch[of] for name, of in more.items()}
     mesh = make_mesh(2, devices=jax.devices()[:2])
     pipeline = Pipeline(functions, build("1f1b", pp=2, microbatches=2), mesh)

@@ -20,7 +20,7 @@ def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none", 
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, layers = toy_params(jax.random.key(0), layout.layers)
     params = {"embed_head": shared, "layers": layout.stack(layers)}
-    batch = toy_batch(jax.random.key(1), microbatches, examples)
+    batch = toy_batch(1, microbatches, examples)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat, **execution))
     return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule

@@ -88,7 +88,7 @@ def trainer_of(*overrides, ep=1):
 
 def batch_at(position, microbatches, batch_size):
     """Return the toy's batch of the step that starts at `position`."""
-    batch = toy_batch(jax.random.key(position), microbatches, batch_size)
+    batch = toy_batch(position, microbatches, batch_size)
     return jax.tree.map(np.asarray, batch)
 
 

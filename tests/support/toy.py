@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.pipeline import LayerKind, LayerOutput, StageFunctions
 
@@ -59,22 +60,22 @@ def toy_params(key, layers, dtype=jnp.float32):
     ]
 
 
-def toy_batch(key, microbatches, examples, ignore="some"):
+def toy_batch(seed, microbatches, examples, ignore="some"):
     """Return rows `[M, B, L]`, no two examples alike, with some targets ignored.
 
     `ignore`: none, some (unevenly), or whole (one microbatch entirely).
     """
-    k_inputs, k_targets, k_mask, k_starts = jax.random.split(key, 4)
-    shape = (microbatches, examples, LENGTH)
-    starts = jax.random.permutation(k_starts, shape[0] * shape[1]).reshape(*shape[:2], 1)
-    targets = jax.random.randint(k_targets, shape, 0, VOCAB)
+    random = np.random.default_rng(seed)  # jax's would compile a program for every shape
+    shape, count = (microbatches, examples, LENGTH), microbatches * examples
+    targets = random.integers(VOCAB, size=shape)
     if ignore != "none":
-        chance = jnp.linspace(0.1, 0.8, shape[0] * shape[1]).reshape(*shape[:2], 1)
-        targets = jnp.where(jax.random.uniform(k_mask, shape) < chance, IGNORE, targets)
+        chance = np.linspace(0.1, 0.8, count).reshape(*shape[:2], 1)
+        targets = np.where(random.random(shape) < chance, IGNORE, targets)
     if ignore == "whole":
-        targets = targets.at[microbatches // 2].set(IGNORE)
-    return {
-        "inputs": jax.random.randint(k_inputs, shape, 0, VOCAB),
+        targets[microbatches // 2] = IGNORE
+    batch = {
+        "inputs": random.integers(VOCAB, size=shape),
         "targets": targets,
-        "positions": jnp.arange(LENGTH)[None, None] + starts,
+        "positions": np.arange(LENGTH) + random.permutation(count).reshape(*shape[:2], 1),
     }
+    return jax.tree.map(jnp.asarray, batch)

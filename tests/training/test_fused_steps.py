@@ -26,8 +26,8 @@ SIZES = [
 ]  # fmt: skip
 TWO = ["parallel.pp=2", "parallel.dp=1"]
 TWICE = ["parallel.schedule=zb_auto", "parallel.memory_limit=2p"]
-BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in range(STEPS)]
-# The norms of gradients are 0.61, 0.56, 0.55 and 0.60.
+# The norms of their gradients are 0.64, 0.52, 0.55 and 0.52.
+BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in (1, 0, 3, 4)]
 CLIPS_THE_FIRST, CLIPS_NONE = "optimizer.clip_norm=0.6", "optimizer.clip_norm=0.7"
 BROKEN = BATCHES[0] | {"positions": np.full_like(BATCHES[0]["positions"], -1)}
 
