@@ -130,6 +130,11 @@ class ParallelConfig(Section, kw_only=True):
         return self.slices * over_devices * (self.tp if self.sequence_parallel else 1)
 
     @property
+    def rows_per_sequence(self) -> int:
+        """Rows of microbatches that a sequence becomes: its slices x the replicas that share it."""
+        return self.slices * self.cp
+
+    @property
     def devices(self) -> int:
         """Number of devices of the mesh."""
         return self.pp * self.dp * self.tp
@@ -312,6 +317,11 @@ class Config(Section, Generic[Model], kw_only=True):
         parallel, train = self.parallel, self.train
         sequences = train.microbatch_size * parallel.dp // parallel.cp
         return {"microbatches": train.grad_accum_steps, "batch_size": sequences}
+
+    @property
+    def scheduled_microbatches(self) -> int:
+        """Microbatches of a step as schedules count them: every sequence slice is one."""
+        return self.train.grad_accum_steps * self.parallel.slices
 
     @property
     def tokens_per_step(self) -> int:

@@ -213,7 +213,7 @@ def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
     if parallel.rings:
         model, train = config.model, config.train
         whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
-        parts = parallel.slices * parallel.cp * parallel.tp
+        parts = parallel.rows_per_sequence * parallel.tp
         tokens = train.microbatch_size * train.seq_len / parts
         others = (parallel.ring - 1) / parallel.ring
         # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.

@@ -103,9 +103,9 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
 
 def logits_of(config: Config) -> int:
     """Number of logits that a device computes at once, of a microbatch, slice or loss chunk."""
-    parallel, train = config.parallel, config.train
-    rows = train.microbatch_size * train.seq_len // (parallel.slices * parallel.cp)
-    return rows // train.loss_chunks * _vocabulary(config)
+    train = config.train
+    tokens = train.microbatch_size * train.seq_len // config.parallel.rows_per_sequence
+    return tokens // train.loss_chunks * _vocabulary(config)
 
 
 def _vocabulary(config: Config) -> int:

@@ -132,7 +132,7 @@ def _check_batch(config: Config) -> None:
             f"2^31 - 1, as far as its targets are counted: make one of them smaller."
         )
     stages = parallel.pp * max(parallel.virtual_stages, 1)
-    forwards = train.grad_accum_steps * parallel.slices * stages * train.fused_steps
+    forwards = config.scheduled_microbatches * stages * train.fused_steps
     if forwards > _MOST_FORWARDS:
         raise ConfigError(
             f"train.grad_accum_steps={train.grad_accum_steps} x parallel.slices={parallel.slices} "
@@ -151,7 +151,7 @@ def _check_filling(config: Config) -> None:
     parallel, microbatches = config.parallel, config.train.grad_accum_steps
     slices = parallel.slices
     may_underfill = find_family(parallel.schedule).may_underfill or parallel.allow_underfilled
-    if microbatches * slices < parallel.pp and not may_underfill:
+    if config.scheduled_microbatches < parallel.pp and not may_underfill:
         cut = f" of parallel.slices={slices}" if slices > 1 else ""
         raise ConfigError(
             f"train.grad_accum_steps={microbatches}{cut} cannot fill parallel.pp={parallel.pp} "

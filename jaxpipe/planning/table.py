@@ -193,8 +193,7 @@ def _traffic(config: Config) -> Iterator[str]:
                 continue
             ops = ", ".join(f"{size / 2**20:,.1f} in {op}" for op, size in sent.items())
             layers = costs.order.count(name) / parallel.pp
-            turns = config.train.grad_accum_steps * parallel.slices
-            step = sum(sent.values()) * layers * turns
+            step = sum(sent.values()) * layers * config.scheduled_microbatches
             yield (
                 f"{what}: MiB that a device sends for a layer and microbatch: {ops}; "
                 f"{step / _GIB:,.1f} GiB in a step."

@@ -214,8 +214,8 @@ def _layer_costs(
 
 def rows_of(config: Config, functions: StageFunctions) -> Tree:
     """Shapes of the batch rows of one microbatch or slice that one device reads."""
-    parallel, train = config.parallel, config.train
-    length = train.seq_len // (parallel.cp * parallel.slices)
+    train = config.train
+    length = train.seq_len // config.parallel.rows_per_sequence
     ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
     rows = {"inputs": ids, "targets": ids}
     reads = functions.batch_keys or ()

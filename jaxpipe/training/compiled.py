@@ -88,8 +88,8 @@ class CompiledSteps:
             return self._compiled_by_all(name, getattr(self._trainer, name), state, batch)
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
-        whole = length * parallel.slices * parallel.cp
         position.enter("compile")
+        whole = length * parallel.rows_per_sequence
         return self._ask(name, rows // parallel.slices, whole).result()
 
     def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:

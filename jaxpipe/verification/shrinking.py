@@ -135,7 +135,7 @@ def _smaller_split(
 def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
     """The settings of a step with short sequences, in float64."""
     chunks = min(train.loss_chunks, 2)
-    unit = math.lcm(parallel.sequence_shards, parallel.slices * parallel.cp * chunks)
+    unit = math.lcm(parallel.sequence_shards, parallel.rows_per_sequence * chunks)
     return replace(
         train,
         seq_len=unit * max(2, -(-_LENGTH // unit)),
