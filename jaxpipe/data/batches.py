@@ -135,8 +135,8 @@ class DataSplit:
     def _contents(self) -> Callable[[int, int], DocumentLengths]:
         def of(position: int, step: int) -> DocumentLengths:
             numbers = map(self._number_at, range(position, position + step))
-            found = list(map(self.samples.documents_of, numbers))
-            return DocumentLengths(step, max(map(sum, found)), np.concatenate(found))
+            documents = list(map(self.samples.documents_of, numbers))
+            return DocumentLengths(step, max(map(sum, documents)), np.concatenate(documents))
 
         return lru_cache(maxsize=128)(of)
 

@@ -239,10 +239,11 @@ def load_chat_template(name: str) -> ChatTemplate:
         sources = {path.stem: path.read_text("utf-8") for path in more}
         sources["default"] = file.read_text("utf-8")
     else:
-        found = read_json(file)["chat_template"]
-        found = [{"name": "default", "template": found}] if isinstance(found, str) else found
+        templates = read_json(file)["chat_template"]
+        if isinstance(templates, str):
+            templates = [{"name": "default", "template": templates}]
         try:
-            sources = {str(one["name"]): str(one["template"]) for one in found}
+            sources = {str(one["name"]): str(one["template"]) for one in templates}
         except (TypeError, KeyError):
             sources = {}
     if "default" not in sources:

@@ -44,15 +44,15 @@ def list_input_files(paths: Iterable[Path], output: Path | None = None) -> Input
         if not path.is_dir():
             files.append(path)
             continue
-        found = []
+        listed = []
         for file in sorted(path.rglob("*")):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
             written = output is not None and output.absolute() in file.absolute().parents
             if file.is_file() and not hidden and not written:
-                found.append(file)
-        records = [file for file in found if file_kind(file) != "text"]
-        files += records or found
-        beside += [file for file in found if records and file_kind(file) == "text"]
+                listed.append(file)
+        records = [file for file in listed if file_kind(file) != "text"]
+        files += records or listed
+        beside += [file for file in listed if records and file_kind(file) == "text"]
     if not files:
         raise ConfigError(f"there is no file in {', '.join(map(str, paths))}: give other inputs.")
     named = {*files}

@@ -247,18 +247,18 @@ def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
     names, field = schema.names, records.field
     if field:
         top, *inner = [field] if field in names else field.split(".")
-        found = schema.field(top).type if top in names else None
+        column = schema.field(top).type if top in names else None
         for name in inner:  # fields of nested structs
-            index = found.get_field_index(name) if hasattr(found, "get_field_index") else -1
-            found = found.field(index).type if index >= 0 else None
-        if found is None:
+            index = column.get_field_index(name) if hasattr(column, "get_field_index") else -1
+            column = column.field(index).type if index >= 0 else None
+        if column is None:
             return names  # the error for the missing field names the existing ones
-        if not hasattr(found, "value_field"):  # the field is no list, so it has no messages
+        if not hasattr(column, "value_field"):  # the field is no list, so it has no messages
             return [field]
     elif "text" in names and not any(name in names for name in MESSAGES):
         return [name for name in ("text", "prompt", "completion") if name in names]
-    kept = {field, field.split(".")[0]}
-    return [name for name in names if name in kept or name not in HARMLESS | records.ignored]
+    own = {field, field.split(".")[0]}
+    return [name for name in names if name in own or name not in HARMLESS | records.ignored]
 
 
 def _describe_place(part: FilePart, number: int) -> str:

@@ -163,9 +163,9 @@ class RecordConverter:
         self._check_lost(record, (*names, *(read & {"tools"})), "its messages")
         tools = _read_tools(record["tools"]) if has_tools else []
         self.chats += 1
-        found = [(one, counts) for part, counts in parts for one in _check_messages(part)]
+        chosen = [(one, counts) for part, counts in parts for one in _check_messages(part)]
         messages = []
-        for number, (one, counts) in enumerate(found, 1):
+        for number, (one, counts) in enumerate(chosen, 1):
             try:
                 messages.append(self._message(one, counts, read))
             except ValueError as error:

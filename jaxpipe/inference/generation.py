@@ -62,7 +62,7 @@ class Generator:
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
         cache = cached.empty_cache(len(prompts))
-        begin, made = 0, [[] for _ in prompts]
+        begin, generated = 0, [[] for _ in prompts]
         for length in _slices(min(lengths) - 1):
             part = tokens[:, begin : begin + length]
             cache = cached.read(self.loaded.params, self.loaded.variables, cache, part, begin)
@@ -80,10 +80,10 @@ class Generator:
                     continue
                 tokens[row, place + 1] = token
                 if row in running:
-                    made[row].append(token)
-                    if len(made[row]) == max_tokens or is_finished(row, made[row]):
+                    generated[row].append(token)
+                    if len(generated[row]) == max_tokens or is_finished(row, generated[row]):
                         running.remove(row)
-        return made
+        return generated
 
     def cached_model(self, tokens: int) -> "CachedModel":
         """The programs with a cache of so many tokens."""

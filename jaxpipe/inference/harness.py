@@ -105,15 +105,15 @@ class HarnessMethods:
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        made: dict[int, str] = {}
+        texts_by_index: dict[int, str] = {}
         for numbers in groups.values():
             settings = utils.normalize_gen_kwargs(requests[numbers[0]].args[1], _NEW_TOKENS)
             contexts = {number: requests[number].args[0] for number in numbers}
             for begin in range(0, len(numbers), _BATCH):
                 part = numbers[begin : begin + _BATCH]
                 texts = self._continue([contexts[number] for number in part], settings)
-                made |= zip(part, texts)
-        return [made[number] for number in range(len(requests))]
+                texts_by_index |= zip(part, texts)
+        return [texts_by_index[number] for number in range(len(requests))]
 
     def _continue(self, contexts: list[str], settings: dict[str, Any]) -> list[str]:
         """Return continuations with the harness's settings, cut at the first stop sequence."""
@@ -127,11 +127,11 @@ class HarnessMethods:
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         ends = self.serving.eos_token_ids
 
-        def text_of(made: list[int]) -> str:
-            return self.text.decode([token for token in made if token not in ends])
+        def text_of(tokens: list[int]) -> str:
+            return self.text.decode([token for token in tokens if token not in ends])
 
-        def is_finished(_: int, made: list[int]) -> bool:
-            return made[-1] in ends or any(stop in text_of(made) for stop in stops)
+        def is_finished(_: int, tokens: list[int]) -> bool:
+            return tokens[-1] in ends or any(stop in text_of(tokens) for stop in stops)
 
         sampling = Sampling(settings.get("temperature", 0.0), settings.get("top_p", 1.0))
         generator = self._generators.setdefault(sampling, Generator(self.loaded, sampling))

@@ -69,8 +69,8 @@ class Scorer:
             flat["inputs"][row, :length] = tokens[:-1]
             flat["targets"][row, :length] = tokens[1:]
             flat[REAL][row, :length] = 1
-        made = self._program(self.loaded.params, trainer.put(batch), self.loaded.variables)
-        logprobs, greedy = (self._in_order(np.asarray(array), shape) for array in made)
+        scores = self._program(self.loaded.params, trainer.put(batch), self.loaded.variables)
+        logprobs, greedy = (self._in_order(np.asarray(array), shape) for array in scores)
         return [
             SequenceScores(logprobs[row, :length].astype(np.float32), greedy[row, :length] > 0)
             for row, length in enumerate(lengths)

@@ -69,8 +69,8 @@ def inference_config(
 
     Raises `ConfigError` where a setting is wrong, or one of `[model]` would make another model.
     """
-    given = read_overrides(overrides)
-    for name in given.get("model", {}):
+    settings = read_overrides(overrides)
+    for name in settings.get("model", {}):
         if name not in _MAY_BE_SET:
             raise ConfigError(
                 f"model.{name} is given by the trained model: leave it out; of [model] only "

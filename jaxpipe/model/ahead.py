@@ -39,15 +39,15 @@ def rows_ahead(batch: Mapping[str, Any], depth: int) -> dict[str, np.ndarray]:
     >>> {name: rows.tolist() for name, rows in rows_ahead(batch, 1).items()}
     {'inputs_ahead_1': [[6, 7, 0, 0]], 'targets_ahead_1': [[7, -100, -100, -100]]}
     """
-    found = {}
+    rows = {}
     segments = batch.get("segments", np.zeros_like(batch["inputs"]))
     for k in range(1, depth + 1):
         reaches = _shifted(segments, k, -1) == segments
         reaches[..., -k:] = False
         for name, otherwise in (("inputs", 0), ("targets", IGNORE)):
             ahead = _shifted(batch[name], k, otherwise)
-            found[f"{name}_ahead_{k}"] = np.where(reaches, ahead, otherwise).astype(np.int32)
-    return found
+            rows[f"{name}_ahead_{k}"] = np.where(reaches, ahead, otherwise).astype(np.int32)
+    return rows
 
 
 def _shifted(rows: np.ndarray, places: int, otherwise: int) -> np.ndarray:

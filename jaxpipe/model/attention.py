@@ -125,8 +125,8 @@ class CausalAttention:
             return ring_attention(layout, *operands), past
         if self.kernel == "cudnn" and documents is not None:
             first = jnp.asarray(begin + sequence.start(length), jnp.int32)
-            found = shard_documents(documents, first, self.documents)
-            of_keys = *found, first, self.window, sink_H
+            own_documents = shard_documents(documents, first, self.documents)
+            of_keys = *own_documents, first, self.window, sink_H
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *of_keys), past
         mask_B1LS = None
         if self._gathers or past is not None:
@@ -145,8 +145,8 @@ class CausalAttention:
                 q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL, sink_H
             )
         else:
-            kept = masks.shares if masks.drops_shares else None
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, kept, sink_H)
+            dropout = masks.shares if masks.drops_shares else None
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, dropout, sink_H)
         return mixed_BLHK, past
 
     @property
@@ -235,11 +235,11 @@ def causal_attention(
 
 def grouped_attention(
     q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_B1LS: jax.Array,
-    kept: Callable[[jax.Array], jax.Array] | None = None, sink_H: jax.Array | None = None,
+    dropout: Callable[[jax.Array], jax.Array] | None = None, sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
 
-    `kept` applies dropout to the attention probabilities `[B, H, L, S]`; None: no dropout. `sink_H`
+    `dropout` is applied to the attention probabilities `[B, H, L, S]`; None: none. `sink_H`
     is the score of one more key of each head, whose value is 0.
 
     Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` computes float64 scores in
@@ -264,8 +264,8 @@ def grouped_attention(
     else:
         share_BGRLS = _softmax_with_sinks(score_BGRLS, sink_H.reshape(1, g, -1, 1, 1).astype(wide))
         share_BGMS = share_BGRLS.reshape(score_BGMS.shape)
-    if kept is not None:
-        share_BGMS = kept(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
+    if dropout is not None:
+        share_BGMS = dropout(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
     mixed_BGMK = jnp.einsum("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK)
     mixed_BLGRK = mixed_BGMK.reshape(*q_BGRLK.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     return mixed_BLGRK.reshape(b, length, h, -1).astype(dtype)

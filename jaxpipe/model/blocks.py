@@ -33,8 +33,8 @@ class AttentionOutput(NamedTuple):
         """Merge with the output over other keys."""
         whole_BLH = jnp.logaddexp(self.logsumexp_BLH, more.logsumexp_BLH)
         parts = (
-            made.mixed_BLHK * jnp.exp(made.logsumexp_BLH - whole_BLH)[..., None]
-            for made in (self, more)
+            part.mixed_BLHK * jnp.exp(part.logsumexp_BLH - whole_BLH)[..., None]
+            for part in (self, more)
         )
         return AttentionOutput(sum(parts), whole_BLH)
 
@@ -148,11 +148,11 @@ def block_gradients(
 ) -> BlockGradients:
     """A block's contribution to the gradients, for queries that have their output over all keys."""
     score_BGMS, (q_BGMK, k_BGSK, v_BGSK) = _scores(queries, keys, mask_B1LS)
-    groups, made, dmixed_BLHK = keys.k_BSGK.shape[2], queries.made, queries.dmixed_BLHK
+    groups, output, dmixed_BLHK = keys.k_BSGK.shape[2], queries.made, queries.dmixed_BLHK
     rows = lambda x: _to_rows(x, groups)  # noqa: E731
     dmixed_BGMK, wide = rows(dmixed_BLHK).astype(q_BGMK.dtype), score_BGMS.dtype
-    share_BGMS = jnp.exp(score_BGMS - rows(made.logsumexp_BLH[..., None]))
-    held_BLH1 = (made.mixed_BLHK.astype(wide) * dmixed_BLHK.astype(wide)).sum(-1, keepdims=True)
+    share_BGMS = jnp.exp(score_BGMS - rows(output.logsumexp_BLH[..., None]))
+    held_BLH1 = (output.mixed_BLHK.astype(wide) * dmixed_BLHK.astype(wide)).sum(-1, keepdims=True)
     dshare_BGMS = _product("bgmk,bgsk->bgms", dmixed_BGMK, v_BGSK)
     dscore_BGMS = share_BGMS * (dshare_BGMS - rows(held_BLH1)) * q_BGMK.shape[-1] ** -0.5
     dscore_BGMS, share_BGMS = (x.astype(q_BGMK.dtype) for x in (dscore_BGMS, share_BGMS))
@@ -168,18 +168,18 @@ def skip_unseen(op: BlockOp, queries: QueryBlock, keys: KeyBlock) -> Any:
     key_range, place_BS = queries.key_range, keys.place_BS
     if key_range.first_BL is None:
         return op(queries, keys, None)
-    made = lambda: op(queries, keys, key_range.mask(place_BS))  # noqa: E731
-    like = jax.eval_shape(made)
-    return lax.cond(key_range.ends_before(place_BS), lambda: _empty_result(like), made)
+    seen = lambda: op(queries, keys, key_range.mask(place_BS))  # noqa: E731
+    like = jax.eval_shape(seen)
+    return lax.cond(key_range.ends_before(place_BS), lambda: _empty_result(like), seen)
 
 
-def delay_residuals(kept: Any, dmixed_BLHK: jax.Array) -> Any:
+def delay_residuals(residuals: Any, dmixed_BLHK: jax.Array) -> Any:
     """Return the residuals of F behind a barrier that makes them depend on the output's gradient.
 
     Without the barrier, what B recomputes from residuals alone would not depend on the gradient,
     and would be computed in F and stored.
     """
-    return lax.optimization_barrier((kept, dmixed_BLHK))[0]
+    return lax.optimization_barrier((residuals, dmixed_BLHK))[0]
 
 
 def count_halvings(length: int) -> int:
@@ -216,49 +216,31 @@ class PlainBlocks:
     def causal(self, queries: QueryBlock, keys: KeyBlock) -> AttentionOutput:
         """Output of queries over their own tokens."""
         own, batch = _split_blocks((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
-        made = _join_blocks(attend_block(*own, own[0].key_range.mask(own[1].place_BS)), batch)
+        output = _join_blocks(attend_block(*own, own[0].key_range.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
             (_, later), (earlier, _) = (
                 _split_halves(queries, 2**level),
                 _split_halves(keys, 2**level),
             )
-            before, after = _split_halves(made, 2**level)
+            before, after = _split_halves(output, 2**level)
             after = after.merge(skip_unseen(attend_block, later, earlier))
-            made = _join_halves(before, after, batch)
-        return made
+            output = _join_halves(before, after, batch)
+        return output
 
     def causal_gradients(self, queries: QueryBlock, keys: KeyBlock) -> BlockGradients:
         """Gradients of attention over the queries' own tokens."""
         own, batch = _split_blocks((queries, keys), 2**self.depth), queries.q_BLHK.shape[0]
-        found = _join_blocks(block_gradients(*own, own[0].key_range.mask(own[1].place_BS)), batch)
+        joined = _join_blocks(block_gradients(*own, own[0].key_range.mask(own[1].place_BS)), batch)
         for level in reversed(range(self.depth)):
             (_, later), (earlier, _) = (
                 _split_halves(queries, 2**level),
                 _split_halves(keys, 2**level),
             )
             dq, dk, dv = skip_unseen(block_gradients, later, earlier)
-            before, after = _split_halves(found, 2**level)
+            before, after = _split_halves(joined, 2**level)
             before = before._replace(dk_BSGK=before.dk_BSGK + dk, dv_BSGK=before.dv_BSGK + dv)
-            found = _join_halves(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
-        return found
-
-
-def attention_ref(
-    queries: QueryBlock, keys: KeyBlock, sink_H: jax.Array | None = None
-) -> jax.Array:
-    """Reference implementation: all scores, masked, differentiated by jax; `[B, L, H, K]`.
-
-    A sink is the score of one more column, which is dropped after the softmax.
-    """
-    q_BLHK, copies = queries.q_BLHK, queries.q_BLHK.shape[2] // keys.k_BSGK.shape[2]
-    k_BSHK, v_BSHK = (jnp.repeat(x, copies, 2) for x in keys[:2])
-    score_BHLS = jnp.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK) * q_BLHK.shape[-1] ** -0.5
-    score_BHLS = jnp.where(queries.key_range.mask(keys.place_BS), score_BHLS, -jnp.inf)
-    if sink_H is not None:
-        column_BHL1 = jnp.broadcast_to(sink_H[None, :, None, None], (*score_BHLS.shape[:3], 1))
-        score_BHLS = jnp.concatenate([score_BHLS, column_BHL1], -1)
-    share_BHLS = jax.nn.softmax(score_BHLS)[..., : k_BSHK.shape[1]]
-    return jnp.einsum("bhls,bshk->blhk", share_BHLS, v_BSHK)
+            joined = _join_halves(before, after._replace(dq_BLHK=after.dq_BLHK + dq), batch)
+        return joined
 
 
 def _scores(

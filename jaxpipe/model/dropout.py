@@ -119,5 +119,5 @@ def _apply_dropout(
 ) -> jax.Array:
     """Keep values of the last dim whose random bits reach `rate`, divided by 1 - `rate`."""
     bits = _fold_in(keys[..., None, :], (first + jnp.arange(count)).astype(jnp.uint32))[..., 0]
-    kept = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return jnp.where(kept, x / (1 - rate), 0)
+    keeps = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(keeps, x / (1 - rate), 0)

@@ -233,5 +233,5 @@ class ModelFamily:
             if form.describes(model):
                 return form
         choices = {name: None for form in self.formats for name in form.CHOICES}
-        given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in choices)
-        raise ValueError(f"{given}: transformers has no model with these: it cannot be exported.")
+        chosen = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in choices)
+        raise ValueError(f"{chosen}: transformers has no model with these: it cannot be exported.")

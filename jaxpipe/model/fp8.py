@@ -115,10 +115,10 @@ class _Rounding(NamedTuple):
     ) -> jax.Array:
         """The product of two operands, contracted over the dims `sums` of both."""
         dims = sums, (tuple(range(self.experts)),) * 2
-        made = lax.dot_general(
+        product = lax.dot_general(
             left.values, right.values, dims, precision, preferred_element_type=dtype
         )
-        return made * _append_dims((left.scale * right.scale).astype(dtype), made.ndim)
+        return product * _append_dims((left.scale * right.scale).astype(dtype), product.ndim)
 
 
 def _append_dims(scale: jax.Array, ndim: int) -> jax.Array:
@@ -139,16 +139,16 @@ def _products(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> A
 def _forward(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> Any:
     each = scales or (None,) * len(weights)
     left, sums = rounding.of(0, x, each[0]), ((x.ndim - 1,), (rounding.experts,))
-    rights = [rounding.of(1, *given) for given in zip(weights, each)]
-    made = tuple(rounding.product(left, right, sums, x.dtype, _FORWARD) for right in rights)
-    return made, (left, rights, scales)
+    rights = [rounding.of(1, *operand) for operand in zip(weights, each)]
+    products = tuple(rounding.product(left, right, sums, x.dtype, _FORWARD) for right in rights)
+    return products, (left, rights, scales)
 
 
-def _backward(rounding: _Rounding, kept: Any, dys: Any) -> Any:
-    x, weights, scales = kept
+def _backward(rounding: _Rounding, residuals: Any, dys: Any) -> Any:
+    x, weights, scales = residuals
     first, last, dtype = rounding.experts, dys[0].ndim - 1, dys[0].dtype
     rows, each = tuple(range(first, last)), scales or (None,) * len(weights)
-    at_y = [rounding.of(2, *given) for given in zip(dys, each)]
+    at_y = [rounding.of(2, *operand) for operand in zip(dys, each)]
 
     def product(left: _Operand, right: _Operand, *sums: Any) -> jax.Array:
         return rounding.product(left, right, sums, dtype, _BACKWARD)
@@ -219,10 +219,10 @@ class Fp8(Precision):
         seen = jnp.where(jnp.isfinite(seen), seen, 0)[..., None]
         history = jnp.concatenate([seen, variables["fp8_history"][..., :-1]], axis=-1)
         largest = history.max(-1)
-        made = [
+        updates = [
             compute_scale(largest[..., place], form) for place, (form, _) in enumerate(_OPERANDS)
         ]
-        scales = jnp.where(largest > 0, jnp.stack(made, -1), variables["fp8_scale"])
+        scales = jnp.where(largest > 0, jnp.stack(updates, -1), variables["fp8_scale"])
         return {"fp8_scale": scales, "fp8_history": history}
 
     def dot(self, products: tuple[str, ...], devices: OneDevice, context: Context) -> Dot:

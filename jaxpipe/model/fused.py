@@ -94,17 +94,18 @@ class FusedBlocks:
         return self._gradients(queries, keys, causal=True)
 
     def _made(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> AttentionOutput:
-        given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
+        operands = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK
         window = self.window if causal else 0
-        mixed_BLHK, logsumexp_BHL = _FORWARD.bind(*given, causal=causal, window=window)
+        mixed_BLHK, logsumexp_BHL = _FORWARD.bind(*operands, causal=causal, window=window)
         return AttentionOutput(mixed_BLHK.astype(logsumexp_BHL.dtype), logsumexp_BHL.swapaxes(1, 2))
 
     def _gradients(self, queries: QueryBlock, keys: KeyBlock, *, causal: bool) -> BlockGradients:
         (mixed_BLHK, logsumexp_BLH), dmixed_BLHK = queries.made, queries.dmixed_BLHK
-        given = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK, logsumexp_BLH.swapaxes(1, 2), mixed_BLHK
+        logsumexp_BHL = logsumexp_BLH.swapaxes(1, 2)
+        operands = queries.q_BLHK, keys.k_BSGK, keys.v_BSGK, logsumexp_BHL, mixed_BLHK
         window = self.window if causal else 0
-        found = _BACKWARD.bind(*given, dmixed_BLHK, causal=causal, window=window)
-        return BlockGradients(*(d.astype(logsumexp_BLH.dtype) for d in found))
+        gradients = _BACKWARD.bind(*operands, dmixed_BLHK, causal=causal, window=window)
+        return BlockGradients(*(d.astype(logsumexp_BLH.dtype) for d in gradients))
 
 
 def _lower_forward(
@@ -150,8 +151,8 @@ def _stand_in_forward(
     return mixed, (q, k, v, logsumexp, mixed)
 
 
-def _stand_in_backward(causal: bool, window: int, kept: tuple, dmixed: jax.Array) -> tuple:
-    return tuple(_BACKWARD.bind(*kept, dmixed, causal=causal, window=window))
+def _stand_in_backward(causal: bool, window: int, residuals: tuple, dmixed: jax.Array) -> tuple:
+    return tuple(_BACKWARD.bind(*residuals, dmixed, causal=causal, window=window))
 
 
 _stand_in.defvjp(_stand_in_forward, _stand_in_backward)

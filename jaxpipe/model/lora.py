@@ -185,21 +185,21 @@ class LoraDecoder:
     def _layer(self, params: Tree, x: jax.Array, context: Context, kind: str) -> LayerOutput:
         base = {name: leaf for name, leaf in params.items() if name != NAME}
         specs = self.base.leaves[kind]
-        given = {
+        adapters = {
             product_of(path): _at(params[NAME], path) for path, _ in self.adapters.paths(specs)
         }
         local = {
             product_of(path) for path, spec in self.adapters.paths(specs) if (TP, 0) in spec.sharded
         }
         drop = self._dropping(x, context, local)
-        adapted = _Adapted(self.base.precision, given, self.adapters.scale, drop)
-        made = replace(self.base, precision=adapted).layer(base, x, context, kind)
-        if unused := given.keys() - adapted.used:
+        adapted = _Adapted(self.base.precision, adapters, self.adapters.scale, drop)
+        output = replace(self.base, precision=adapted).layer(base, x, context, kind)
+        if unused := adapters.keys() - adapted.used:
             raise ValueError(
                 f"lora.targets: a layer of the kind {kind!r} does not pass {min(unused)} to `Dot`, "
                 f"so that it can have no adapter: leave it out."
             )
-        return made
+        return output
 
     def _dropping(
         self, x: jax.Array, context: Context, local: set[str]
@@ -238,8 +238,8 @@ class LoraDot(Dot):
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply as `Dot` does, and add the adapters' products."""
-        made = self.base(x, **weights)
-        return tuple(self._added(name, x, y) for name, y in zip(weights, made))
+        products = self.base(x, **weights)
+        return tuple(self._added(name, x, y) for name, y in zip(weights, products))
 
     def grouped(self, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Dot:
         """The same products, of rows with their groups' matrices."""

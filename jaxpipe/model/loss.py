@@ -121,8 +121,8 @@ def _picked_forward(logits_BLV: jax.Array, index_BL: jax.Array) -> tuple[jax.Arr
     return _pick(logits_BLV, index_BL), (jnp.zeros_like(logits_BLV), index_BL)
 
 
-def _picked_backward(kept: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None]:
-    zeros_BLV, index_BL = kept
+def _picked_backward(residuals: Any, gradient_BL: jax.Array) -> tuple[jax.Array, None]:
+    zeros_BLV, index_BL = residuals
     entry_BLV = lax.broadcasted_iota(index_BL.dtype, zeros_BLV.shape, zeros_BLV.ndim - 1)
     return jnp.where(entry_BLV == index_BL[..., None], gradient_BL[..., None], zeros_BLV), None
 

@@ -74,19 +74,19 @@ def packed_attention(
 def _forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     *operands, window, sink_H = operands
     mixed, logsumexp = _FORWARD.bind(*operands, window=window)
-    made = AttentionOutput(mixed, logsumexp.swapaxes(1, 2))
+    output = AttentionOutput(mixed, logsumexp.swapaxes(1, 2))
     if sink_H is not None:
-        made = made.with_sinks(sink_H)
-        made = made._replace(mixed_BLHK=made.mixed_BLHK.astype(mixed.dtype))
-    return made.mixed_BLHK, (operands, made, sink_H)
+        output = output.with_sinks(sink_H)
+        output = output._replace(mixed_BLHK=output.mixed_BLHK.astype(mixed.dtype))
+    return output.mixed_BLHK, (operands, output, sink_H)
 
 
-def _backward(window: int, kept: tuple[Any, ...], dmixed: jax.Array) -> tuple[Any, ...]:
-    operands, made, sink_H = kept
-    after = made.logsumexp_BLH.swapaxes(1, 2), made.mixed_BLHK, dmixed
-    found = _BACKWARD.bind(*operands, *after, window=window)
-    dsink_H = None if sink_H is None else made.sink_gradients(sink_H, dmixed)
-    return *found, None, None, None, dsink_H
+def _backward(window: int, residuals: tuple[Any, ...], dmixed: jax.Array) -> tuple[Any, ...]:
+    operands, output, sink_H = residuals
+    after = output.logsumexp_BLH.swapaxes(1, 2), output.mixed_BLHK, dmixed
+    gradients = _BACKWARD.bind(*operands, *after, window=window)
+    dsink_H = None if sink_H is None else output.sink_gradients(sink_H, dmixed)
+    return *gradients, None, None, None, dsink_H
 
 
 packed_attention.defvjp(_forward, _backward)

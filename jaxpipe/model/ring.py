@@ -75,46 +75,48 @@ def _forward(
     sequence, blocks, queries = layout.sequence, layout.blocks, QueryBlock(q_BLHK, key_range)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: KeyBlock, made: AttentionOutput | None) -> AttentionOutput:
+    def of_own(turn: int, there: KeyBlock, output: AttentionOutput | None) -> AttentionOutput:
         if not turn:
             if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal(queries, there)
             return blocks.attend_block(queries, there, key_range.mask(there.place_BS))
         late, which = _half_blocks(sequence, turn, blocks.attend_block, queries, there)
-        early_made, late_made = _split_halves(made)
+        early_made, late_made = _split_halves(output)
         late_made = late_made.merge(late)
         chosen = _choose_half(sequence, turn, early_made, late_made).merge(which)
         return _replace_half(sequence, turn, (early_made, late_made), chosen)
 
-    def of_earlier(_: int, there: KeyBlock, made: AttentionOutput) -> AttentionOutput:
-        return made.merge(skip_unseen(blocks.attend_block, queries, there))
+    def of_earlier(_: int, there: KeyBlock, output: AttentionOutput) -> AttentionOutput:
+        return output.merge(skip_unseen(blocks.attend_block, queries, there))
 
-    def with_slice(index: jax.Array, made: AttentionOutput) -> AttentionOutput:
-        return _fold_ring_steps(sequence, slices.keys(index * layout.tokens), of_earlier, made)
+    def with_slice(index: jax.Array, output: AttentionOutput) -> AttentionOutput:
+        return _fold_ring_steps(sequence, slices.keys(index * layout.tokens), of_earlier, output)
 
-    made = _fold_ring_steps(sequence, slices.keys(begin), of_own)
+    output = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     if slices.several:
-        made = lax.fori_loop(*slices.before(begin, key_range), with_slice, made)
+        output = lax.fori_loop(*slices.before(begin, key_range), with_slice, output)
     if sink_H is not None:
-        made = made.with_sinks(sink_H)
-    made = AttentionOutput(made.mixed_BLHK.astype(q_BLHK.dtype), made.logsumexp_BLH)
-    made = jax.tree.map(lambda x: checkpoint_name(x, KEPT), made)
-    return made.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, made)
+        output = output.with_sinks(sink_H)
+    output = AttentionOutput(output.mixed_BLHK.astype(q_BLHK.dtype), output.logsumexp_BLH)
+    output = jax.tree.map(lambda x: checkpoint_name(x, KEPT), output)
+    return output.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, output)
 
 
-def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array) -> tuple[Any, ...]:
-    q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, made = delay_residuals(kept, dmixed_BLHK)
+def _backward(
+    layout: RingLayout, saved: tuple[Any, ...], dmixed_BLHK: jax.Array
+) -> tuple[Any, ...]:
+    q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, output = delay_residuals(saved, dmixed_BLHK)
     sequence, blocks = layout.sequence, layout.blocks
-    queries = QueryBlock(q_BLHK, key_range, made, dmixed_BLHK)
+    queries = QueryBlock(q_BLHK, key_range, output, dmixed_BLHK)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: KeyBlock, found: BlockGradients | None) -> BlockGradients:
+    def of_own(turn: int, there: KeyBlock, gradients: BlockGradients | None) -> BlockGradients:
         """Gradients of queries, and of the current keys with what the devices before added."""
         if not turn:
             if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal_gradients(queries, there)
             return blocks.block_gradients(queries, there, key_range.mask(there.place_BS))
-        dq, *at_keys = found
+        dq, *at_keys = gradients
         arrived = sequence.rotate(at_keys)
         late, which = _half_blocks(sequence, turn, blocks.block_gradients, queries, there)
         early_dq, late_dq = _split_halves(dq)
@@ -127,26 +129,26 @@ def _backward(layout: RingLayout, kept: tuple[Any, ...], dmixed_BLHK: jax.Array)
         ]
         return BlockGradients(dq, *at_keys)
 
-    def of_earlier(turn: int, there: KeyBlock, found: BlockGradients) -> BlockGradients:
+    def of_earlier(turn: int, there: KeyBlock, gradients: BlockGradients) -> BlockGradients:
         dq, *at_keys = skip_unseen(blocks.block_gradients, queries, there)
         if turn:
-            at_keys = map(jnp.add, sequence.rotate(found[1:]), at_keys)
-        return BlockGradients(found.dq_BLHK + dq, *at_keys)
+            at_keys = map(jnp.add, sequence.rotate(gradients[1:]), at_keys)
+        return BlockGradients(gradients.dq_BLHK + dq, *at_keys)
 
-    def with_slice(index: jax.Array, found: BlockGradients) -> BlockGradients:
+    def with_slice(index: jax.Array, gradients: BlockGradients) -> BlockGradients:
         place = index * layout.tokens
-        of_slice = _fold_ring_steps(sequence, slices.keys(place), of_earlier, found)
-        at_keys = slices.put(found[1:], sequence.rotate(of_slice[1:]), place)
+        of_slice = _fold_ring_steps(sequence, slices.keys(place), of_earlier, gradients)
+        at_keys = slices.put(gradients[1:], sequence.rotate(of_slice[1:]), place)
         return BlockGradients(of_slice.dq_BLHK, *at_keys)
 
     of_slice = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     nothing = jnp.zeros_like(k_BSGK), jnp.zeros_like(v_BSGK)
     at_keys = slices.put(nothing, sequence.rotate(of_slice[1:]), begin)
-    found = BlockGradients(of_slice.dq_BLHK, *at_keys)
+    gradients = BlockGradients(of_slice.dq_BLHK, *at_keys)
     if slices.several:
-        found = lax.fori_loop(*slices.before(begin, key_range), with_slice, found)
-    dsink_H = None if sink_H is None else made.sink_gradients(sink_H, dmixed_BLHK)
-    return *found._replace(dq_BLHK=found.dq_BLHK.astype(q_BLHK.dtype)), None, None, dsink_H
+        gradients = lax.fori_loop(*slices.before(begin, key_range), with_slice, gradients)
+    dsink_H = None if sink_H is None else output.sink_gradients(sink_H, dmixed_BLHK)
+    return *gradients._replace(dq_BLHK=gradients.dq_BLHK.astype(q_BLHK.dtype)), None, None, dsink_H
 
 
 ring_attention.defvjp(_forward, _backward)
@@ -202,7 +204,7 @@ class _SliceKeys:
 
 def _fold_ring_steps(
     sequence: FullSequence, keys: KeyBlock, with_turn: Callable[[int, KeyBlock, Any], Any],
-    made: Any = None,
+    folded: Any = None,
 ) -> Any:  # fmt: skip
     """Fold `with_turn` over the ring steps: own keys first, then those of the device before.
 
@@ -211,8 +213,8 @@ def _fold_ring_steps(
     """
     for turn in range(sequence.ring - 1):
         coming = sequence.rotate(keys)
-        made, keys = lax.optimization_barrier((with_turn(turn, keys, made), coming))
-    return with_turn(sequence.ring - 1, keys, made)
+        folded, keys = lax.optimization_barrier((with_turn(turn, keys, folded), coming))
+    return with_turn(sequence.ring - 1, keys, folded)
 
 
 def _half_blocks(

@@ -192,10 +192,10 @@ def options(platform: str, *purposes: str) -> dict[str, Value]:
       purposes: purposes besides `step` (`purposes_of`).
     """
     own = wanted(platform, *purposes)
-    kept, dropped = accepted(own)
+    known, dropped = accepted(own)
     for sentence in dropped:
         warnings.warn(sentence, stacklevel=2)
-    return kept
+    return known
 
 
 def wanted(platform: str, *purposes: str) -> tuple[Option, ...]:

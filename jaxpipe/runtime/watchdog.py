@@ -173,15 +173,15 @@ class Watchdog:
 
     def _judge(self, own: Report) -> Verdict | None:
         """The verdict, or None while it is not yet known which processes still send reports."""
-        found, time_now = {**self._read(), self._index: own}, time.monotonic()
+        reports, time_now = {**self._read(), self._index: own}, time.monotonic()
         for process in range(self._count):
-            beat = found[process].beat if process in found else -1
+            beat = reports[process].beat if process in reports else -1
             before, since, new = self._heard.get(process, (beat, time_now, process == own.process))
             if beat > before:  # a file may be older than what the service had
                 self._heard[process] = beat, time_now, True
             else:
                 self._heard[process] = before, since, new
-        over = {process for process, report in found.items() if report.over}
+        over = {process for process, report in reports.items() if report.over}
         waited = {
             process: time_now - since
             for process, (_, since, _) in self._heard.items()
@@ -190,7 +190,7 @@ class Watchdog:
         silent = {p: seconds for p, seconds in waited.items() if seconds > self._period + _GRACE}
         if any(not self._heard[p][2] and p not in silent for p in waited):
             return None
-        return verdict(found.values(), silent, self._count)
+        return verdict(reports.values(), silent, self._count)
 
     def _read(self) -> dict[int, Report]:
         """The newest report of each process, from the service or, if it is silent, from files."""

@@ -62,7 +62,7 @@ def _sources() -> Iterable[bytes]:
 
 
 def _digest(pieces: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()[:12]
+        digest.update(piece)
+    return digest.hexdigest()[:12]

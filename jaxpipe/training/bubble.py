@@ -66,7 +66,7 @@ class BubbleMeter:
                 _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
                 events = list(events)
                 by_replica = {r: ticks(pipeline, events, r) for r in local_replicas(pipeline)}
-                found = rank_bubbles(next(iter(by_replica.values())))
+                bubbles = rank_bubbles(next(iter(by_replica.values())))
                 if not several:
                     self._note_ticks(by_replica)
         except (ProfileError, OSError) as error:  # a full disk: the step itself may have run
@@ -74,7 +74,7 @@ class BubbleMeter:
             self._every = 0
             return results[0] if results else step(state, batch)
         state, metrics = results[0]
-        both = {"bubble": fmean(found.values()), "bubble_predicted": self._predicted(pipeline)}
+        both = {"bubble": fmean(bubbles.values()), "bubble_predicted": self._predicted(pipeline)}
         if several:
             both = {name: np.full(len(numbers), value) for name, value in both.items()}
         return state, metrics | both
@@ -138,10 +138,10 @@ def local_replicas(pipeline: Pipeline) -> list[int]:
 def events_of(recording: Path) -> Iterator[Event]:
     """Yield the operations of compiled programs from the profiler's gzipped trace file."""
     with gzip.open(recording) as file:
-        found = json.load(file)["traceEvents"]
-    named = [event for event in found if event.get("name") == "process_name"]
+        events = json.load(file)["traceEvents"]
+    named = [event for event in events if event.get("name") == "process_name"]
     devices = {event["pid"]: _device(event["args"]["name"]) for event in named}
-    for event in found:
+    for event in events:
         about = event.get("args", {})
         where = about.get("device_ordinal", devices.get(event.get("pid")))
         if event.get("ph") == "X" and "hlo_op" in about and where is not None:

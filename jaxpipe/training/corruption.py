@@ -116,14 +116,14 @@ class CorruptionCheck:
         mesh = self._trainer.mesh
         if not wrong:
             return "no two of three devices agree, so none of them is named"
-        found = []
+        names = []
         for device in wrong:
             (at,) = [i for i, of in np.ndenumerate(mesh.devices) if of.id == device]
             axes = zip(mesh.axis_names, at, mesh.devices.shape)
             place = " ".join(f"{name}={i}" for name, i, size in axes if size > 1)
             process = mesh.devices[at].process_index
-            found.append(f"device {device} (process {process}, {place})")
-        listed = " or ".join(found)
+            names.append(f"device {device} (process {process}, {place})")
+        listed = " or ".join(names)
         return f"{listed} computes wrong numbers, which two others contradict"
 
     def _keep(

@@ -101,16 +101,16 @@ def open_loggers(config: Config, last_step: int, guard: WriteGuard | None = None
 
     A logger whose files cannot be written is omitted and reported by `guard`.
     """
-    guard, found = guard or WriteGuard(print), list[Logger]()
+    guard, loggers = guard or WriteGuard(print), list[Logger]()
     if config.log.tensorboard:
         from jaxpipe.training.tensorboard import TensorBoard  # import tensorboardX only if used
 
-        found.append(TensorBoard(config, last_step))
+        loggers.append(TensorBoard(config, last_step))
     if config.log.prometheus_port:
         from jaxpipe.training.prometheus import Prometheus  # needs the extra `prometheus`
 
-        found.append(Prometheus(config))
+        loggers.append(Prometheus(config))
     if config.log.wandb:
         with guard.attempt(f"{config.run.dir}/wandb"):
-            found.append(WeightsAndBiases(config, last_step))
-    return found
+            loggers.append(WeightsAndBiases(config, last_step))
+    return loggers

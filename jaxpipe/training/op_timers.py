@@ -53,18 +53,18 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: in
         rounds = [timer.seconds() for _ in range(repeats)]
         of_kinds.append((kinds.count(kind) / len(kinds), rounds))
         del timer  # frees its arrays on the devices
-    found: dict[str, Any] = {
+    seconds: dict[str, Any] = {
         name: median(each[name] for _, rounds in of_kinds for each in rounds)
         * max(1, trainer.config.parallel.ends_shared_by)
         for name in _OF_ENDS
     }
-    found["layer"] = {
+    seconds["layer"] = {
         name: sum(
             share * median(each["layer"][name] for each in rounds) for share, rounds in of_kinds
         )
         for name in _OF_LAYER
     }
-    return found
+    return seconds
 
 
 class OpTimer:
@@ -106,16 +106,16 @@ class OpTimer:
 
     def seconds(self) -> dict[str, Any]:
         """Time of each op [s], in the form of `OpSeconds`; those of `layer` are for one layer."""
-        found: dict[str, Any] = {"layer": {}}
+        seconds: dict[str, Any] = {"layer": {}}
         for name in self._loops:
             begin = time.perf_counter()
             self._run(name)
             each = (time.perf_counter() - begin) / self._turns
             if name in _OF_LAYER:
-                found["layer"][name] = each / self._layers
+                seconds["layer"][name] = each / self._layers
             else:
-                found[name] = each
-        return found
+                seconds[name] = each
+        return seconds
 
     def _run(self, name: str) -> None:
         loop, state = self._loops[name]
@@ -224,9 +224,9 @@ def _ends(
     def leave(state: Tree, given: Tree, row: TableRow) -> Tree:
         y = buffers.read(given["inputs"], row.for_b_read)
         context = Context(given["microbatch"], embed_head=given["embed_head"])
-        output, kept = head_split.forward(None, y, context)
+        output, residuals = head_split.forward(None, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
-        dy, used = head_split.backward(None, context, kept, seed)
+        dy, used = head_split.backward(None, context, residuals, seed)
         return output.y, dy.value, add_gradients(state[2], used.embed_head)
 
     def enter(state: Tree, given: Tree, row: TableRow) -> Tree:

@@ -71,13 +71,13 @@ def roll_back(
     position.enter("restore")
     jax.tree.map(lambda leaf: leaf.delete(), failed.state)  # otherwise devices hold two states
     checkpoints.remove_after(failed.first_spike - 1)
-    found = checkpoints.restore(trainer.state_shapes.parts(), say)
-    if found is None:
+    restored = checkpoints.restore(trainer.state_shapes.parts(), say)
+    if restored is None:
         raise ConfigError(
             f"{failed.reason(train)}: there is no undamaged checkpoint to go back to; start anew "
             f"in another run.dir."
         )
-    parts, meta = found
+    parts, meta = restored
     before = position_in(meta, trainer.config)
     passed_over = at.position - before.samples + before.restarted_at
     seen = before._replace(passed_over=passed_over, rollbacks=at.rollbacks + 1)

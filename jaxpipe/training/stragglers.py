@@ -128,10 +128,10 @@ class Stragglers:
             self._judge([window])
             return
         texts = processes.posted(f"{_KEYS}/{(window.number - 1) % _KEPT}")
-        found = [msgspec.json.decode(texts[i], type=Window) for i in sorted(texts)]
+        windows = [msgspec.json.decode(texts[i], type=Window) for i in sorted(texts)]
         # The first window has what happens once in a process, such as compilation.
-        if len(found) == count and all(each.number == window.number - 1 > 0 for each in found):
-            self._judge(found)
+        if len(windows) == count and all(each.number == window.number - 1 > 0 for each in windows):
+            self._judge(windows)
 
     def _judge(self, windows: list[Window]) -> None:
         """Make metrics of the reports of all processes, and name a culprit."""

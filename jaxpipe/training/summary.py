@@ -110,15 +110,15 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
 
 def _stages_of(trainer: Trainer, rank: int) -> list[str]:
     """The layers of each stage on a pipeline rank, with embedding and head, as text."""
-    layout, placement, found = trainer.layout, trainer.schedule.placement, []
+    layout, placement, stages = trainer.layout, trainer.schedule.placement, []
     shared = trainer.execution.lockstep.vocab_parallel
     for stage, owner in enumerate(placement.rank_of):
         if owner == rank:
             first, count = layout.first_layer(stage), layout.layers_per_stage[stage]
             embedding = "embedding + " if stage == 0 and not shared else ""
             head = " + head" if stage == placement.stages - 1 and not shared else ""
-            found.append(f"{embedding}{first}..{first + count - 1}{head}")
-    return [*found, "shard of the vocabulary"] if shared else found
+            stages.append(f"{embedding}{first}..{first + count - 1}{head}")
+    return [*stages, "shard of the vocabulary"] if shared else stages
 
 
 def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:

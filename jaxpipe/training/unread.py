@@ -28,11 +28,11 @@ class Dispatched:
 
     def numbers(self) -> dict[str, Any]:
         """Wait for the step; return its metrics as numbers or nested lists."""
-        found = {name: np.asarray(value) for name, value in self.metrics.items()}
+        values = {name: np.asarray(value) for name, value in self.metrics.items()}
         if len(self.program) > 1:
-            found = {name: value[self.program.index(self.step)] for name, value in found.items()}
-        found["target_tokens"] = found["target_tokens"].sum(dtype=np.int64)
-        return {name: value.tolist() for name, value in found.items()}
+            values = {name: value[self.program.index(self.step)] for name, value in values.items()}
+        values["target_tokens"] = values["target_tokens"].sum(dtype=np.int64)
+        return {name: value.tolist() for name, value in values.items()}
 
 
 class UnreadSteps:

@@ -8,8 +8,9 @@ from compare import assert_same
 from jax import lax
 from jax.sharding import PartitionSpec
 from oracles import fused
+from oracles.attention import attention_ref
 
-from jaxpipe.model.blocks import KeyBlock, KeyRange, PlainBlocks, QueryBlock, attention_ref
+from jaxpipe.model.blocks import KeyBlock, KeyRange, PlainBlocks, QueryBlock
 from jaxpipe.model.fused import FusedBlocks
 from jaxpipe.model.ring import RingLayout, ring_attention
 from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh, shard_batch

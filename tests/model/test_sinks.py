@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from compare import assert_same
 from oracles import fused, ragged
+from oracles.attention import attention_ref
 
 from jaxpipe.config import ConfigError, from_builtins
 from jaxpipe.model import PRESETS
 from jaxpipe.model.attention import CachedKeys, CausalAttention
-from jaxpipe.model.blocks import KeyBlock, KeyRange, QueryBlock, attention_ref
+from jaxpipe.model.blocks import KeyBlock, KeyRange, QueryBlock
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.planning.checks import check_settings

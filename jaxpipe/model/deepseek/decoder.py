@@ -73,12 +73,12 @@ class DeepseekDecoder(LlamaDecoder):
         own = context._replace(index=jnp.int32(config.n_layers + k))
         if self.slices > 1:
             own = own._replace(state=context.state[k])
-        made = depth(x, token_BLD, positions_BL, own, self._given(x, own))
+        output = depth(x, token_BLD, positions_BL, own, self._given(x, own))
         embed_head = nnx.merge(ends._embed_head_graph, context.embed_head)
-        operands = embed_head.operands(depth.norm(made.y))
+        operands = embed_head.operands(depth.norm(output.y))
         loss = ends.cross_entropy(*operands, targets, z_loss=0.0)
         weight = config.mtp_weight / config.mtp_depth
-        return predicted.with_depth(made, loss, count_valid(targets), weight)
+        return predicted.with_depth(output, loss, count_valid(targets), weight)
 
     @cached_property
     def _ends_of_layers(self) -> "DeepseekDecoder":

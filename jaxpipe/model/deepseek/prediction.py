@@ -70,17 +70,17 @@ class Predicted(NamedTuple):
     per_example: dict[str, jax.Array] = {}  # noqa: RUF012
 
     def with_depth(
-        self, made: LayerOutput, loss: jax.Array, targets: jax.Array, weight: float
+        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, weight: float
     ) -> "Predicted":
         """Add a depth's output, and its summed loss over that many targets."""
         own = {"mtp_loss": jax.lax.stop_gradient(loss), "mtp_targets": targets}
-        of_router = 0.0 if made.aux.loss is None else made.aux.loss
+        of_router = 0.0 if output.aux.loss is None else output.aux.loss
         return Predicted(
-            made.y,
-            (*self.states, made.state),
+            output.y,
+            (*self.states, output.state),
             self.loss + weight * loss + of_router,
-            _added(self.sums, {**made.aux.sums, **own}),
-            _added(self.per_example, made.aux.per_example),
+            _added(self.sums, {**output.aux.sums, **own}),
+            _added(self.per_example, output.aux.per_example),
         )
 
     @property

@@ -46,8 +46,8 @@ class GPT2Attention(nnx.Module):
             x_BLX = x_BLX + broadcast_last(bias[...], x_BLX)
             return x_BLX.reshape(*x_BLD.shape[:2], -1, self.width)
 
-        made = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
-        q_BLHK, k_BLHK, v_BLHK = map(heads, made, (self.bq, self.bk, self.bv))
+        products = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
+        q_BLHK, k_BLHK, v_BLHK = map(heads, products, (self.bq, self.bk, self.bv))
         past, masks, documents, _ = given
         mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
         (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])

@@ -79,11 +79,11 @@ class LlamaAttention(nnx.Module):
             return x_BLX.reshape(*x_BLX.shape[:2], -1, config.head_size)
 
         wk, wv = self._own(self.wk[...]), self._own(self.wv[...])
-        made = dot(x_BLD, wq=self.wq[...], wk=wk, wv=wv)
+        products = dot(x_BLD, wq=self.wq[...], wk=wk, wv=wv)
         if config.qkv_bias:
             biases = self.bq[...], self._own(self.bk[...]), self._own(self.bv[...])
-            made = (y + broadcast_last(bias, y) for y, bias in zip(made, biases))
-        q_BLHK, k_BLGK, v_BLGK = map(heads, made)
+            products = (y + broadcast_last(bias, y) for y, bias in zip(products, biases))
+        q_BLHK, k_BLGK, v_BLGK = map(heads, products)
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotary(q_BLHK, positions_BL, config)

@@ -211,9 +211,9 @@ class CapacityDispatch:
         came = _exchange_rows(self.replicas, sent, "experts")
         of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
         of_expert = of_expert.reshape(self.count // size, -1, d + 1)
-        made = experts(of_expert[..., :d], of_expert[..., d:], dot, own_of_batches)
-        made = made.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
-        y_SD = _exchange_rows(self.replicas, made.reshape(-1, d), "tokens")
+        outputs = experts(of_expert[..., :d], of_expert[..., d:], dot, own_of_batches)
+        outputs = outputs.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
+        y_SD = _exchange_rows(self.replicas, outputs.reshape(-1, d), "tokens")
         dropped = count_dropped(places, group_R, groups)
         return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 

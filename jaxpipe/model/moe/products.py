@@ -69,14 +69,14 @@ def _multiply(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -
 
 
 def _forward(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> tuple[Any, Any]:
-    given = rows_SI, matrices_EIO, sizes_E
-    return _multiply(*given), given
+    operands = rows_SI, matrices_EIO, sizes_E
+    return _multiply(*operands), operands
 
 
-def _backward(given: Any, dy_SO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(operands: Any, dy_SO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     from tokamax import ragged_dot, ragged_dot_general
 
-    rows_SI, matrices_EIO, sizes_E = given
+    rows_SI, matrices_EIO, sizes_E = operands
     inputs_EOI = matrices_EIO.swapaxes(1, 2)
     drows_SI = ragged_dot(dy_SO, inputs_EOI, sizes_E, implementation="mosaic")
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())

@@ -38,9 +38,9 @@ class OneHot:
         weights_BLE = jnp.einsum("BLKE,BLK->BLE", chosen_BLKE, weights_BLK)
         x_END = jnp.broadcast_to(x_BLD.reshape(1, -1, x_BLD.shape[-1]), (count, *_tokens(x_BLD)))
         one = jnp.ones((1, 1, 1), x_BLD.dtype)
-        made = experts(x_END, one, dot, own_of_batches).reshape(count, *x_BLD.shape)
+        outputs = experts(x_END, one, dot, own_of_batches).reshape(count, *x_BLD.shape)
         dropped = (chosen - chosen_BLKE.sum()).astype(jnp.int32)
-        return jnp.einsum("EBLD,BLE->BLD", made, weights_BLE), dropped
+        return jnp.einsum("EBLD,BLE->BLD", outputs, weights_BLE), dropped
 
 
 def one_hot(config: MixtureConfig, *_: object) -> OneHot:
