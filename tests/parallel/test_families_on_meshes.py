@@ -19,7 +19,7 @@ CASES = {
     "gpt_oss": ("gpt_oss", "zb_h1", (2, 2, 2), {"sequence": True, "ep": 2}),
     "gpt_oss, packed, exchanged heads": (
         "packed_gpt_oss",
-        "dualpipe",
+        "1f1b",
         (2, 4, 1),
         {"cp": 2, "heads": 2, "ep": 2, "zero_stage": 3},
     ),
