@@ -1,6 +1,7 @@
 """The settings of a run and how they are read. Imports no jax."""
 
 from jaxpipe.config.errors import ConfigError, first_line
+from jaxpipe.config.functions import is_custom, load_function
 from jaxpipe.config.reading import build, from_builtins, load, read_overrides, to_toml
 from jaxpipe.config.sections import (
     CheckpointConfig,
@@ -11,6 +12,7 @@ from jaxpipe.config.sections import (
     LoraConfig,
     OptimizerConfig,
     ParallelConfig,
+    PreferenceConfig,
     RunConfig,
     RuntimeConfig,
     SourceConfig,
@@ -27,6 +29,7 @@ __all__ = [
     "LoraConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PreferenceConfig",
     "RunConfig",
     "RuntimeConfig",
     "SourceConfig",
@@ -34,7 +37,9 @@ __all__ = [
     "build",
     "first_line",
     "from_builtins",
+    "is_custom",
     "load",
+    "load_function",
     "read_overrides",
     "to_toml",
 ]

@@ -201,8 +201,21 @@ class TrainConfig(Section, kw_only=True):
     on_corruption: Literal["stop", "warn"] = "stop"  # what a run does when a check fails
     loss_chunks: Positive = 1  # sequence chunks of the loss; only one chunk's logits are live
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
+    # cross_entropy; dpo: of pairs of answers, see [preference]; or "module:function" of your own,
+    # of (log-probabilities [B, L], rows of the batch), as jaxpipe/model/objective.py defines it
+    loss: str = "cross_entropy"
+    # float32 arrays [M, B, L] of the batch that a loss of your own reads besides inputs and targets
+    loss_rows: tuple[str, ...] = ()
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches per held-out loss
+
+
+class PreferenceConfig(Section, kw_only=True):
+    """`[preference]`: the loss of pairs of answers, `train.loss = "dpo"`."""
+
+    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference
+    # share of pairs assumed to be labelled the wrong way round; 0: none
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
 
 
 class LoraConfig(Section, kw_only=True):
@@ -303,6 +316,7 @@ class Config(Section, Generic[Model], kw_only=True):
     model: Model
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
+    preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
@@ -331,7 +345,7 @@ class Config(Section, Generic[Model], kw_only=True):
     @property
     def pads(self) -> bool:
         """Whether rows hold documents of varying length and may end in padding."""
-        return self.train.variable_length or self.data.packing != "none"
+        return self.train.variable_length or self.data.packing != "none" or self.reads_pairs
 
     @property
     def marks_padding(self) -> bool:
@@ -339,9 +353,17 @@ class Config(Section, Generic[Model], kw_only=True):
 
         Packed rows need none, since their document leaf marks it.
         """
-        return (
-            self.train.variable_length and not self.data.documents and self.model.routed_experts > 0
-        )
+        return self.pads and not self.data.documents and self.model.routed_experts > 0
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether rows 2 i and 2 i + 1 of a batch are the two answers of a pair."""
+        return self.train.loss == "dpo"
+
+    @property
+    def loss_rows(self) -> tuple[str, ...]:
+        """Names of the batch's float32 arrays, which the loss reads."""
+        return ("reference",) if self.reads_pairs else self.train.loss_rows
 
     def length_of(self, longest: int) -> int:
         """Tokens per row of a step whose longest row has `longest` tokens."""

@@ -25,6 +25,7 @@ from jaxpipe.model.loss import (
     map_chunks,
     score_targets,
 )
+from jaxpipe.model.objective import Objective
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
 from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
@@ -64,6 +65,7 @@ class CausalDecoder:
         reads.
       dispatch: `(config, replicas, product)` to a `Dispatch`; None: the fast ones.
       precision: precision of the products with the layers' weights.
+      objective: the loss of the targets' log-probabilities; None: cross-entropy.
     """
 
     config: DecoderConfig
@@ -80,6 +82,7 @@ class CausalDecoder:
     recorded: bool = False
     dispatch: Callable[..., Any] | None = None
     precision: Precision = PLAIN
+    objective: Objective | None = None
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -171,6 +174,8 @@ class CausalDecoder:
             embed_head_specs=self.leaves["embed_head"], batch_keys=tuple(reads),
             report=lambda side: {},
         )  # fmt: skip
+        if self.objective is not None:
+            functions = self.objective.applied(functions, self.target_logprobs)
         variables = precision.variables(self.config.blocks, len(self.products))
         if not variables:
             return functions
@@ -224,10 +229,16 @@ class CausalDecoder:
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
         devices, size = self._embed_head_devices, self.config.vocab_size
 
-        def of_chunk(x: jax.Array, targets: jax.Array) -> TokenScores:
+        def of_chunk(head: jax.Array, x: jax.Array, targets: jax.Array) -> TokenScores:
             return score_targets(x @ head, targets, devices, size)
 
-        return map_chunks(of_chunk, (x, rows["targets"]), self.loss_chunks)
+        if self.loss_chunks > 1:  # a gradient computes a chunk's logits again
+            of_chunk = jax.checkpoint(of_chunk)
+        return map_chunks(partial(of_chunk, head), (x, rows["targets"]), self.loss_chunks)
+
+    def target_logprobs(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
+        """Log-probabilities of the targets, `[B, L]`; 0 at those that are ignored."""
+        return self.token_scores(embed_head, x, rows).logprobs_BL
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that count in the loss."""

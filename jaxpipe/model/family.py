@@ -200,7 +200,8 @@ class ModelFamily:
         subclass); `sequence`, for context parallelism; `slices`, the number of sequence slices;
         `loss_chunks`, the chunks in which the loss is computed; `seed` of dropout; `z_loss`, the
         coefficient of a second loss of that name; `documents`, the most documents in a packed row;
-        `replicas` over which experts are sharded; and `precision` of the layers' products.
+        `replicas` over which experts are sharded; `precision` of the layers' products; and
+        `objective`, the loss in place of cross-entropy.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)

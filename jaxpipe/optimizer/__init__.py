@@ -1,7 +1,7 @@
 """Optimizers on stage-stacked parameters, learning rates, clipping by norm, and the update."""
 
 from jaxpipe.optimizer.build import KINDS, averaged, build, kind_of
-from jaxpipe.optimizer.custom import is_custom, load_custom
+from jaxpipe.optimizer.custom import load_custom
 from jaxpipe.optimizer.groups import groups
 from jaxpipe.optimizer.layerwise import check_independent, layerwise
 from jaxpipe.optimizer.rate import learning_rate
@@ -17,7 +17,6 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "groups",
-    "is_custom",
     "kind_of",
     "layerwise",
     "learning_rate",

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxpipe.config import ConfigError, OptimizerConfig
-from jaxpipe.optimizer.custom import is_custom, load_custom
+from jaxpipe.config import ConfigError, OptimizerConfig, is_custom
+from jaxpipe.optimizer.custom import load_custom
 from jaxpipe.optimizer.groups import Stores, weight_decay
 from jaxpipe.optimizer.layerwise import layerwise
 from jaxpipe.optimizer.muon import muon_on_matrices, muon_rate

@@ -1,15 +1,8 @@
 """The run's own optimizer: `optimizer.name = "module:function"`."""
 
-from importlib import import_module
-
 import optax
 
-from jaxpipe.config import ConfigError, OptimizerConfig, first_line
-
-
-def is_custom(name: str) -> bool:
-    """Whether an `optimizer.name` is a function outside jaxpipe."""
-    return ":" in name
+from jaxpipe.config import ConfigError, OptimizerConfig, first_line, load_function
 
 
 def load_custom(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -18,20 +11,8 @@ def load_custom(config: OptimizerConfig, rate: optax.Schedule) -> optax.Gradient
     Raises `ConfigError` where the module cannot be imported, has no such function, or the function
     raises or returns anything else.
     """
-    module, _, function = config.name.partition(":")
     where = f"optimizer.name={config.name!r}"
-    try:
-        make = getattr(import_module(module), function, None)
-    except Exception as error:  # a module may raise anything while it is imported
-        raise ConfigError(
-            f"{where}: module {module!r} cannot be imported ({first_line(error)}): run in the "
-            f"directory of {module.split('.')[0]}.py, or add that to PYTHONPATH."
-        ) from error
-    if not callable(make):
-        raise ConfigError(
-            f"{where}: module {module!r} has no function {function!r}: define it there, as "
-            f"{function or 'name'}(learning_rate, config)."
-        )
+    make = load_function("optimizer.name", config.name, "learning_rate, config")
     try:
         optimizer = make(rate, config)
     except Exception as error:

@@ -18,6 +18,7 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import FULL_SEQUENCE
+from jaxpipe.planning.objective import objective_of
 
 
 def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Model:  # noqa: B008
@@ -42,6 +43,8 @@ def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Mode
     if config.train.fp8 != "none":
         delayed = config.train.fp8 == "delayed"
         more["precision"] = Fp8(config.train.fp8_history if delayed else 0)
+    if (objective := objective_of(config)) is not None:
+        more["objective"] = objective
     model = FAMILIES[config.model.family].build(
         config.model,
         devices=devices,

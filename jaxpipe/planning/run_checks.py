@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, is_custom
 from jaxpipe.planning.costs import costs_of
 
 
@@ -18,7 +18,7 @@ def _check_optimizer(config: Config) -> None:
     `optimizer.name='schedule_free'` needs `optimizer.decay='constant'` and an `optimizer.beta1`
     above 0.
     """
-    from jaxpipe.optimizer import check_independent, is_custom, kind_of, learning_rate, load_custom
+    from jaxpipe.optimizer import check_independent, kind_of, learning_rate, load_custom
 
     optimizer = config.optimizer
     kind_of(optimizer.name)

@@ -40,7 +40,7 @@ class BatchSharder:
         real = (REAL,) if self.config.marks_padding else ()
         ahead = ahead_keys(self.config.model.tokens_ahead)
         numbers = ("samples",) if self.numbered else ()
-        return ("inputs", "targets", *packed, *real, *ahead, *numbers)
+        return ("inputs", "targets", *packed, *real, *ahead, *numbers, *self.config.loss_rows)
 
     def rows(self, process: int | None = None) -> slice:
         """The examples of each microbatch that a process reads; None: this process.
@@ -67,11 +67,13 @@ class BatchSharder:
 
         `trains` False: of a batch for `eval_step`, which has no sample numbers.
         """
-        ids = np.broadcast_to(np.int32(0), (*self.config.batch_shape.values(), length))
+        shape = (*self.config.batch_shape.values(), length)
+        ids, floats = (np.broadcast_to(zero, shape) for zero in (np.int32(0), np.float32(0)))
         names = [name for name in self.leaves if trains or name != "samples"]
+        rows = {name: floats if name in self.config.loss_rows else ids for name in names}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
-            for name, leaf in jax.eval_shape(self.deal, dict.fromkeys(names, ids)).items()
+            for name, leaf in jax.eval_shape(self.deal, rows).items()
         }
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
@@ -137,6 +139,7 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
     shape = (*sizes, length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+    batch |= dict.fromkeys(config.loss_rows, np.zeros((*sizes, length), np.float32))
     if config.marks_padding:
         batch[REAL] = np.ones_like(batch["inputs"])
     if not config.data.documents:

@@ -58,6 +58,7 @@ def batch_of(config: Config, step: int) -> Batch:
     ignored[..., 1] = False  # every row has a target
     targets[ignored] = IGNORE
     batch = {"inputs": inputs, "targets": targets}
+    batch |= {name: rng.standard_normal(targets.shape) for name in config.loss_rows}
     if not config.pads:
         return batch
     held = rng.integers(longest // 2, longest, sizes)

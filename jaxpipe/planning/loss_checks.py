@@ -1,0 +1,76 @@
+"""Rules of losses other than cross-entropy."""
+
+from jaxpipe.config import Config, ConfigError, PreferenceConfig, is_custom
+
+
+def check_loss(config: Config) -> None:
+    """Raise `ConfigError` if there is no such loss, or settings do not fit it.
+
+    `train.loss` must be `cross_entropy`, `dpo`, or `module:function` with a function of `(logprobs,
+    rows)` as `jaxpipe/model/objective.py` defines it.
+
+    `train.loss` other than `cross_entropy` excludes `parallel.cp` and `parallel.slices` above 1,
+    which divide a sequence, `train.z_loss`, and `model.mtp_depth`.
+
+    `train.loss='dpo'` needs an even `train.microbatch_size`, since both answers of a pair are in
+    one microbatch, `data.source='file'` or `data.sources`, and excludes `data.packing`.
+
+    `train.loss_rows` needs a `train.loss` of your own.
+
+    `preference.beta` and `preference.label_smoothing` need `train.loss='dpo'`.
+    """
+    train, loss = config.train, config.train.loss
+    if train.loss_rows and not is_custom(loss):
+        raise ConfigError(
+            f"train.loss_rows={list(train.loss_rows)} are read by a loss of your own, but "
+            f"train.loss={loss!r}: name it as 'module:function', or leave loss_rows out."
+        )
+    if config.preference != PreferenceConfig() and not config.reads_pairs:
+        raise ConfigError(
+            f"[preference] is of train.loss='dpo', but train.loss={loss!r}: set it, or leave "
+            f"[preference] out."
+        )
+    if loss == "cross_entropy":
+        return
+    if not (config.reads_pairs or is_custom(loss)):
+        raise ConfigError(
+            f"train.loss={loss!r} is no loss: choose cross_entropy, dpo, or 'module:function' of "
+            f"your own."
+        )
+    parallel = config.parallel
+    excluded = {
+        f"parallel.cp={parallel.cp}": parallel.cp > 1,
+        f"parallel.slices={parallel.slices}": parallel.slices > 1,
+        f"train.z_loss={train.z_loss}": train.z_loss,
+        f"model.mtp_depth={config.model.tokens_ahead}": config.model.tokens_ahead,
+    }
+    if found := [setting for setting, is_set in excluded.items() if is_set]:
+        raise ConfigError(
+            f"train.loss={loss!r} is computed of the log-probabilities of whole rows alone, which "
+            f"excludes {found[0]}: leave it out, or train on cross_entropy."
+        )
+    if config.reads_pairs:
+        _check_pairs(config)
+    from jaxpipe.planning.objective import objective_of  # needs jax
+
+    objective_of(config)
+
+
+def _check_pairs(config: Config) -> None:
+    data, examples = config.data, config.train.microbatch_size
+    if examples % 2:
+        raise ConfigError(
+            f"train.microbatch_size={examples} with train.loss='dpo': both answers of a pair are "
+            f"in one microbatch; give an even number."
+        )
+    if data.packing != "none":
+        raise ConfigError(
+            f"data.packing={data.packing!r} with train.loss='dpo': every answer is a row of its "
+            f"own; set data.packing=none, and train.variable_length=true for less padding."
+        )
+    if data.source != "file" and not data.sources:
+        raise ConfigError(
+            f"train.loss='dpo' with data.source={data.source!r}, which has no pairs: set "
+            f"data.source=file, and data.path to a folder that `python -m jaxpipe.data prepare "
+            f"--pairs` wrote."
+        )
